@@ -41,9 +41,11 @@ def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
     models = {"--model-name-or-path": inputs.model_dir}
     models |= {flag: other.directory for flag, other in inputs.other_models.items()}
     return {
-        "data": describe_sets(inputs.data, "--data-path")
-        | (describe_sets(inputs.validation_data, "--validation-data-path") if inputs.validation_data else {})
-        | (describe_sets(inputs.teacher_data, "--teacher-data") if inputs.teacher_data else {}),
+        "data": {
+            name: items
+            for option, data in inputs.data_sets.items()
+            for name, items in describe_sets(data, option).items()
+        },
         "model": {
             "tokenizer": fingerprint_tokenizer_state(inputs.tokenizer)[:DIGITS],
             **{

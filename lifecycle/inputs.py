@@ -89,6 +89,16 @@ class RunInputs:
         return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
 
     @property
+    def data_sets(self) -> dict[str, Mixture]:
+        """The data that is open, by option."""
+        named = {
+            "--data-path": self.data,
+            "--validation-data-path": self.validation_data,
+            "--teacher-data": self.teacher_data,
+        }
+        return {option: data for option, data in named.items() if data is not None}
+
+    @property
     def longest_taught(self) -> int:
         """Tokens of the longest training sequence that a teacher reads."""
         data = self.data if self.teacher_data is None else self.teacher_data

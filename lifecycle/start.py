@@ -66,7 +66,7 @@ def open_inputs(
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
         inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
-        for data in filter(None, (inputs.data, inputs.validation_data, inputs.teacher_data)):
+        for data in inputs.data_sets.values():
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None and inputs.data.has_images:
@@ -147,9 +147,7 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     """Opens the tokenizer that made the data; sets the number of embeddings and the stop token in the config."""
     config, text = inputs.config, text_config(inputs.config)
-    others = [data for data in (inputs.validation_data, inputs.teacher_data) if data is not None]
-    known = {source.path: sidecar for source, sidecar in zip(inputs.data.sources, inputs.sidecars, strict=True)}
-    known |= {source.path: source.sidecar for data in others for source in data.sources}
+    known = {source.path: source.sidecar for data in inputs.data_sets.values() for source in data.sources}
     found = inputs.errors.attempt(
         lambda: choose_tokenizer(
             inputs.model_dir,
@@ -165,7 +163,7 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     if inputs.tokenizer is not None:
         trust = options.model.trust_remote_code
         inputs.family = inputs.family.complete(config, inputs.tokenizer, trust_remote_code=trust)
-    for data in (inputs.data, *others):
+    for data in inputs.data_sets.values():
         data.vocab_size = vocab_size
     for sidecar in filter(None, reversed(inputs.sidecars)):  # reversed, so that the first sidecar's token ends up first
         if inputs.tokenizer is not None and sidecar.get("stop_token_id") is not None:

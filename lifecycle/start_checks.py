@@ -9,17 +9,21 @@ from options import TrainOptions, ValidationOptions
 
 def check_validation(inputs: RunInputs, objective: Objective | None, options: ValidationOptions) -> None:
     """ValueError if the validation data is for a different task, or cannot measure --best-metric."""
-    data, validation_data = inputs.data, inputs.validation_data
-    if validation_data is not None and validation_data.task != data.task:
-        raise ValueError(
-            f"--validation-data-path is for {describe_task(validation_data.task)}, --data-path for"
-            f" {describe_task(data.task)}:"
-            " tokenize one of them again with --labels-from the other"
-        )
+    if inputs.validation_data is not None:
+        advice = ": tokenize one of them again with --labels-from the other"
+        check_task(inputs.data, inputs.validation_data, option="--validation-data-path", advice=advice)
     if objective is not None and options.best_metric not in objective.metrics:
         raise ValueError(
             f"--best-metric {options.best_metric}: validations of this objective and data have"
             f" {', '.join(objective.metrics)}"
+        )
+
+
+def check_task(data: Mixture, other: Mixture, *, option: str, advice: str = "") -> None:
+    """ValueError if `other`, the data of `option`, is for a different task than `data`."""
+    if other.task != data.task:
+        raise ValueError(
+            f"{option} is for {describe_task(other.task)}, --data-path for {describe_task(data.task)}{advice}"
         )
 
 

@@ -8,9 +8,9 @@ from corpus.reader import TokenizedData
 from disk import hash_json
 from families.packed_row import check_positions
 from lifecycle.inputs import TEACHER_MODEL, RunInputs
+from lifecycle.start_checks import check_task
 from model.config import ModelSource
 from model.teaching import OtherModel, StartWeights
-from objectives.data_kinds import describe_task
 from objectives.objective import SELF, Objective
 from objectives.packed_model import PackedModel
 from objectives.soft_targets import SOFT_COLUMN
@@ -23,9 +23,7 @@ from scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 def open_teacher_data(inputs: RunInputs, paths: Sequence[str]) -> None:
     """Opens the data sets that a teacher reads beside the run's; ValueError if their rows do not fit."""
     seen = Mixture([TokenizedData(path, option="--teacher-data") for path in paths])
-    if seen.task != inputs.data.task:
-        raise ValueError(f"--teacher-data is for {describe_task(seen.task)}, --data-path for"
-                         f" {describe_task(inputs.data.task)}")  # fmt: skip
+    check_task(inputs.data, seen, option="--teacher-data")
     pair(inputs.data, seen, column=SEEN_COLUMN)
     inputs.teacher_data = seen
 
