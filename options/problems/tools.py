@@ -17,6 +17,7 @@ from options import (
     ScoreDataOptions,
     flag_name,
 )
+from options.problems.training import find_unpaired
 
 PICTURES = (".png", ".svg", ".pdf")
 MOST_TOP_K = 256
@@ -144,8 +145,7 @@ def find_score_problems(o: ScoreDataOptions) -> list[str]:
     problems = [] if o.data_path else ["no data is given: name tokenized data sets by --data-path"]
     if len(set(o.data_path)) < len(o.data_path):
         problems.append("--data-path: one is named twice")
-    if o.teacher_data and len(o.teacher_data) != len(o.data_path):
-        problems.append(f"--teacher-data: {len(o.teacher_data)} for {len(o.data_path)} data sets of --data-path")
+    problems += find_unpaired(o.teacher_data, len(o.data_path))
     if not 1 <= o.top_k <= MOST_TOP_K:
         problems.append(f"--top-k {o.top_k}: must be from 1 to {MOST_TOP_K}")
     if not 0 < o.temperature < math.inf:

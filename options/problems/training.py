@@ -204,11 +204,16 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
     for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
         if value:
             problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
-    if o.teacher_data and len(o.teacher_data) != num_sets:
-        problems.append(f"--teacher-data: {len(o.teacher_data)} for {num_sets} data sets of --data-path")
+    problems += find_unpaired(o.teacher_data, num_sets)
     if o.teacher_data and options.sharding.context_parallel is not None:
         problems.append("--teacher-data: not with --context-parallel: score the data with score-data --teacher-data")
     return problems + find_teacher_source_problems(o)
+
+
+def find_unpaired(teacher_data: tuple[str, ...], num_sets: int) -> list[str]:
+    if not teacher_data or len(teacher_data) == num_sets:
+        return []
+    return [f"--teacher-data: {len(teacher_data)} for {num_sets} data sets of --data-path"]
 
 
 def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
