@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
 import numpy as np
 import triton
 import triton.language as tl
-from small_runs import make_micro_batch
+from small_runs import full_gradients, make_micro_batch
 from tiny_models import FAMILIES, build, check, save_model
 from torch import Tensor
 from triton.runtime import interpreter
@@ -107,8 +107,7 @@ def measure(packed_model: PackedModel) -> dict[str, Tensor]:
     """The loss and the gradients of a packed row."""
     loss = packed_model(make_micro_batch(LENGTHS, seed=0))
     loss.backward()
-    params = packed_model.named_parameters()
-    return {"loss": loss.detach()} | {name: param.grad.full_tensor() for name, param in params}
+    return {"loss": loss.detach()} | full_gradients(packed_model)
 
 
 def measure_error(ours: Tensor, expected: Tensor) -> float:

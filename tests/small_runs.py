@@ -42,6 +42,11 @@ def make_samples_of(lengths: tuple[int, ...], *, seed: int) -> list[Sample]:
     return samples or [CausalLM().make_idle_sample()]
 
 
+def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that there are, by parameter."""
+    return {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+
+
 def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """All tensors, whole."""
     manifest = read_manifest(path)

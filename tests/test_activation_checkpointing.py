@@ -6,6 +6,7 @@ import torch
 from breadth import wide
 from hand_made import pack_samples
 from op_recording import OpRecorder
+from small_runs import full_gradients
 from tiny_models import FAMILIES, VOCAB_SIZE, build, make_osft, save_model
 from torch import Tensor
 
@@ -30,8 +31,7 @@ def run_backward(model, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], int
     num_bytes = forward.live_bytes()
     with OpRecorder() as backward:
         loss.backward()
-    gradients = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
-    return {"loss": loss.detach()} | gradients, num_bytes, backward.names
+    return {"loss": loss.detach()} | full_gradients(model), num_bytes, backward.names
 
 
 def count_costly(names: list[str]) -> int:

@@ -11,7 +11,7 @@ import torch
 from cuda_streams import CurrentStream, install_streams
 from program import list_sources
 from recorded import RECORDED, RELEASES, find_signature, list_names, stand_in
-from small_runs import make_micro_batch
+from small_runs import full_gradients, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
 from torch import Tensor, nn
 
@@ -112,7 +112,7 @@ def test_the_heads_gradient_is_summed_in_fp32(release, world, tmp_path, monkeypa
 def measure_gradients(model: PackedModel) -> dict[str, Tensor]:
     model.zero_grad()
     model(make_micro_batch(LENGTHS, seed=0)).backward()
-    return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    return full_gradients(model)
 
 
 @pytest.fixture

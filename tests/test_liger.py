@@ -5,7 +5,7 @@ import torch
 from in_process import train_here
 from liger_standin import FAULTS, TABLE, LigerKernel
 from recorded import RELEASES, find_signature, list_names
-from small_runs import OPTIONS, make_inputs, make_micro_batch, read_rows
+from small_runs import OPTIONS, full_gradients, make_inputs, make_micro_batch, read_rows
 from tiny_models import FAMILIES, build, check, save_model
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +30,7 @@ def install(monkeypatch):
 def run_backward(model) -> dict[str, torch.Tensor]:
     loss = model(make_micro_batch(LENGTHS, seed=0))
     loss.backward()
-    return {"loss": loss.detach()} | {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    return {"loss": loss.detach()} | full_gradients(model)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from breadth import wide
-from small_runs import make_micro_batch
+from small_runs import full_gradients, make_micro_batch
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, make_osft, save_model
 from torch import Tensor
 from transformers import LlamaConfig, OPTConfig
@@ -36,8 +36,7 @@ def run_backward(model: PackedModel) -> dict[str, Tensor]:
     loss_sum = model(make_micro_batch(LENGTHS, seed=0))
     total = loss_sum + sum(model.extra_losses.values())
     total.backward()
-    gradients = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
-    return {"loss": loss_sum.detach()} | gradients | model.reports
+    return {"loss": loss_sum.detach()} | full_gradients(model) | model.reports
 
 
 def check_same(results: dict[str, Tensor], expected: dict[str, Tensor], *, within: float = 1e-6) -> None:

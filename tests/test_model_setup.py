@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hand_made import pack_samples
+from small_runs import full_gradients
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, compile_by, save_model
 from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
@@ -56,10 +57,6 @@ def make_samples(seed: int = 0) -> list[Sample]:
         input_ids = random.integers(3, VOCAB_SIZE, length)
         samples.append((input_ids, np.where(random.random(length) < 0.5, input_ids, -100), None))
     return samples
-
-
-def full_gradients(model) -> dict[str, torch.Tensor]:
-    return {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
 
 
 ENCODER = dict(
