@@ -12,6 +12,7 @@ from objectives.token_loss import (
     add_product,
     fuse_chunk_loss,
     iterate_chunks,
+    make_total,
     sum_chunk_loss,
 )
 from ranks.memory import memory_kind
@@ -46,7 +47,7 @@ class _SumLogps(torch.autograd.Function):
             losses, d_logits, _ = measure_chunk(hidden, weight, bias, ctx, chunk, scale=None)
             sums.index_add_(0, places[chunk], losses[:, 0].neg_())
             if needs_hidden:
-                d_hidden[chunk] = d_logits @ weight
+                torch.mm(d_logits, weight, out=d_hidden[chunk])
             del d_logits  # before the next chunk's are made
         trains_head = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(d_hidden, places, *((hidden, weight, bias) if trains_head else ()))
@@ -68,12 +69,12 @@ def differentiate_head(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the head's weight (V, H) and bias (V,), summed in fp32."""
     _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+    d_weight = make_total(weight, hidden) if needs_weight else None
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
     for chunk in ctx.chunks:
         _, d_logits, d_bias_part = measure_chunk(hidden, weight, bias, ctx, chunk, scale=scale[chunk, None])
         if needs_weight:
-            add_product(d_weight, d_logits.T, hidden[chunk])
+            add_product(d_weight, d_logits.T, hidden[chunk], is_first=chunk.start == 0)
         if needs_bias:
             d_bias += d_bias_part
         del d_logits

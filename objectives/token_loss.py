@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ranks.memory import memory_kind
 
-# Bytes of one chunk's fp32 logits. Large enough to fill a GPU's matrix units at any vocabulary size, small
-# beside a block's activations.
-CHUNK_BYTES = 2**29
+# Of a chunk: fp32 logits at most, and tokens at most. Each chunk reads and writes the sum of the head's gradient; with
+# fewer rows its product would wait for memory, more gain nothing (benchmarks/head_bytes.py).
+CHUNK_BYTES, CHUNK_ROWS = 2**30, 2048
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _SumTokenLoss(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_weight = make_total(weight, hidden) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for chunk in iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes):
             logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
@@ -96,9 +96,9 @@ class _SumTokenLoss(torch.autograd.Function):
             if needs_bias:
                 d_bias += d_bias_part
             if needs_hidden:
-                d_hidden[chunk] = d_logits @ weight
+                torch.mm(d_logits, weight, out=d_hidden[chunk])
             if needs_weight:
-                add_product(d_weight, d_logits.T, hidden[chunk])
+                add_product(d_weight, d_logits.T, hidden[chunk], is_first=chunk.start == 0)
             del logits, d_logits  # before the next chunk's are made
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
@@ -112,7 +112,7 @@ class _SumTokenLoss(torch.autograd.Function):
         if d_hidden is not None:
             d_hidden = (d_hidden.float() * d_loss).to(d_hidden.dtype)  # d_loss in bf16 would bend every gradient
         if d_weight is not None:
-            d_weight = d_weight.mul_(d_loss).to(weight_dtype)
+            d_weight = torch.mul(d_weight, d_loss, out=d_weight.new_empty(d_weight.shape, dtype=weight_dtype))
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
         return d_hidden, d_weight, d_bias, None, None, None
@@ -184,8 +184,8 @@ def score_tokens(tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Te
 
 
 def iterate_chunks(num_tokens: int, vocab_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> list[slice]:
-    """Parts of the tokens whose fp32 logits have about this many bytes."""
-    num_rows = max(1, chunk_bytes // (4 * vocab_size))
+    """Parts of at most CHUNK_ROWS tokens whose fp32 logits have at most this many bytes, if those of one have."""
+    num_rows = min(max(1, chunk_bytes // (4 * vocab_size)), CHUNK_ROWS)
     return [slice(start, start + num_rows) for start in range(0, num_tokens, num_rows)]
 
 
@@ -199,9 +199,18 @@ def fuse_chunk_loss() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
     return torch.compile(sum_chunk_loss, dynamic=True)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where factors in bf16 give a product that is not rounded to bf16 before it is added."""
+def make_total(weight: Tensor, hidden: Tensor) -> Tensor:
+    """Where `add_product` sums the gradient of `weight` in fp32: zeros only if no product will be written there."""
+    return (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=torch.float32)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """total += left @ right, or total = left @ right if `is_first`.
+
+    Factors in bf16 give a product that is not rounded to bf16 before it is added.
+    """
+    beta = 0 if is_first else 1
     if left.dtype != total.dtype and left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)

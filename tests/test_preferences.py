@@ -246,7 +246,8 @@ def test_logits_are_never_all_held_and_a_frozen_head_is_multiplied_twice():
         sums = sum_logps(tokens, torch.zeros(64, dtype=torch.long), 2, chunk_bytes=8 * 4 * V)
         sums.square().sum().backward()
     assert recorder.largest <= max(64 * H, 8 * V, V * H) * 4
-    assert sum(name in ("aten::mm", "aten::addmm") for name in recorder.names) == 2 * 8  # logits, and back
+    products = [name for name in recorder.names if name in ("aten::mm", "aten::mm.out", "aten::addmm")]
+    assert len(products) == 2 * 8  # logits, and back
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

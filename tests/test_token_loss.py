@@ -40,6 +40,18 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(rows_per_chunk, soft
             torch.testing.assert_close(tensor.grad, reference.grad)
 
 
+def test_what_memory_held_before_does_not_enter_the_gradients(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # now empty memory holds NaN
+    try:
+        assert torch.empty(1).isnan()
+        hidden, weight, targets, _ = make_inputs(bias=False)
+        sum_token_loss(TrainedTokens(hidden, weight, targets), chunk_bytes=4 * 4 * V).backward()
+        assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("rows_per_chunk", [4, 100])
 def test_smoothed_targets_give_transformers_loss_and_its_gradients(rows_per_chunk):
     for softcap, weighted in itertools.product((None, 1.5), (False, True)):
