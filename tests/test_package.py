@@ -1,5 +1,6 @@
 """The installed program: what a wheel holds, and its uses from a directory that is not the checkout."""
 
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,15 @@ def list_files() -> list[Path]:
     """The files that git knows and that are there, relative to the root."""
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [Path(name) for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_every_direct_dependency_is_justified():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.match(r"[\w.-]+", each)[0] for each in itertools.chain(*wanted)}
+    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs" / "dependencies.md").read_text(), flags=re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(names - {project["name"]})
+    assert all(cell.strip() for _, cells in rows for cell in cells.split("|")), rows
 
 
 @pytest.fixture(scope="module")
