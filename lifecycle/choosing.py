@@ -23,6 +23,7 @@ from objectives.embedding_noise import EmbeddingNoise
 from objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
 from objectives.teachers import TAUGHT
 from objectives.token_loss import WEIGHTINGS
+from optim.muon import SCALES
 from optim.optimizers import OPTIMIZERS
 from optim.schedules import SCHEDULES
 from options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
@@ -45,6 +46,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "master_weights": DTYPES,
     "max_tokens_per_gpu": ("auto",),
     "micro_batch_grad_sync": ("every", "last"),
+    "muon_scale": SCALES,
     "objective": KINDS,
     "optimizer": OPTIMIZERS,
     "osft_basis": BASES,
