@@ -23,6 +23,7 @@ from objectives.embedding_noise import EmbeddingNoise
 from objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
 from objectives.teachers import TAUGHT
 from objectives.token_loss import WEIGHTINGS
+from optim.averages import AVERAGES
 from optim.muon import SCALES
 from optim.optimizers import OPTIMIZERS
 from optim.schedules import SCHEDULES
@@ -55,6 +56,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "preset": PRESETS,
     "reshard_after_forward": RESHARDING,
     "sharding": ("full", "hybrid"),
+    "weight_average": ("none", *AVERAGES),
     "teacher_divergence": {*FROM_TOP, *FROM_LOGITS},
     "track": PACKAGES,
 }

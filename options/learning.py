@@ -156,6 +156,15 @@ class OptimizationOptions:
     The schedule is the same."""
     layer_lr_decay: float | None = None
     """Learning rate of each block as a multiple of the one above it; embeddings come last."""
+    weight_average: Literal["none", "ema", "tail"] = "none"
+    """Keep an average of what trains beside the weights, in fp32, and export it, too, as average_NAME. ema:
+    exponential, from the start on; tail: the mean of the weights after each of the last steps."""
+    ema_decay: float | None = None
+    """ema only: share of the average that a step leaves, such as 0.999."""
+    ema_half_life: int | None = None
+    """ema only, instead of --ema-decay: number of samples after which a step's share in the average has halved."""
+    tail_steps: int | None = None
+    """tail only: number of steps, up to the run's end."""
     router_aux_loss: float | None = None
     """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
     without output_router_logits."""

@@ -32,6 +32,7 @@ from model.sharding import apply_fsdp, set_gradient_sync
 from model.tiling import apply_tiling
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from optim.averages import make_average
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, count_state_bytes, count_update_flops
 from options import ComputeOptions, TrainOptions
@@ -132,7 +133,8 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
         num_params=num_params,
         num_trainable=sum(param.numel() for param in trained),
         state_bytes=sum(tensor.numel() * tensor.itemsize for tensor in in_checkpoints)
-        + count_state_bytes(named, model, options.optimization),
+        + count_state_bytes(named, model, options.optimization)
+        + (4 * sum(param.numel() for param in trained) if options.optimization.weight_average != "none" else 0),
         flops=count_flops(model),
         update_flops=count_update_flops(model, options.optimization),
     )
@@ -170,7 +172,8 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         for tensor in tensors:
             counter.count(tensor, "weights" if tensor.requires_grad else "frozen")
         optimizer = build_optimizer(packed_model, options.optimization)
-        state = TrainState(packed_model, planned.method, optimizer, world)
+        average = make_average(packed_model, options.optimization, batch_size=options.data.batch_size, end=0)
+        state = TrainState(packed_model, planned.method, optimizer, world, average=average)
         make_gradients(params, counter)
         counter.reset_peak()
         planned.method.constrain_gradients()
