@@ -45,6 +45,7 @@ from lifecycle.run_model import build_run_model
 from lifecycle.start import open_inputs
 from lifecycle.step import TrainState, train_step
 from model.flops import count_flops
+from optim.averages import make_average
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
 from plan.auto_settings import settle_auto_options
@@ -74,7 +75,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         options, inputs, world, load_start=lambda model: run.load_start(model, inputs), progress=control.progress
     )
     optimizer = build_optimizer(model, options.optimization, seed=options.data.seed)
-    state = TrainState(model, inputs.method, optimizer, world, inputs.num_steps_before)
+    average = make_average(model, options.optimization, batch_size=options.data.batch_size, end=inputs.last_step)
+    state = TrainState(model, inputs.method, optimizer, world, inputs.num_steps_before, average)
     settled, run.auto_settings = settle_auto_options(
         options, state, inputs, start=run.start, previous=run.auto_settings, progress=control.progress
     )

@@ -45,6 +45,7 @@ OPTIMIZERS = {
     "adamw": dict(),
     "adamw8bit": dict(optimizer="adamw8bit"),
     "adamw, bf16 weights": dict(master_weights="bfloat16"),
+    "muon": dict(optimizer="muon"),
     "adamw8bit, bf16 weights": dict(optimizer="adamw8bit", master_weights="bfloat16"),
 }
 LEARNING_RATE = 1e-4

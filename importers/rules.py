@@ -214,7 +214,7 @@ def counts_rows(to: Conversion, key: str, value: Any) -> str:
 OPTIMIZERS = (
     dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
     | dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw8bit")
-    | {"paged_adamw_8bit": "adamw8bit", "paged_adamw_32bit": "adamw", "paged_adamw": "adamw"}
+    | {"paged_adamw_8bit": "adamw8bit", "paged_adamw_32bit": "adamw", "paged_adamw": "adamw", "muon": "muon"}
 )
 
 
@@ -224,7 +224,7 @@ def convert_optimizer(to: Conversion, key: str, value: Any) -> str:
         to.train["optimizer"] = "adamw8bit"
         return f"optimizer: adamw8bit; {DIFFERS}: its moments have 8 bits instead of 4"
     if not isinstance(value, str) or value not in OPTIMIZERS:
-        raise Refusal(f"optimizer {value!r}: only AdamW is supported, with 32- or 8-bit moments (adamw, adamw8bit)")
+        raise Refusal(f"optimizer {value!r}: only AdamW, with 32- or 8-bit moments (adamw, adamw8bit), and muon")
     to.train["optimizer"] = OPTIMIZERS[value]
     paged = "; never paged: --cpu-offload moves its state off the GPU" if value.startswith("paged") else ""
     return f"optimizer: {OPTIMIZERS[value]}{paged}"

@@ -42,6 +42,7 @@ from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
 
 OPTIMIZER = "optimizer"  # optimizer tensors are named optimizer/<state key>/<parameter>
+AVERAGE = "average"  # and those of --weight-average average/<parameter>
 
 
 class NoValidCheckpoint(RunError):
@@ -258,7 +259,7 @@ class Checkpointer:
             fill(tensor, name, reader)
 
     def load_optimizer(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
-        """Fills the optimizer's state; ValueError if the checkpoint is of a different optimizer."""
+        """Fills the state of optimizer and average; ValueError if the checkpoint is of a different optimizer."""
         reader, layouts = TensorReader(checkpoint.path, checkpoint.manifest), checkpoint.manifest["tensors"]
         optimizer, saved_keys = train_state.optimizer, group_state(layouts)
         for param_name, param in train_state.model.named_parameters():
@@ -273,6 +274,10 @@ class Checkpointer:
                 value = make_state(param, layouts[saved_name])
                 fill(value, saved_name, reader)
                 optimizer.state[param][key] = value
+        averages = {} if train_state.average is None else train_state.average.values
+        for name, value in averages.items():
+            if f"{AVERAGE}/{name}" in layouts:  # else it starts here
+                fill(value, f"{AVERAGE}/{name}", reader)
 
 
 def collect_tensors(state: TrainState) -> dict[str, Tensor]:
@@ -281,6 +286,8 @@ def collect_tensors(state: TrainState) -> dict[str, Tensor]:
     for name, param in state.model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
             tensors[f"{OPTIMIZER}/{key}/{name}"] = value
+    if state.average is not None:
+        tensors |= {f"{AVERAGE}/{name}": value for name, value in state.average.values.items()}
     return tensors
 
 

@@ -23,6 +23,8 @@ from objectives.embedding_noise import EmbeddingNoise
 from objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
 from objectives.teachers import TAUGHT
 from objectives.token_loss import WEIGHTINGS
+from optim.averages import AVERAGES
+from optim.muon import SCALES
 from optim.optimizers import OPTIMIZERS
 from optim.schedules import SCHEDULES
 from options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
@@ -45,6 +47,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "master_weights": DTYPES,
     "max_tokens_per_gpu": ("auto",),
     "micro_batch_grad_sync": ("every", "last"),
+    "muon_scale": SCALES,
     "objective": KINDS,
     "optimizer": OPTIMIZERS,
     "osft_basis": BASES,
@@ -53,6 +56,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "preset": PRESETS,
     "reshard_after_forward": RESHARDING,
     "sharding": ("full", "hybrid"),
+    "weight_average": ("none", *AVERAGES),
     "teacher_divergence": {*FROM_TOP, *FROM_LOGITS},
     "track": PACKAGES,
 }

@@ -1,5 +1,6 @@
 """A run's validations: measuring, logging, tracking the best, and early stopping."""
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,19 @@ class Validations:
             "total_samples_accumulated": position.num_samples,
         }
         predictions_file = Path(options.output_dir) / f"predictions_samples_{position.num_samples}.jsonl"
-        metrics = where | validate(
+        run = functools.partial(
+            validate,
             state,
             inputs.validation_data,
             inputs.objective,
             cap=options.data.max_tokens_per_gpu,
-            predictions_file=predictions_file if self.options.write_predictions else None,
             progress=self.control.progress,
         )
+        metrics = where | run(predictions_file=predictions_file if self.options.write_predictions else None)
+        if self.options.validate_average:
+            with state.average.in_place():
+                of_average = run()
+            metrics |= {f"average_{name}": of_average[name] for name in inputs.objective.metrics}
         self.progress = self.progress.after(
             metrics[metric], step=position.step, more_is_better=inputs.objective.metrics[metric]
         )

@@ -20,6 +20,7 @@ from ranks.world import World, call_on_rank0
 from sampler import RunPosition
 
 EXPORTS_DIR = "hf_format"
+AVERAGE = "average_"  # before the name of an export: of --weight-average
 POSITION_FILE = "position.json"  # in an export with --export-name: the run's position
 BEST_FILE = "validation.json"  # in the best model's export: its line of validation_metrics_0.jsonl
 
@@ -58,6 +59,8 @@ class Exports:
             notes[POSITION_FILE] = json.dumps(asdict(position)) + "\n"
         notes |= call_on_rank0(self.world, lambda: make_card(self.output_dir, options, inputs, position))
         export_dir = self.path_of(position) if best is None else self.directory / "best"
+        num_steps, average = state.num_steps_before + position.step, state.average
+        has_average = best is None and average is not None and average.has_begun(num_steps)
         parts = ExportParts(
             inputs.objective.family,
             state.method,
@@ -68,13 +71,19 @@ class Exports:
             notes,
         )
         with self.control.slow(f"the export after step {position.step}"):
-            export_model(state.model, export_dir, parts, world=self.world)
-            if options.exports.check_export:
-                check_export(state.model, export_dir, parts, objective=inputs.objective, world=self.world)
+            if has_average:  # first, since the export beside it says that all is there
+                with average.in_place():
+                    self._write(state, export_dir.with_name(AVERAGE + export_dir.name), parts)
+            self._write(state, export_dir, parts)
             call_on_rank0(self.world, lambda: self.remove_old(position))
         if self.uploads is not None:
             message = f"After step {position.step:,}, {position.num_samples:,} samples"
             self.uploads.add(export_dir, branch=MAIN if best is None else BEST, message=message)
+
+    def _write(self, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
+        export_model(state.model, export_dir, parts, world=self.world)
+        if self.options.exports.check_export:
+            check_export(state.model, export_dir, parts, objective=self.inputs.objective, world=self.world)
 
     def remove_old(self, position: RunPosition) -> None:
         """Applies --keep-exports; keeps exports of later positions, from before a resume."""
@@ -84,7 +93,8 @@ class Exports:
         names = [path.name.removeprefix("samples_") for path in self.directory.glob("samples_*")]
         numbers = [int(name) for name in names if name.isdecimal()]
         for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
-            remove_directory(self.directory / f"samples_{number}")
+            for prefix in ("", AVERAGE):
+                remove_directory(self.directory / f"{prefix}samples_{number}")
 
     def finish_uploads(self, *, is_done: bool) -> None:
         if self.uploads is not None:

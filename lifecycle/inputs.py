@@ -78,6 +78,11 @@ class RunInputs:
         return 0 if self.origin is None else self.origin.num_steps
 
     @property
+    def last_step(self) -> int | None:
+        """Optimizer steps at the run's end, with those of the runs that it continues; None: no end."""
+        return None if self.num_steps is None else self.num_steps_before + self.num_steps
+
+    @property
     def compares_with_start(self) -> bool:
         """Whether the weights that the run starts with are its teacher or its reference."""
         has_reference = self.objective.reference_column is not None and REFERENCE_MODEL not in self.other_models

@@ -25,6 +25,7 @@ from model.offloading import check_offloading
 from objectives.choice import find_data_kind, make_family, make_objective
 from objectives.columns import Task
 from objectives.data_kinds import COLUMNS
+from optim.optimizers import check_optimizer
 from options import TrainOptions, parse_subset
 from options.choices import check_choices
 from pretrained.files import find_model
@@ -64,6 +65,8 @@ def open_inputs(
     elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data; labels come only from data
         objective = make_objective(name, settings, family, Task(find_data_kind(name)))
     open_model_config(inputs, options)
+    if inputs.config is not None:
+        inputs.errors.attempt(lambda: check_optimizer(inputs.config, options.optimization))
     if inputs.config is not None and inputs.data is not None:
         inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
         for data in inputs.data_sets.values():

@@ -12,6 +12,7 @@ from model.method import Method
 from model.sharding import set_gradient_sync
 from objectives.objective import TARGETS
 from objectives.packed_model import PackedModel
+from optim.averages import WeightAverage
 from optim.optimizers import clip_gradients, local_gradients, set_step
 from optim.reduction import StepSums, reduce_step
 from options import TrainOptions
@@ -30,6 +31,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     world: World
     num_steps_before: int = 0  # steps of the runs that this one continues
+    average: WeightAverage | None = None
 
 
 def train_step(
@@ -111,6 +113,8 @@ def update_weights(state: TrainState, *, step: int, lr: float) -> None:
     with memory_kind("optimizer"):
         state.optimizer.step()
     state.method.constrain_weights()
+    if state.average is not None:
+        state.average.update(step)
     state.optimizer.zero_grad()
 
 

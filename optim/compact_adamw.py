@@ -36,7 +36,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict], *, lr: float, betas: tuple[float, float], eps: float, is_8bit: bool, seed: int
     ):
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, step=0))
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, step=0, rate=1.0))
         self.is_8bit, self.seed = is_8bit, seed
 
     def choose_block_size(self, param: DTensor) -> int | None:

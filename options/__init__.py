@@ -13,6 +13,7 @@ from .fields import (
     iterate_fields,
     list_types,
     parse_duration,
+    parse_rate,
     parse_steps,
     parse_subset,
     replace_options,

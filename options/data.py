@@ -133,6 +133,8 @@ class ValidationOptions:
     """Validate at the end of each epoch."""
     validate_training_data: bool = False
     """Also validate on the training data."""
+    validate_average: bool = False
+    """Also validate the average of --weight-average: metrics named average_NAME."""
     export_best: bool = True
     """Export the model to hf_format/best whenever a validation is the best so far by --best-metric."""
     best_metric: str = "loss"

@@ -84,6 +84,17 @@ def parse_steps(text: str) -> tuple[int, int]:
     return first, last
 
 
+def parse_rate(text: str) -> tuple[str, float]:
+    """Pattern and learning rate in 'lm_head*=1e-6'; ValueError if it is something else."""
+    pattern, _, rate = text.rpartition("=")
+    try:
+        if pattern and 0 <= float(rate) < math.inf:
+            return pattern, float(rate)
+    except ValueError:
+        pass
+    raise ValueError(f"{text}: must be a pattern of names and a learning rate, like lm_head*=1e-6")
+
+
 def parse_subset(text: str) -> int | float:
     """The number of samples in '10', or the share of samples in '1%'; ValueError if it is neither."""
     try:

@@ -103,8 +103,9 @@ class VisionOptions:
 class OptimizationOptions:
     """Optimizer, learning rate schedule and regularization."""
 
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit: AdamW with 8-bit moments, which take a quarter of the memory; its steps differ slightly."""
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """adamw8bit: AdamW with 8-bit moments, which take a quarter of the memory; its steps differ slightly. muon: Muon
+    for the blocks' matrices, AdamW for all else."""
     master_weights: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: halve the memory of weights, and of gradients between micro-batches, with stochastic rounding of
     updates, so that small ones are not lost; noisier."""
@@ -143,6 +144,27 @@ class OptimizationOptions:
     """AdamW's decay of the second moment."""
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
+    adam_learning_rate: float | None = None
+    """muon only: peak learning rate of what AdamW updates. Default: --learning-rate."""
+    muon_momentum: float = 0.95
+    """muon only: decay of the momentum, which is Nesterov's."""
+    muon_scale: Literal["match-rms-adamw", "original"] = "match-rms-adamw"
+    """muon only: scale of a matrix's update by its shape: about as large as AdamW's, for its learning rates, or as Muon
+    was first published."""
+    learning_rate_for: tuple[str, ...] = ()
+    """Peak learning rates of parameters by their names, as PATTERN=RATE ('lm_head*=1e-6'); the first that fits counts.
+    The schedule is the same."""
+    layer_lr_decay: float | None = None
+    """Learning rate of each block as a multiple of the one above it; embeddings come last."""
+    weight_average: Literal["none", "ema", "tail"] = "none"
+    """Keep an average of what trains beside the weights, in fp32, and export it, too, as average_NAME. ema:
+    exponential, from the start on; tail: the mean of the weights after each of the last steps."""
+    ema_decay: float | None = None
+    """ema only: share of the average that a step leaves, such as 0.999."""
+    ema_half_life: int | None = None
+    """ema only, instead of --ema-decay: number of samples after which a step's share in the average has halved."""
+    tail_steps: int | None = None
+    """tail only: number of steps, up to the run's end."""
     router_aux_loss: float | None = None
     """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
     without output_router_logits."""

@@ -14,7 +14,7 @@ from lifecycle.inputs import RunInputs
 from lifecycle.step import TrainState
 from model.activation_checkpointing import MODES, set_activation_checkpointing
 from model.sharding import set_gradient_sync
-from optim.optimizers import moment_bytes
+from optim.optimizers import count_state_bytes
 from options import TrainOptions, flatten_options
 from plan.choice import Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
 from ranks.devices import describe_device
@@ -57,8 +57,12 @@ class Prober:
         limit = torch.tensor(memory_limit(options.compute.memory_budget_gb, device))
         dist.all_reduce(limit, op=dist.ReduceOp.MIN, group=state.world.control)  # it decides how often all ranks probe
         self.limit = int(limit)
-        params = [p for p in state.model.parameters() if p.requires_grad and p.device.type == device.type]
-        self.state_bytes = sum(moment_bytes(param.to_local(), options.optimization.optimizer) for param in params)
+        shards = [
+            (name, param.to_local())
+            for name, param in state.model.named_parameters()
+            if param.requires_grad and param.device.type == device.type
+        ]
+        self.state_bytes = count_state_bytes(shards, state.model, options.optimization)
         self.mode = options.compute.activation_checkpointing
         self.probes: dict[str, list[dict[str, Any]]] = {}  # by mode
         self.resident = 0 if self.is_cuda else resident_memory()

@@ -18,6 +18,9 @@ def plan_time(
     scoring = plan_scoring(run, rates, findings)
     if run.teacher is not None:
         findings.lines.append(f"teacher: a forward pass in each step, {run.teacher.flops / 1e12:,.2f} TFLOP")
+    update_flops = 0 if run.model is None else run.model.update_flops
+    if update_flops:
+        findings.lines.append(f"optimizer: {update_flops / 1e12:,.2f} TFLOP in each step")
     if rates is None:
         findings.lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
         return
@@ -27,6 +30,8 @@ def plan_time(
     seconds = flops * rates.seconds_per_flop + rates.update_seconds
     if speed is None and run.teacher is not None:  # what was measured has the teacher's pass in it
         seconds += run.teacher.flops * rates.seconds_per_scored_flop
+    if speed is None:
+        seconds += update_flops * rates.seconds_per_flop
     text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
     if run.inputs.num_steps is None:
         text += "; the run has no end"

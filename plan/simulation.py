@@ -32,8 +32,9 @@ from model.sharding import apply_fsdp, set_gradient_sync
 from model.tiling import apply_tiling
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from optim.averages import make_average
 from optim.compact_adamw import load_map
-from optim.optimizers import build_optimizer, moment_bytes
+from optim.optimizers import build_optimizer, count_state_bytes, count_update_flops
 from options import ComputeOptions, TrainOptions
 from plan.known_values import KnownValues
 from ranks.devices import DTYPES
@@ -100,6 +101,7 @@ class PlannedModel:
     num_trainable: int
     state_bytes: int  # of a checkpoint: parameters and buffers, as far as it holds them, and two moments of what trains
     flops: FlopCount
+    update_flops: int  # of an optimizer step, on all ranks together
 
 
 def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOptions) -> PlannedModel:
@@ -119,7 +121,8 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     method.lay_out(meta)
     apply_tiling(meta)
     params = list(model.parameters())
-    trained = [param for param in params if param.requires_grad]
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    trained = [param for _, param in named]
     saved = model.state_dict().keys()
     buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
     in_checkpoints = (*params, *buffers) if method.saves_frozen else trained
@@ -130,8 +133,10 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
         num_params=num_params,
         num_trainable=sum(param.numel() for param in trained),
         state_bytes=sum(tensor.numel() * tensor.itemsize for tensor in in_checkpoints)
-        + sum(moment_bytes(param, options.optimization.optimizer) for param in trained),
+        + count_state_bytes(named, model, options.optimization)
+        + (4 * sum(param.numel() for param in trained) if options.optimization.weight_average != "none" else 0),
         flops=count_flops(model),
+        update_flops=count_update_flops(model, options.optimization),
     )
 
 
@@ -167,7 +172,8 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         for tensor in tensors:
             counter.count(tensor, "weights" if tensor.requires_grad else "frozen")
         optimizer = build_optimizer(packed_model, options.optimization)
-        state = TrainState(packed_model, planned.method, optimizer, world)
+        average = make_average(packed_model, options.optimization, batch_size=options.data.batch_size, end=0)
+        state = TrainState(packed_model, planned.method, optimizer, world, average=average)
         make_gradients(params, counter)
         counter.reset_peak()
         planned.method.constrain_gradients()

@@ -46,6 +46,8 @@ SIMULATIONS = [  # family, options
     wide("gemma2_softcaps", dict(activation_checkpointing="full")),
     wide("phi_head_bias", dict(activation_checkpointing="selective")),
     wide("mistral_window", dict(optimizer="adamw8bit", master_weights="bfloat16")),
+    ("llama", dict(optimizer="muon")),
+    wide("mixtral", dict(optimizer="muon")),
     wide("mixtral", dict(activation_checkpointing="none")),
     wide("mixtral", dict(compute_dtype="bfloat16", micro_batch_grad_sync="last", reshard_after_forward="never")),
     wide("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),

@@ -307,6 +307,16 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "cpu_offload",
     "use_liger_kernels",  # these two below: refused without a GPU
     "float8",
+    "adam_learning_rate",  # these: test_muon.py
+    "muon_momentum",
+    "muon_scale",
+    "learning_rate_for",
+    "layer_lr_decay",
+    "weight_average",  # these: test_weight_average.py
+    "ema_decay",
+    "ema_half_life",
+    "tail_steps",
+    "validate_average",
     "model_revision",  # these: test_hostile_inputs.py
     "trust_remote_code",
     "memory_budget_gb",  # these: test_planner.py

@@ -10,6 +10,7 @@ from options import (
     flag_name,
     flatten_options,
     parse_duration,
+    parse_rate,
     parse_steps,
     parse_subset,
 )
@@ -32,7 +33,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
                  "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "start_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
-                 "early_stopping_patience", "num_cycles", "keep_exports", "schedule_steps"):  # fmt: skip
+                 "early_stopping_patience", "num_cycles", "keep_exports", "schedule_steps",
+                 "ema_half_life", "tail_steps"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     for name in ("hang_timeout", "start_timeout"):
         require(values[name] <= MOST_SECONDS, name, f"must be at most {MOST_SECONDS} seconds (10 days)")
@@ -40,9 +42,19 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(sharing is None or sharing >= 2, "context_parallel", "must be at least 2; None turns it off")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
-    for name in ("adam_beta1", "adam_beta2"):
+    for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
         require(0 <= values[name] < 1, name, "must be at least 0 and below 1")
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
+    ema = values["ema_decay"]
+    require(ema is None or 0 <= ema < 1, "ema_decay", "must be at least 0 and below 1")
+    rate, decay = values["adam_learning_rate"], values["layer_lr_decay"]
+    require(rate is None or 0 <= rate < math.inf, "adam_learning_rate", "must be 0 or more, and finite")
+    require(decay is None or 0 < decay <= 1, "layer_lr_decay", "must be above 0 and at most 1; None turns it off")
+    for text in values["learning_rate_for"]:
+        try:
+            parse_rate(text)
+        except ValueError as error:
+            problems.append(f"--learning-rate-for {error}")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
     alpha = values["neftune_alpha"]
@@ -272,11 +284,61 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
     if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
         flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
         problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
+    problems += find_rate_problems(options) + find_average_problems(options)
     if options.osft.osft and o.master_weights != "float32":
         problems.append(
             f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would break;"
             " use float32"
         )
+    return problems
+
+
+def find_average_problems(options: TrainOptions) -> list[str]:
+    """Problems with --weight-average."""
+    o, problems = options.optimization, []
+    for name, kind in (("ema_decay", "ema"), ("ema_half_life", "ema"), ("tail_steps", "tail")):
+        if getattr(o, name) is not None and o.weight_average != kind:
+            problems.append(
+                f"{flag_name(name)} has no effect with --weight-average {o.weight_average}, only with {kind}"
+            )
+    if o.weight_average == "ema" and (o.ema_decay is None) == (o.ema_half_life is None):
+        problems.append("--weight-average ema needs either --ema-decay or --ema-half-life")
+    if o.weight_average == "tail" and o.tail_steps is None:
+        problems.append("--weight-average tail needs --tail-steps, the number of steps up to the run's end")
+    if o.weight_average == "tail" and not options.end.is_given:
+        problems.append(
+            "--weight-average tail ends with the run, but no end is given: add --max-steps, --max-epochs,"
+            " --max-samples or --max-tokens"
+        )
+    if o.weight_average != "none" and o.master_weights != "float32":
+        problems.append(f"--weight-average is kept in fp32: not with --master-weights {o.master_weights}")
+    if options.validation.validate_average and o.weight_average != "ema":
+        problems.append(
+            "--validate-average needs --weight-average ema"
+            + (": the mean of the last steps begins only before the end" if o.weight_average == "tail" else "")
+        )
+    return problems
+
+
+def find_rate_problems(options: TrainOptions) -> list[str]:
+    """Problems with Muon, and with learning rates of parts of the model."""
+    o, problems = options.optimization, []
+    given = [name for name in list_changed(o) if name in ("adam_learning_rate", "muon_momentum", "muon_scale")]
+    if o.optimizer != "muon":
+        problems += [
+            f"{flag_name(name)} has no effect with --optimizer {o.optimizer}, only with muon" for name in given
+        ]
+    else:
+        reasons = {
+            "--osft": options.osft.osft and "whose directions an orthogonal update would leave",
+            "--lora": options.lora.lora and "whose factors are no matrices between hidden states",
+            "--cpu-offload": options.sharding.cpu_offload and "since its products are too many for a CPU",
+            f"--master-weights {o.master_weights}": o.master_weights != "float32" and "which it does not round",
+        }
+        problems += [f"--optimizer muon cannot be used with {flag}, {why}" for flag, why in reasons.items() if why]
+    by_part = [name for name in ("adam_learning_rate", "learning_rate_for") if getattr(o, name)]
+    if o.learning_rate == 0 and by_part:
+        problems.append(f"{flag_name(by_part[0])} shares the schedule of --learning-rate, which must be above 0")
     return problems
 
 

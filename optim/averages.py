@@ -1,0 +1,80 @@
+"""Averages of the weights that train, over the steps of a run: sharded like the weights, in fp32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from options import OptimizationOptions
+from ranks.memory import memory_kind
+
+AVERAGES = ("ema", "tail")
+
+
+class WeightAverage:
+    """The average of a model's trained parameters, by their names. It starts as the weights of the model.
+
+    ema: average += (1 - decay) (weight - average) after each step. tail: the mean of the weights after each step from
+    `first_step` on; before, it stays behind.
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float | None, first_step: int = 0):
+        """`decay`: of ema; None is tail. `first_step`: the first optimizer step, 0-based, that enters it."""
+        self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        with memory_kind("optimizer"):
+            self.values: dict[str, DTensor] = {name: param.detach().clone() for name, param in self.params.items()}
+        self.decay, self.first_step = decay, first_step
+
+    def has_begun(self, num_steps: int) -> bool:
+        """Whether any of the first `num_steps` steps has entered it."""
+        return num_steps > self.first_step
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Adds the weights after optimizer step `step` (0-based)."""
+        if step < self.first_step:
+            return
+        share = 1 / (step - self.first_step + 1) if self.decay is None else 1 - self.decay
+        for name, param in self.params.items():
+            weight, average = param.to_local(), self.values[name].to_local()
+            if share == 1:
+                average.copy_(weight)
+            else:
+                average.add_((weight - average).mul_(share))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the average as its weights, which return afterwards."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for name, param in self.params.items():
+            weight, average = param.to_local(), self.values[name].to_local()
+            held = weight.clone()
+            weight.copy_(average)
+            average.copy_(held)
+
+
+def make_average(
+    model: nn.Module, options: OptimizationOptions, *, batch_size: int, end: int | None
+) -> WeightAverage | None:
+    """The average that the options ask for, or None. `end`: optimizer steps up to the run's end, which tail needs."""
+    match options.weight_average:
+        case "none":
+            return None
+        case "ema":
+            decay = options.ema_decay
+            if decay is None:
+                decay = 0.5 ** (batch_size / options.ema_half_life)
+            return WeightAverage(model, decay=decay)
+        case "tail":
+            return WeightAverage(model, decay=None, first_step=max(0, end - options.tail_steps))
+        case name:
+            raise ValueError(f"--weight-average {name}: is not implemented")
