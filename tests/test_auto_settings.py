@@ -16,7 +16,10 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from model.activation_checkpointing import MODES
-from plan.choice import TOKEN_MULTIPLE, Probe, Room, choose_mode, extrapolate, find_largest
+from options import ShardingOptions
+from plan.choice import TOKEN_MULTIPLE, Probe, Room, choose_mode, choose_resharding, extrapolate, find_largest
+
+WHEN = ("forward", "backward")
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +139,18 @@ def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, mo
     monkeypatch.setattr("plan.auto_settings.resident_memory", lambda: 0)  # of which a tiny model is next to nothing
     monkeypatch.setattr("plan.auto_settings.PLENTY", 2)  # never: every probe is made
     goal, limit = 200, 2**60
-    for name, mode, next_limit in (
-        ("roomy", "none", lambda needed, activations: needed - 0.05 * activations),
-        ("less", "selective", lambda needed, activations: needed - 0.05 * activations),
-        ("least", "full", None),
+    for name, mode, resharding, next_limit in (
+        ("roomy", "none", ("never", "never"), lambda needed, activations: needed - 0.05 * activations),
+        ("less", "selective", ("auto", "always"), lambda needed, activations: needed - 0.05 * activations),
+        ("least", "full", ("auto", "always"), None),
     ):
         monkeypatch.setattr("plan.auto_settings.memory_limit", lambda *_, limit=limit: limit)
         train_here(world, **inputs | dict(max_tokens_per_gpu=goal, activation_checkpointing="auto"),
                    output_dir=str(tmp_path / name))  # fmt: skip
         params = outcome(tmp_path / name)[2]
         assert params["options"]["activation_checkpointing"] == mode
+        settled = [params[key][f"reshard_after_{name}"] for key in ("options", "auto_settings") for name in WHEN]
+        assert settled == [*resharding, *resharding]
         check_same(tmp_path / name, tmp_path / "roomy")
         if next_limit is not None:
             probes = [Probe(**probe) for probe in params["auto_settings"]["probes"][mode]]
@@ -177,6 +182,25 @@ def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
     mode, room = choose_mode(find, MODES, enough=1000, is_timed=True)
     assert (mode, room) == (expected, rooms[expected])
     assert tried == list(MODES[: len(tokens)])
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "expected"),
+    [
+        ({}, 1000, ("never", "never")),
+        ({}, 999, ("auto", "always")),
+        (dict(reshard_after_forward="always"), 1000, (None, "never")),
+        (dict(reshard_after_forward="never"), 0, (None, "never")),  # the peak has all weights
+        (dict(reshard_after_forward="never"), -1, (None, "always")),
+        (dict(reshard_after_backward="always"), 1000, ("never", None)),
+        (dict(reshard_after_forward="always", reshard_after_backward="never"), 1000, (None, None)),
+        ({}, None, ("auto", "always")),  # not measured
+    ],
+)
+def test_weights_stay_gathered_where_all_of_them_have_room(given, left, expected):
+    room = None if left is None else Room(100, [Probe(50, 0, 0, -left - 50), Probe(75, 0, 0, -left - 25)])
+    chosen = choose_resharding(ShardingOptions(**given), room, weights_bytes=1000)
+    assert chosen == {f"reshard_after_{name}": v for name, v in zip(WHEN, expected, strict=True) if v is not None}
 
 
 def test_both_can_be_auto(inputs, world, tmp_path):
