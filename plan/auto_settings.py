@@ -172,7 +172,7 @@ def settle_auto_options(
     settled = {name: chosen[name] for name in names}
     if settled.get("reshard_after_forward") == "never":
         state.model.set_reshard_after_forward(False)
-    log.info("auto: " + ", ".join(f"{flag_name(name)} {value}" for name, value in settled.items()))
+    log.info("auto: " + ", ".join(f"{flag_name(name)} {value}" for name, value in settled.items() if value != "auto"))
     return settled, chosen
 
 
