@@ -18,6 +18,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from model.activation_checkpointing import MODES
 from options import ShardingOptions
 from plan.choice import TOKEN_MULTIPLE, Probe, Room, choose_mode, choose_resharding, extrapolate, find_largest
+from ranks.memory import MemoryCounter
 
 WHEN = ("forward", "backward")
 
@@ -180,6 +181,16 @@ def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
     mode, room = choose_mode(find, MODES, enough=1000, is_timed=True)
     assert (mode, room) == (expected, rooms[expected])
     assert tried == list(MODES[: len(tokens)])
+
+
+def test_memory_that_was_freed_before_counts_when_it_is_taken_again():
+    storage = torch.empty(1000).untyped_storage()  # as FSDP's gathered weights, first gathered in the start-up check
+    storage.resize_(0)
+    with MemoryCounter() as counter:
+        storage.resize_(4000)
+        assert counter.num_live == 4000
+        storage.resize_(0)
+    assert (counter.num_live, counter.num_peak) == (0, 4000)
 
 
 @pytest.mark.parametrize(
