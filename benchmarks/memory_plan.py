@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=["text"])
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES)[1:], default=list(SIZES)[1:])
     parser.add_argument("--checkpointing", nargs="+", default=["none", "full"])
+    parser.add_argument("--reshard-after-forward", default="auto")
+    parser.add_argument("--reshard-after-backward", default="auto")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="memory_plan_"))
     for size, shape in SIZES.items():
@@ -106,7 +108,8 @@ def main() -> None:
         return [
             "train.py", "--model-name-or-path", root / size, "--data-path", root / f"{kind}.arrow", "--output-dir",
             output_dir, "--batch-size", 32 * ranks, "--max-tokens-per-gpu", cap, "--max-steps", 3, "--export-dtype",
-            "float32", "--activation-checkpointing", checkpointing, *own,
+            "float32", "--activation-checkpointing", checkpointing, "--reshard-after-forward",
+            options.reshard_after_forward, "--reshard-after-backward", options.reshard_after_backward, *own,
         ]  # fmt: skip
 
     def show(*case: object, **env: str) -> tuple[float, float]:

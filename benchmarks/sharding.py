@@ -3,8 +3,8 @@
     python benchmarks/sharding.py --work-dir /tmp/sharding
 
 trains a random model of 47 million parameters in float32 for two steps of 4 micro-batches on 4 ranks, once for each
-set of options. On a CPU all ranks share the processor and nothing overlaps: the memory is what this is for, and the
-bytes sent are counted, not timed.
+set of options; then on one rank in bfloat16, where weights are cast instead. On a CPU all ranks share the processor
+and nothing overlaps: the memory is what this is for, and the bytes sent are counted, not timed.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.utils._python_dispatch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -28,12 +29,20 @@ from harness import build_state, describe_versions, make_batch, make_options, re
 from lifecycle.step import train_step
 from ranks.world import divide_world, init_world
 
+BOTH = dict(reshard_after_forward="never", reshard_after_backward="never")
 OPTIONS = {
     "defaults": {},
     "--reshard-after-forward never": dict(reshard_after_forward="never"),
+    "--reshard-after-backward never": dict(reshard_after_backward="never"),
+    "both never": BOTH,
     "--prefetch-blocks 3": dict(prefetch_blocks=3),
     "--micro-batch-grad-sync last": dict(micro_batch_grad_sync="last"),
     "--sharding hybrid (2 x 2)": dict(sharding="hybrid", shard_size=2),
+}
+ON_ONE_RANK = {
+    "1 rank, bfloat16": dict(compute_dtype="bfloat16"),
+    "1 rank, --reshard-after-backward never": dict(compute_dtype="bfloat16", reshard_after_backward="never"),
+    "1 rank, both never": dict(compute_dtype="bfloat16", **BOTH),
 }
 NUM_RANKS, NUM_MICRO_BATCHES, NUM_TOKENS, NUM_STEPS = 4, 4, 16, 2
 SHAPE = dict(
@@ -53,26 +62,28 @@ def main() -> None:
         f"$ python {shlex.join(sys.argv)}",
         f"{args.machine}; {describe_versions('torch', 'transformers')}",
         "",
-        f"{'':34}{'own memory, peak':>18}{'gathered, MB':>14}{'reduced, MB':>13}{'CPU s a step':>14}",
+        f"{'':40}{'own memory, peak':>18}{'gathers':>9}{'gathered, MB':>14}{'reduced, MB':>13}{'CPU s a step':>14}",
     ]
     root = Path(__file__).parent.parent
     # What is freed has to go back, or the peak is what malloc keeps.
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    for name in OPTIONS:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
+    for name in OPTIONS | ON_ONE_RANK:
+        num_ranks = NUM_RANKS if name in OPTIONS else 1
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
                    __file__, "--worker", str(args.work_dir), name]  # fmt: skip
         subprocess.run(command, check=True, cwd=root, env=env)
         row = json.loads((args.work_dir / "row.json").read_text())
         lines.append(
-            f"{name:34}{row['peak']:>15.2f} GB{row['gathered'] / 1e6:>14.0f}{row['reduced'] / 1e6:>13.0f}"
-            f"{row['cpu']:>14.2f}"
+            f"{name:40}{row['peak']:>15.2f} GB{row['gathers']:>9}{row['gathered'] / 1e6:>14.0f}"
+            f"{row['reduced'] / 1e6:>13.0f}{row['cpu']:>14.2f}"
         )
     shutil.rmtree(args.work_dir)
     lines += [
         "",
-        "Of rank 0. own memory: RssAnon while it trains, less what it was before the model was loaded. gathered,",
-        "reduced: what FSDP2 hands to the collectives of one step, whole tensors: weights to all-gather, gradients to",
-        "reduce-scatter and (hybrid) their shards to all-reduce.",
+        "Of rank 0. own memory: RssAnon while it trains, less what it was before the model was loaded. gathers: of a",
+        "block's or the root's weights in one step; on one rank they are copied and cast. reduced: what FSDP2 hands to",
+        "the collectives of one step, whole tensors: gradients to reduce-scatter and (hybrid) their shards to",
+        "all-reduce.",
     ]
     report = "\n".join(lines) + "\n"
     print(report)
@@ -87,24 +98,39 @@ def write_model(path: Path) -> int:
 
 
 class CommunicationCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of the collectives that FSDP2 starts, as whole tensors."""
+    """Units that FSDP2 gathers, and bytes of what it gathers and reduces, as whole tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gathered = self.reduced = 0
+        self.gathers = self.gathered = self.reduced = 0
+
+    def __enter__(self) -> "CommunicationCounter":
+        counter, self.to_unsharded = self, FSDPParamGroup._to_unsharded
+
+        def count_gather(group: FSDPParamGroup) -> None:
+            if not group.is_unsharded:
+                counter.gathers += 1
+                counter.gathered += sum(param.unsharded_param.nbytes for param in group.fsdp_params)
+            counter.to_unsharded(group)
+
+        FSDPParamGroup._to_unsharded = count_gather
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        FSDPParamGroup._to_unsharded = self.to_unsharded
+        super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
-        if name == "c10d::_allgather_base_":
-            self.gathered += args[0].nbytes
-        elif name in ("c10d::_reduce_scatter_base_", "c10d::allreduce_"):
+        if name in ("c10d::_reduce_scatter_base_", "c10d::allreduce_"):
             self.reduced += args[1].nbytes if "scatter" in name else sum(tensor.nbytes for tensor in args[0])
         return func(*args, **(kwargs or {}))
 
 
 def run_worker(model_dir: str, name: str) -> None:
     """One rank's steps; rank 0 writes what they took."""
-    options = make_options(**OPTIONS[name], compute_dtype="float32", learning_rate=1e-4)
+    values = dict(compute_dtype="float32", learning_rate=1e-4) | (OPTIONS | ON_ONE_RANK)[name]
+    options = make_options(**values)
     world = divide_world(init_world(), options.sharding)
     before = read_status("RssAnon")
     state = build_state(model_dir, options, world)
@@ -116,7 +142,8 @@ def run_worker(model_dir: str, name: str) -> None:
             train_step(state, batch, options, lr=options.optimization.learning_rate)
         cpu = time.process_time() - cpu
         if step + 1 == NUM_STEPS and world.rank == 0:
-            row = dict(peak=peak[0] - before, gathered=counter.gathered, reduced=counter.reduced, cpu=cpu)
+            row = dict(peak=peak[0] - before, cpu=cpu)
+            row |= {name: getattr(counter, name) for name in ("gathers", "gathered", "reduced")}
             (Path(model_dir) / "row.json").write_text(json.dumps(row))
     torch.distributed.barrier()
     os._exit(0)

@@ -15,7 +15,7 @@ from methods.osft_subspaces import BASES
 from model.activation_checkpointing import MODES
 from model.attention import BACKENDS
 from model.method import Method
-from model.sharding import RESHARDING
+from model.sharding import KEEPING, RESHARDING
 from objectives.choice import KINDS, Settings
 from objectives.columns import CAUSAL_LM, VISION
 from objectives.divergences import FROM_LOGITS, FROM_TOP
@@ -54,6 +54,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "osft_rank_allocation": ALLOCATIONS,
     "preference_loss": PREFERENCE_LOSSES,
     "preset": PRESETS,
+    "reshard_after_backward": KEEPING,
     "reshard_after_forward": RESHARDING,
     "sharding": ("full", "hybrid"),
     "weight_average": ("none", *AVERAGES),

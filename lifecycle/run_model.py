@@ -10,8 +10,9 @@ from lifecycle.reference import add_reference, assume_reference
 from lifecycle.start_report import describe_model
 from lifecycle.teacher import add_teacher
 from methods.full import Full
+from model.activation_checkpointing import forget_random_states
 from model.build import build_model
-from model.check import check_model
+from model.check import check_model, draws_random_numbers
 from model.flops import FlopCount, count_flops
 from objectives.packed_model import PackedModel
 from options import TrainOptions
@@ -61,6 +62,8 @@ def build_run_model(
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, world=world)
+    if not draws_random_numbers(model, inputs.objective, world=world):
+        forget_random_states(model)
     weigh_images(inputs, count_flops(model.model))
     load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)

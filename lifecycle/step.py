@@ -9,7 +9,7 @@ from torch import Tensor
 
 from families.micro_batch import MicroBatch
 from model.method import Method
-from model.sharding import set_gradient_sync
+from model.sharding import prepare_backward
 from objectives.objective import TARGETS
 from objectives.packed_model import PackedModel
 from optim.averages import WeightAverage
@@ -56,7 +56,7 @@ def train_step(
     for k, micro_batch in enumerate(batch.micro_batches):
         progress(describe_micro_batch(batch, k))
         is_last = k + 1 == len(batch.micro_batches)
-        set_gradient_sync(state.model, options.sharding.micro_batch_grad_sync, is_last=is_last)
+        prepare_backward(state.model, options.sharding, is_last=is_last)
         micro_batch = state.model.prepare(micro_batch.to(world.device))
         losses.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
         reports.append(state.model.reports)

@@ -125,6 +125,31 @@ def check_packing(
     packed_model.train()
 
 
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def draws_random_numbers(packed_model: PackedModel, objective: Objective, *, world: World) -> bool:
+    """Whether a forward pass in train mode moves a random number generator: dropout, noise of routers.
+
+    True without a look for code that is not transformers': it might draw for some inputs only.
+    """
+    model = packed_model.model
+    if not type(model).__module__.startswith("transformers."):
+        return True
+    samples = [objective.make_check_sample(ids) for ids in draw_sequences(model, np.random.default_rng(0))]
+    micro_batch = objective.pack(samples, row_group=world.row_group).to(world.device)
+    devices = [world.device] if world.device.type == "cuda" else []
+
+    def read_states() -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+    with torch.random.fork_rng(devices):
+        before = read_states()
+        packed_model(micro_batch)
+        moved = [not torch.equal(state, now) for state, now in zip(before, read_states(), strict=True)]
+    reshard(packed_model)
+    return any(moved)
+
+
 def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[np.ndarray]:
     """Draws three short sequences of random text tokens (no image placeholders)."""
     vocab_size = text_config(model.config).vocab_size

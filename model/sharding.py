@@ -25,6 +25,8 @@ from ranks.terminal import show_progress
 from ranks.world import World, broadcast_from_rank0
 
 RESHARDING = {"auto": None, "always": True, "never": False}  # fully_shard's reshard_after_forward
+# --reshard-after-backward: whether weights stay gathered between a step's micro-batches. auto: until it is settled.
+KEEPING = {"auto": False, "always": False, "never": True}
 
 
 def apply_fsdp(
@@ -90,19 +92,29 @@ def reshard(packed_model: PackedModel) -> None:
             module.reshard()
 
 
-def set_gradient_sync(packed_model: PackedModel, when: str, *, is_last: bool) -> None:
-    """Sets whether the next backward reduces gradients over ranks: in "every" micro-batch, or the "last" of a step.
+def count_gathered_bytes(model: nn.Module, compute_dtype: torch.dtype) -> int:
+    """Bytes of all weights gathered on one rank, those that compute in `compute_dtype` in this dtype."""
+    itemsize = compute_dtype.itemsize
+    return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in model.parameters())
 
-    Over the replicas of hybrid sharding, gradients are reduced once per step in any case: until then they accumulate as
-    shards, which takes no extra memory.
+
+def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is_last: bool) -> None:
+    """Sets what the next backward does with gradients and weights; `is_last`: it is the last of a step.
+
+    It reduces gradients over ranks in every micro-batch, or the last one (--micro-batch-grad-sync). Over the replicas
+    of hybrid sharding, gradients are reduced once per step in any case: until then they accumulate as shards, which
+    takes no extra memory. It frees gathered weights in every micro-batch, or the last one (--reshard-after-backward):
+    after a step all are freed, so that the optimizer finds the shards and the next forward pass gathers what it wrote.
     """
-    match when:
+    match sharding.micro_batch_grad_sync:
         case "last":
             packed_model.set_requires_gradient_sync(is_last)
         case "every":
             packed_model.set_requires_all_reduce(is_last)
-        case _:
+        case when:
             raise ValueError(f"--micro-batch-grad-sync {when}: is not implemented")
+    if KEEPING[sharding.reshard_after_backward]:
+        packed_model.set_reshard_after_backward(is_last)
 
 
 def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:

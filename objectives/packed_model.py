@@ -32,6 +32,7 @@ class PackedModel(nn.Module):
         self.reader, self.loss = objective.family.open_reader(model), objective.make_loss(is_fused=is_fused)
         # A context in which the model runs transformers' own code, without kernels that replace parts of it.
         self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.draws = True  # whether training may draw random numbers, which a recomputation has to draw again
         if objective.noise is not None:
             objective.noise.attach(self)
 

@@ -13,10 +13,10 @@ from corpus.mixture import Mixture
 from lifecycle.inputs import RunInputs
 from lifecycle.step import TrainState
 from model.activation_checkpointing import MODES, set_activation_checkpointing
-from model.sharding import set_gradient_sync
+from model.sharding import count_gathered_bytes, prepare_backward
 from optim.optimizers import count_state_bytes
-from options import TrainOptions, flatten_options
-from plan.choice import Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
+from options import TrainOptions, flag_name, flatten_options
+from plan.choice import Probe, Room, choose_mode, choose_resharding, count_useful_tokens, find_room, refuse_longest
 from ranks.devices import describe_device
 from ranks.ending import log
 from ranks.memory import GIB, MemoryCounter, memory_limit, resident_memory
@@ -29,7 +29,8 @@ FIRST_TOKENS = 1024  # the most of a first probe, so that the attempt itself has
 DECIDING_OPTIONS = (
     "max_tokens_per_gpu", "max_image_tokens_per_gpu", "activation_checkpointing", "tiled_mlp", "offload_activations",
     "memory_budget_gb", "attention", "compile", "float8", "sharding", "shard_size", "context_parallel",
-    "reshard_after_forward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload", "use_liger_kernels",
+    "reshard_after_forward", "reshard_after_backward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload",
+    "use_liger_kernels",
 )  # fmt: skip
 PLENTY = 0.5  # with this share of the memory left over no more has to be tried
 SHORT_QUANTILE = 0.1  # samples up to this quantile of the lengths count as short
@@ -51,7 +52,7 @@ class Prober:
         self.longest = data.longest
         lengths = data.list_sequences(data.kept).lengths
         self.lengths = (max(2, int(np.quantile(lengths, SHORT_QUANTILE))), data.longest_sequence)
-        self.grad_sync = options.sharding.micro_batch_grad_sync
+        self.sharding = options.sharding
         device = state.world.device
         self.is_cuda = device.type == "cuda"
         limit = torch.tensor(memory_limit(options.compute.memory_budget_gb, device))
@@ -83,7 +84,7 @@ class Prober:
             )
             for length in self.lengths
         ]
-        set_gradient_sync(model, self.grad_sync, is_last=False)
+        prepare_backward(model, self.sharding, is_last=False)
         for micro_batch in micro_batches:
             model(model.prepare(micro_batch.to(device))).backward()  # to make the gradients, and to warm up
         self.counter.reset_peak()
@@ -126,7 +127,7 @@ class Prober:
     def clean_up(self) -> None:
         # Gradients that FSDP still keeps for itself would come out in the first step: hand them over, and drop them.
         state = self.state
-        set_gradient_sync(state.model, self.grad_sync, is_last=True)
+        prepare_backward(state.model, self.sharding, is_last=True)
         probe = self.objective.make_probe(2, 2, longest=2, row_group=state.world.row_group)
         state.model(probe.to(state.world.device)).backward()
         state.optimizer.zero_grad()
@@ -152,7 +153,8 @@ def settle_auto_options(
     values, world = flatten_options(options), state.world
     names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if values[name] == "auto"]
     if not names:
-        return {}, None
+        return choose_resharding(options.sharding, None, weights_bytes=0), None
+    names += choose_resharding(options.sharding, None, weights_bytes=0)
     place = dict(
         device=describe_device(world.device),
         world_size=world.world_size,
@@ -172,7 +174,9 @@ def settle_auto_options(
     elif "activation_checkpointing" in names:  # else the prober has done so
         set_activation_checkpointing(state.model, state.method, chosen["activation_checkpointing"])
     settled = {name: chosen[name] for name in names}
-    log.info("auto: " + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settled.items()))
+    if settled.get("reshard_after_forward") == "never":
+        state.model.set_reshard_after_forward(False)
+    log.info("auto: " + ", ".join(f"{flag_name(name)} {value}" for name, value in settled.items() if value != "auto"))
     return settled, chosen
 
 
@@ -204,4 +208,8 @@ def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most
         f" {most:,} in a micro-batch would not save one{takes}"
     )
     cap = -(-room.num_tokens // num_sharing)
-    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds)
+    model = prober.state.model
+    resharding = choose_resharding(
+        options.sharding, room, weights_bytes=count_gathered_bytes(model, model.compute_dtype)
+    )
+    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds) | resharding

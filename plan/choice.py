@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from corpus.mixture import Mixture
-from options import DataOptions
+from options import DataOptions, ShardingOptions
 from ranks.memory import GIB
 from sampler import RunPosition, draw_samples
 
@@ -65,6 +65,28 @@ def choose_mode(find: Callable[[str], Room], modes: Sequence[str], *, enough: in
         usable = {mode: room.seconds / room.num_tokens for mode, room in rooms.items() if room.num_tokens > 0}
         mode = min(usable, key=usable.__getitem__, default=mode)
     return mode, rooms[mode]
+
+
+def list_resharding(sharding: ShardingOptions) -> dict[str, str]:
+    """The options of resharding that are not, or no longer, auto."""
+    values = {name: getattr(sharding, name) for name in ("reshard_after_forward", "reshard_after_backward")}
+    return {name: value for name, value in values.items() if value != "auto"}
+
+
+def choose_resharding(sharding: ShardingOptions, room: Room | None, *, weights_bytes: int) -> dict[str, str]:
+    """Values for those of the two options of resharding that are auto: never if all weights have room to stay gathered.
+
+    `room`: of the largest micro-batch; None if it was not measured. Its peak contains the gathered weights,
+    `weights_bytes`, only with --reshard-after-forward never.
+    """
+    more = 0 if sharding.reshard_after_forward == "never" else weights_bytes
+    is_known = room is not None and room.num_tokens > 0
+    fits = is_known and extrapolate(room.probes, "excess_bytes", room.num_tokens) + more <= 0
+    # Not kept, "auto" stays FSDP2's default, which frees all layers but the last.
+    found = dict(
+        reshard_after_forward="never" if fits else "auto", reshard_after_backward="never" if fits else "always"
+    )
+    return {name: value for name, value in found.items() if name not in list_resharding(sharding)}
 
 
 def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: float) -> Room:

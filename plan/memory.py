@@ -4,8 +4,18 @@ from dataclasses import replace
 
 from lifecycle.inputs import RunInputs
 from model.activation_checkpointing import MODES
-from options import ComputeOptions, TrainOptions, replace_options
-from plan.choice import Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
+from model.sharding import count_gathered_bytes
+from options import ComputeOptions, TrainOptions, flag_name, replace_options
+from plan.choice import (
+    Probe,
+    Room,
+    choose_mode,
+    choose_resharding,
+    count_useful_tokens,
+    find_room,
+    list_resharding,
+    refuse_longest,
+)
 from plan.findings import Findings, PlannedRun, Target
 from plan.packing import Packing, pack_next_batches
 from plan.simulation import Load, PlannedModel, Ranks, StepMemory, lay_out_model, simulate_step
@@ -84,10 +94,11 @@ def settle_mode(options: TrainOptions) -> TrainOptions:
 
 def describe_model(options: TrainOptions, model: PlannedModel, findings: Findings) -> None:
     dtype = str(model.meta.compute_dtype).removeprefix("torch.")
+    resharding = [f"{flag_name(name)} {value}" for name, value in list_resharding(options.sharding).items()]
     findings.lines.append(
         f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} numbers"
         f" train; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing,"
-        f" {model.method.title}"
+        f" {', '.join([*resharding, model.method.title])}"
     )
     if model.meta.left_out.parts:
         num_bytes = DTYPES[options.optimization.master_weights].itemsize
@@ -140,7 +151,11 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
         cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
             findings.add_problem(refuse_longest(data, room))
-    return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap)
+    meta = run.model.meta
+    resharding = choose_resharding(
+        options.sharding, room, weights_bytes=count_gathered_bytes(meta.model, meta.compute_dtype)
+    )
+    return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)
 
 
 def probe_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:

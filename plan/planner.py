@@ -28,6 +28,7 @@ from lifecycle.run_model import keeps_to_budget, weigh_images
 from lifecycle.start import open_inputs
 from lifecycle.start_report import describe_schedule
 from options import TrainOptions, replace_options
+from plan.choice import list_resharding
 from plan.duration import plan_time
 from plan.findings import Findings, PlannedRun, Target
 from plan.memory import plan_memory, simulated_compute
@@ -95,7 +96,7 @@ def list_settled(options: TrainOptions) -> dict[str, Any]:
     """What rank 0 alone has found: for options that may have been auto, and where rows became data sets."""
     mode, cap = options.compute.activation_checkpointing, options.data.max_tokens_per_gpu
     paths = dict(data_path=options.data.data_path, validation_data_path=options.validation.validation_data_path)
-    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap) | paths
+    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap) | list_resharding(options.sharding) | paths
 
 
 def find_target(options: TrainOptions, world_size: int, findings: Findings, *, is_here: bool) -> Target:

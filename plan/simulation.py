@@ -28,7 +28,7 @@ from lifecycle.step import TrainState, run_backward, update_weights
 from model.build import check_divisible, make_meta_model, set_weights_dtype
 from model.flops import FlopCount, count_flops
 from model.method import MetaModel, Method
-from model.sharding import apply_fsdp, set_gradient_sync
+from model.sharding import KEEPING, apply_fsdp, prepare_backward
 from model.tiling import apply_tiling
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
@@ -145,7 +145,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
 
     RuntimeError where an operation of the model cannot be simulated.
     """
-    meta, when = planned.meta, options.sharding.micro_batch_grad_sync
+    meta, sharding = planned.meta, options.sharding
     packed_model = PackedModel(meta.model, planned.objective, backend=meta.backend, compute_dtype=meta.compute_dtype)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
@@ -162,7 +162,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         apply_fsdp(
             packed_model,
             meta.blocks,
-            replace(options.sharding, cpu_offload=False),
+            replace(sharding, cpu_offload=False),
             method=planned.method,
             readers={},
             world=world,
@@ -180,18 +180,19 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         update_weights(state, step=0, lr=0.0)
         peaks = [counter.peak]
 
-        # Forward and backward of half and of all tokens. Where gradients stay whole until the last micro-batch, a first
-        # one has to make them.
-        waits = load.accumulates and when == "last"
+        # Forward and backward of half and of all tokens. Where whole gradients or weights stay until the last
+        # micro-batch, a first one has to make them.
+        keeps = sharding.micro_batch_grad_sync == "last" or KEEPING[sharding.reshard_after_backward]
+        waits = load.accumulates and keeps
         passes = [(load.num_tokens // 2, not waits), (load.num_tokens, not waits)]
         passes = [passes[0], *passes, (load.num_tokens, True)] if waits else passes
-        if load.accumulates and not waits:
+        if load.accumulates and sharding.micro_batch_grad_sync == "every":
             make_gradients(params, counter)
         for size, is_last in passes:
             if not load.accumulates:
                 optimizer.zero_grad()
             counter.reset_peak()
-            set_gradient_sync(packed_model, when, is_last=is_last)
+            prepare_backward(packed_model, sharding, is_last=is_last)
             num_trained = size * load.num_trained // load.num_tokens
             with _disable_current_modes():  # where a row is cut depends on its content
                 micro_batch = planned.objective.make_probe(

@@ -88,9 +88,10 @@ class MemoryCounter(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
             counter._resize(storage, size)
-            if storage._cdata in counter._storages:
-                _, kind = counter._storages[storage._cdata]
-                counter._set(storage._cdata, size, kind)
+            if storage._cdata not in counter._storages:  # made and freed before
+                weakref.finalize(storage, counter._drop, storage._cdata)
+            _, kind = counter._storages.get(storage._cdata, (0, current_kind))
+            counter._set(storage._cdata, size, kind)
 
         torch.UntypedStorage.resize_ = resize_
         return super().__enter__()

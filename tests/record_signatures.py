@@ -46,6 +46,7 @@ FUNCTIONS = {
         "empty_cache", "max_memory_allocated", "mem_get_info", "memory_allocated", "memory_reserved",
         "reset_peak_memory_stats",
     ],
+    "torch/cuda/random.py": ["get_rng_state"],
     "torch/cuda/streams.py": ["Stream.__new__", "Stream.record_event", "Stream.wait_event", "Stream.wait_stream"],
     "liger_kernel/transformers/monkey_patch.py": ["_apply_liger_kernel_to_instance"],
     "liger_kernel/transformers/rope.py": ["liger_rotary_pos_emb"],

@@ -11,8 +11,17 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, make_osft, save_model
 from torch import Tensor
 
 from families.micro_batch import MicroBatch
+from lifecycle.choosing import choose_method
 from methods.full import Full
-from model.activation_checkpointing import ATTENTION, choose_kept_operations
+from model.activation_checkpointing import (
+    ATTENTION,
+    choose_kept_operations,
+    forget_random_states,
+    set_activation_checkpointing,
+)
+from model.check import draws_random_numbers
+from objectives.next_tokens import CausalLM
+from options import TrainOptions, group_options
 
 MODES = ("none", "selective", "full")
 COSTLY = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention_for_cpu"}
@@ -79,3 +88,61 @@ def test_attention_that_draws_random_numbers_is_repeated(world, tmp_path):
         model = build(save_model(config, tmp_path / name), world)
         kept[name] = choose_kept_operations(model.model, Full(), backend="sdpa", compile=False)
     assert kept["without"] >= ATTENTION and kept["with"] == kept["without"] - ATTENTION
+
+
+def with_noise(**changes: float):
+    return type(FAMILIES["mixtral"]).from_dict(FAMILIES["mixtral"].to_dict() | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "draws"),
+    [
+        (FAMILIES["llama"], {}, False),
+        (FAMILIES["mixtral"], {}, False),
+        (FAMILIES["llama"], dict(offload_activations=True), False),  # a wrapper around the checkpoint
+        (FAMILIES["llama"], dict(lora=True, lora_dropout=0.0), False),
+        (FAMILIES["llama"], dict(lora=True, lora_dropout=0.2), True),
+        (with_dropout("gpt2"), {}, True),
+        (with_noise(router_jitter_noise=0.1), {}, True),
+        (with_noise(attention_dropout=0.1), {}, True),
+    ],
+)
+def test_random_states_are_saved_only_where_training_draws(config, options, draws, world, tmp_path, monkeypatch):
+    """And that the gradients are those without checkpointing, dropout included."""
+    path, seen = save_model(config, tmp_path), []
+    given = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
+    monkeypatch.setattr("torch.get_rng_state", lambda read=torch.get_rng_state: seen.append(read) or read())
+
+    def differentiate(mode: str) -> tuple[dict[str, Tensor], int]:
+        whole = options | dict(offload_activations=mode == "full" and given.compute.offload_activations)
+        model = build(path, world, activation_checkpointing=mode, method=choose_method(given), **whole)
+        if not draws_random_numbers(model, CausalLM(), world=world):
+            forget_random_states(model)
+        assert model.draws == draws
+        seen.clear()
+        gradients, *_ = run_backward(model, make_micro_batch())
+        return gradients, len(seen)
+
+    (plain, num_plain), (recomputed, num_recomputed) = differentiate("none"), differentiate("full")
+    assert num_plain == 0 and (num_recomputed > 0) == draws
+    for name, value in plain.items():
+        assert torch.equal(recomputed[name], value), name
+
+
+def test_unknown_code_keeps_its_random_states(world, tmp_path, monkeypatch):
+    model = build(save_model(FAMILIES["llama"], tmp_path), world)
+    monkeypatch.setattr(type(model.model), "__module__", "transformers_modules.someone.modeling")
+    assert draws_random_numbers(model, CausalLM(), world=world)
+
+
+def test_a_changed_mode_saves_no_random_states_either(world, tmp_path, monkeypatch):
+    model, seen = build(save_model(FAMILIES["llama"], tmp_path), world), []
+    monkeypatch.setattr("torch.get_rng_state", lambda read=torch.get_rng_state: seen.append(read) or read())
+    for forget, expected in ((False, True), (True, False)):
+        if forget:
+            forget_random_states(model)
+        for mode in ("full", "selective"):
+            set_activation_checkpointing(model, Full(), mode)
+            seen.clear()
+            model(make_micro_batch()).backward()
+            assert bool(seen) == expected, mode

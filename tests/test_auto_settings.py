@@ -16,7 +16,11 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from model.activation_checkpointing import MODES
-from plan.choice import TOKEN_MULTIPLE, Probe, Room, choose_mode, extrapolate, find_largest
+from options import ShardingOptions
+from plan.choice import TOKEN_MULTIPLE, Probe, Room, choose_mode, choose_resharding, extrapolate, find_largest
+from ranks.memory import MemoryCounter
+
+WHEN = ("forward", "backward")
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +183,44 @@ def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
     assert tried == list(MODES[: len(tokens)])
 
 
+def test_memory_that_was_freed_before_counts_when_it_is_taken_again():
+    storage = torch.empty(1000).untyped_storage()  # as FSDP's gathered weights, first gathered in the start-up check
+    storage.resize_(0)
+    with MemoryCounter() as counter:
+        storage.resize_(4000)
+        assert counter.num_live == 4000
+        storage.resize_(0)
+    assert (counter.num_live, counter.num_peak) == (0, 4000)
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "expected"),
+    [
+        ({}, 1000, ("never", "never")),
+        ({}, 999, ("auto", "always")),
+        (dict(reshard_after_forward="always"), 1000, (None, "never")),
+        (dict(reshard_after_forward="never"), 0, (None, "never")),  # the peak has all weights
+        (dict(reshard_after_forward="never"), -1, (None, "always")),
+        (dict(reshard_after_backward="always"), 1000, ("never", None)),
+        (dict(reshard_after_forward="always", reshard_after_backward="never"), 1000, (None, None)),
+        ({}, None, ("auto", "always")),  # not measured
+    ],
+)
+def test_weights_stay_gathered_where_all_of_them_have_room(given, left, expected):
+    room = None if left is None else Room(100, [Probe(50, 0, 0, -left - 50), Probe(75, 0, 0, -left - 25)])
+    chosen = choose_resharding(ShardingOptions(**given), room, weights_bytes=1000)
+    assert chosen == {f"reshard_after_{name}": v for name, v in zip(WHEN, expected, strict=True) if v is not None}
+
+
 def test_both_can_be_auto(inputs, world, tmp_path):
     both = dict(max_tokens_per_gpu="auto", activation_checkpointing="auto", memory_budget_gb=1000.0)
     train_here(world, **inputs | both, output_dir=str(tmp_path / "auto"))
     params = outcome(tmp_path / "auto")[2]
     assert params["options"]["activation_checkpointing"] == "none"  # with which everything has room
+    for settled in (params["options"], params["auto_settings"]):
+        assert settled["reshard_after_forward"] == settled["reshard_after_backward"] == "never"
     cap = params["options"]["max_tokens_per_gpu"]
     train_here(world, **inputs | dict(max_tokens_per_gpu=cap), output_dir=str(tmp_path / "fixed"))
+    fixed = outcome(tmp_path / "fixed")[2]["options"]
+    assert (fixed["reshard_after_forward"], fixed["reshard_after_backward"]) == ("auto", "always")
     check_same(tmp_path / "auto", tmp_path / "fixed")

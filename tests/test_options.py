@@ -97,6 +97,10 @@ def test_underscores_and_equals_signs_are_accepted():
         ),
         (["--shard-size", "2"], ["--shard-size has no effect with --sharding full"]),
         (
+            ["--teacher-weight", "1", "--teacher-model", "self", "--reshard-after-backward", "never"],
+            ["--reshard-after-backward never has no effect with --teacher-model self"],
+        ),
+        (
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--cpu-offload"],
             ["--cpu-offload cannot be used with --osft"],
         ),

@@ -20,7 +20,7 @@ from lifecycle.choosing import choose_method, choose_settings
 from lifecycle.inputs import RunInputs
 from lifecycle.step import run_backward
 from model import tiling
-from model.sharding import set_gradient_sync
+from model.sharding import prepare_backward
 from objectives.choice import KINDS, make_objective
 from objectives.columns import Task
 from objectives.objective import Objective
@@ -56,6 +56,8 @@ SIMULATIONS = [  # family, options
     ("mamba 2, attention, experts", dict(activation_checkpointing="none")),
     wide("short convolution", dict(activation_checkpointing="selective")),
     wide("attention that chooses keys", dict(activation_checkpointing="none")),
+    ("qwen3", dict(reshard_after_backward="never", compute_dtype="bfloat16")),
+    wide("llama", dict(reshard_after_backward="never", reshard_after_forward="never", micro_batch_grad_sync="last")),
     ("qwen3", dict(tiled_mlp=True, offload_activations=True)),
     wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
     ("llama", dict(objective="preference", activation_checkpointing="none")),
@@ -139,7 +141,7 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
     with counter:
         for _ in range(2):
             for k in range(2):
-                set_gradient_sync(model, options.sharding.micro_batch_grad_sync, is_last=k == 1)
+                prepare_backward(model, options.sharding, is_last=k == 1)
                 micro_batch = choose(options).make_probe(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)
                 run_backward(model, micro_batch, choose(options).weigh(1, 1, ()))
             optimizer.step()
@@ -158,10 +160,10 @@ def test_no_gradient_outlives_its_step(inputs, world, tmp_path, monkeypatch):
 
     def look_back(*args, **kwargs):
         num_alive.append([sum(not reference.expired() for reference in step) for step in held])
-        set_gradient_sync(*args, **kwargs)
+        prepare_backward(*args, **kwargs)
 
     monkeypatch.setattr("lifecycle.step.reduce_step", look_at_gradients)
-    monkeypatch.setattr("lifecycle.step.set_gradient_sync", look_back)
+    monkeypatch.setattr("lifecycle.step.prepare_backward", look_back)
     train_here(world, **inputs | dict(dry_run=False, max_steps=3, max_tokens_per_gpu=1000, output_dir=str(tmp_path)))
     assert len(held[0]) > 10 and num_alive == [[], [0], [0, 0]]  # at the beginning of each step
 
@@ -270,9 +272,11 @@ def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
 
 @pytest.mark.wide
 def test_auto_settings_are_planned_by_the_room_there_is(plan):
-    for budget, mode in ((80, "none"), (0.0005, "full")):
+    kept = "none activation checkpointing, --reshard-after-forward never, --reshard-after-backward never, "
+    freed = "full activation checkpointing, --reshard-after-backward always, "
+    for budget, words in ((80, kept), (0.0005, freed)):
         _, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100", memory_budget_gb=budget)
-        assert f"{mode} activation checkpointing" in text, text
+        assert words in text, text
     code, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100")
     assert code == ExitCode.BAD_INPUT and "auto cannot be planned without --memory-budget-gb" in text
 

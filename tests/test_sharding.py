@@ -1,20 +1,23 @@
 """How weights and gradients are held, and when they are summed, changes no number; on ranks: test_distributed.py."""
 
 import functools
+import json
 
 import numpy as np
 import pytest
 import torch
+from forked import run_forked
 from hand_made import pack_samples
+from processes import ROOT
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, save_model
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from model.blocks import find_blocks
-from model.sharding import set_gradient_sync
+from model.sharding import prepare_backward
 from optim.optimizers import build_optimizer, local_gradients
-from options import OptimizationOptions
+from options import OptimizationOptions, ShardingOptions
 from ranks.world import count_shards
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)
@@ -35,7 +38,8 @@ def run_backward(model, micro_batches, when: str) -> list[list[torch.Tensor]]:
     """What gradients this rank holds after each micro-batch."""
     seen = []
     for k, micro_batch in enumerate(micro_batches):
-        set_gradient_sync(model, when, is_last=k + 1 == len(micro_batches))
+        sharding = ShardingOptions(micro_batch_grad_sync=when)
+        prepare_backward(model, sharding, is_last=k + 1 == len(micro_batches))
         model(micro_batch).backward()
         seen.append([gradient.clone() for gradient in local_gradients(model)])
     return seen
@@ -67,6 +71,41 @@ def test_weights_are_freed_after_forward_as_asked(policy, blocks_kept, root_kept
     # The checks at the start run no backward; the optimizer must find the shards.
     check(model, world)
     build_optimizer(model, OptimizationOptions(learning_rate=1e-3, weight_decay=0.0))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_that_stay_gathered_change_no_number_and_save_gathers(num_ranks, tmp_path):
+    path, num_micro_batches, num_units = save_model(FAMILIES["llama"], tmp_path / "model"), 3, 4  # 2 of them blocks
+    expected = {  # gathers a step by --reshard-after-forward and --reshard-after-backward
+        ("always", "always"): 2 * num_micro_batches * num_units,
+        ("always", "never"): (num_micro_batches + 1) * num_units,
+        ("auto", "always"): 2 * num_micro_batches * (num_units - 1) + num_micro_batches,  # the root once
+        ("auto", "never"): (num_micro_batches + 1) * (num_units - 1) + 1,
+        ("never", "always"): num_micro_batches * num_units,
+        ("never", "never"): num_units,
+    }
+    others = [  # other options, each with weights that are freed and that stay
+        dict(micro_batch_grad_sync="last", cpu_offload=True, prefetch_blocks=2, activation_checkpointing="full"),
+        dict(lora=True, lora_dropout=0.1),
+        dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(tmp_path)),
+        *([dict(context_parallel=2)] if num_ranks == 2 else []),
+    ]
+    policies = [dict(reshard_after_forward=f, reshard_after_backward=b) for f, b in expected]
+    cases = [*policies, *(o | dict(reshard_after_backward=b) for o in others for b in ("always", "never"))]
+    worker, output = ROOT / "tests" / "workers" / "resharding.py", tmp_path / "results"
+    found = run_forked(num_ranks, worker, path, num_micro_batches, output, *map(json.dumps, cases))
+    assert found.returncode == 0, found.stderr
+    results = torch.load(output)
+    num_gathered = [[step.pop("gathered") for step in result["steps"]] for result in results]
+    assert num_gathered[: len(expected)] == [[num, num, num] for num in expected.values()]
+    pairs = [(0, i) for i in range(len(expected))] + [(i, i + 1) for i in range(len(expected), len(cases), 2)]
+    for freed, kept in pairs:
+        steps = results[kept]["steps"]
+        assert steps == results[freed]["steps"], cases[kept]  # also the loss on other data, between two steps
+        assert len({str(step["held_out"]) for step in steps}) == len(steps) == 3
+        for name, weight in results[kept]["weights"].items():
+            assert torch.equal(weight, results[freed]["weights"][name]), (cases[kept], name)
+    assert all(sum(num_gathered[k]) < sum(num_gathered[f]) for f, k in pairs[len(expected) :])
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 3])

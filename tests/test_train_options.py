@@ -302,6 +302,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "sharding",  # these two: test_distributed.py
     "shard_size",
     "reshard_after_forward",  # these: test_sharding.py
+    "reshard_after_backward",
     "prefetch_blocks",
     "micro_batch_grad_sync",
     "cpu_offload",

@@ -217,6 +217,11 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
         if value:
             problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
     problems += find_unpaired(o.teacher_data, num_sets)
+    if o.teacher_model == "self" and options.sharding.reshard_after_backward == "never":
+        problems.append(
+            "--reshard-after-backward never has no effect with --teacher-model self, whose weights are gathered before"
+            " every micro-batch in the place of those that stayed: leave it out"
+        )
     if o.teacher_data and options.sharding.context_parallel is not None:
         problems.append("--teacher-data: not with --context-parallel: score the data with score-data --teacher-data")
     return problems + find_teacher_source_problems(o)
