@@ -67,13 +67,12 @@ class HashedFile:
     def write_next(self, view: memoryview, writer: Executor) -> None:
         for offset in range(0, len(view), BLOCK_BYTES):
             block = view[offset : offset + BLOCK_BYTES]
-            written = None
             if len(block) < INLINE_BYTES:
                 write_at(self.descriptor, block, self.num_hashed)
+                self.sha256.update(block)
             else:
                 written = writer.submit(write_at, self.descriptor, block, self.num_hashed)
-            self.sha256.update(block)
-            if written is not None:
+                self.sha256.update(block)
                 written.result()
             self.num_hashed += len(block)
 

@@ -247,3 +247,19 @@ def test_after_an_error_the_others_are_still_gathered(models, world, tmp_path, m
         export(models["mixtral"], tmp_path / "export", world)
     assert len(gathered) == 2 * num_gathered
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
+
+
+def test_an_export_that_is_interrupted_ends_its_threads_and_leaves_nothing(models, world, tmp_path, monkeypatch):
+    calls, gather, threads = [], gathering.gather_tensor, set(threading.enumerate())
+
+    def interrupt(*args: object, **options: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return gather(*args, **options)
+
+    monkeypatch.setattr(gathering, "gather_tensor", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export(models["mixtral"], tmp_path / "export", world)
+    assert set(threading.enumerate()) <= threads
+    assert list(tmp_path.iterdir()) == []
