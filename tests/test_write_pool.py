@@ -261,5 +261,6 @@ def test_an_export_that_is_interrupted_ends_its_threads_and_leaves_nothing(model
     monkeypatch.setattr(gathering, "gather_tensor", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export(models["mixtral"], tmp_path / "export", world)
-    assert set(threading.enumerate()) <= threads
+    started = set(threading.enumerate()) - threads  # tqdm has one, too
+    assert not [thread for thread in started if thread.name.startswith(("hash", "write"))]
     assert list(tmp_path.iterdir()) == []
