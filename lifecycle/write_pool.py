@@ -160,6 +160,9 @@ class WritePool:
 
     def wait(self) -> None:
         """Waits until everything is written; raises the first error."""
+        for number, file in enumerate(self.files):
+            if file.num_hashed == 0:  # it may have no data, only a header
+                self.write(number, range(0), b"")
         with self.changed:
             self.changed.wait_for(lambda: self.num_parts == 0)
         if self.error is not None:
@@ -174,9 +177,6 @@ class WritePool:
 
     def finish(self) -> dict[Path, dict[str, Any]]:
         """Waits like `wait`; returns every file's manifest entry."""
-        for number, file in enumerate(self.files):
-            if file.num_hashed == 0:  # has nothing but a header
-                self.write(number, range(0), b"")
         self.wait()
         return {file.path: file.entry for file in self.files}
 
