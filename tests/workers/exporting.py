@@ -47,6 +47,8 @@ def inject(fault: str) -> None:
         export_weights.WeightStream.sort = lambda self, groups: range(len(groups))  # the model's order, not the files'
     elif fault == "sync":
         os.fsync = failing(os.fsync, number=2, message=message)
+    else:
+        assert fault == "none", f"unknown fault {fault}"
 
 
 def main() -> None:
