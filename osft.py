@@ -49,7 +49,7 @@ from methods.osft_subspaces import (
     prepare_subspaces,
     read_subspace,
 )
-from model.gathering import WeightGroup, gather_one, gather_parameters
+from model.gathering import WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from model.method import MetaModel, Method
 from model.weights import Reader
 from objectives.objective import Objective
@@ -323,7 +323,7 @@ class OSFT(Method):
 
         def gather(layer: OSFTLinear) -> Tensor | None:
             weight = layer.merged_weight(dtype)
-            return weight.cpu() if world.rank == 0 else None
+            return copy_to_cpu(weight) if world.rank == 0 else None
 
         for prefix, layer in model.named_modules():
             if isinstance(layer, OSFTLinear):

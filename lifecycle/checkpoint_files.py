@@ -16,14 +16,14 @@ import re
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disk import hash_file, hash_json, read_json
-from lifecycle.tensor_files import DTYPES, encode_header, view_bytes
+from lifecycle.tensor_files import DTYPES, encode_header
+from lifecycle.write_pool import WritePool
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -32,8 +32,8 @@ DAMAGED = "damaged_"  # name prefix of damaged checkpoints
 STEP_NAME = r"step_\d+"
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Writes `tensors` one by one to a safetensors file, and flushes it; returns its manifest entry.
+def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> dict[str, Any]:
+    """Writes `tensors` to a safetensors file, in their order, and flushes it; returns its manifest entry.
 
     OSError if writing fails.
     """
@@ -41,37 +41,26 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    with open(path, "xb") as file:
-        writer = HashingWriter(file)
-        writer.write(encode_header(header))
-        for tensor in tensors.values():
-            writer.write(view_bytes(tensor))
-        return writer.finish()
+    text = encode_header(header)
+    try:
+        number = pool.add_file(path, text, len(text) + end)
+        for name, tensor in tensors.items():
+            pool.make_room(tensor.nbytes)
+            place = range(*(len(text) + offset for offset in header[name]["data_offsets"]))
+            pool.write(number, place, tensor.cpu())
+        return pool.finish()[path]
+    finally:
+        pool.drop()
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
     """Writes and flushes a new JSON file; returns its entry for the manifest."""
+    data = json.dumps(value, indent=1).encode()
     with open(path, "xb") as file:
-        writer = HashingWriter(file)
-        writer.write(json.dumps(value, indent=1).encode())
-        return writer.finish()
-
-
-class HashingWriter:
-    """Writes to an open file, recording size and SHA-256 of the data."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.sha256, self.size = file, hashlib.sha256(), 0
-
-    def write(self, data: bytes | np.ndarray) -> None:
-        self.sha256.update(data)
-        self.file.write(data)
-        self.size += len(data)
-
-    def finish(self) -> dict[str, Any]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return {"size": self.size, "sha256": self.sha256.hexdigest()}
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

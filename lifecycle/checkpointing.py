@@ -34,6 +34,7 @@ from lifecycle.checkpoint_files import (
 )
 from lifecycle.record import is_checkpoint_of
 from lifecycle.step import TrainState
+from lifecycle.write_pool import WritePool
 from model.method import Method
 from objectives.packed_model import PackedModel
 from optim.optimizers import state_keys
@@ -41,6 +42,7 @@ from pretrained.finite import check_finite
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
 
+WAITING_BYTES = 256 << 20  # of a shard on its way from a GPU to the disk; a larger tensor waits alone
 OPTIMIZER = "optimizer"  # optimizer tensors are named optimizer/<state key>/<parameter>
 AVERAGE = "average"  # and those of --weight-average average/<parameter>
 
@@ -81,8 +83,9 @@ class Checkpointer:
     def __init__(self, directory: Path, *, world: World, num_kept: int, is_async: bool):
         self.directory, self.world, self.num_kept, self.is_async = directory, world, num_kept, is_async
         self.staging: dict[str, Tensor] = {}
-        # One thread for all writes: memory may be too low to start another one later.
+        # The same threads for all writes: memory may be too low to start others later.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.pool = WritePool(num_lanes=1, max_bytes=WAITING_BYTES)
         self.write: Future[dict[str, Any]] | None = None  # the write in progress
 
     @property
@@ -142,7 +145,7 @@ class Checkpointer:
             return {}
         name = shard_name(self.world.rank)
         try:
-            return {"file": name, "entry": write_tensors(self.aside / name, shards)}
+            return {"file": name, "entry": write_tensors(self.aside / name, shards, self.pool)}
         except Exception as error:
             return {"file": name, "error": str(error) or type(error).__name__}
 

@@ -17,6 +17,7 @@ from families.family import Family
 from lifecycle.checkpoint_files import FORMAT, write_manifest
 from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
+from lifecycle.write_pool import WritePool
 from model.config import ModelSource
 from model.gathering import WeightGroup
 from model.method import Method
@@ -27,6 +28,8 @@ from ranks.terminal import show_progress, without_library_bars
 from ranks.world import World, call_on_rank0
 
 MAX_SHARD_BYTES = 5 * 10**9  # maximum size of a weight file; a single tensor may be larger
+NUM_FILES = 4  # written and hashed at the same time
+WAITING_BYTES = 2 << 30  # in CPU memory, gathered and not yet written; at most a quarter of the weights
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,9 @@ class ExportParts:
 def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, world: World) -> None:
     """Writes sharded safetensors, config, generation config, tokenizer and chat template to `export_dir`.
 
-    All ranks call this. One parameter at a time is gathered, cast to `dtype`, moved to rank 0's CPU memory and written,
-    so no device or process ever holds the whole model. RunError on every rank if rank 0 cannot write; no files are left
-    then.
+    All ranks call this. One parameter at a time is gathered, cast to `dtype` and moved to rank 0's CPU memory, while
+    threads write and hash those before it, so no device or process ever holds the whole model. RunError on every rank
+    if rank 0 cannot write; no files are left then.
     """
     groups = parts.method.gather_weights(packed_model, parts.dtype, world=world)
     write_export(groups, export_dir, packed_model.model.config, parts, world=world)
@@ -62,8 +65,11 @@ def write_export(
     """
     writer = ExportWriter(export_dir, parts)
     try:
-        call_on_rank0(world, lambda: writer.begin(groups, config))
+        order = call_on_rank0(world, lambda: writer.begin(groups, config))
+        groups = [groups[i] for i in order] if groups else []
         for group in show_progress(groups, "exporting", unit="tensor"):
+            if world.rank == 0:
+                writer.make_room(group)
             tensors = group.gather()
             if world.rank == 0:
                 writer.add(tensors)
@@ -91,11 +97,14 @@ class ExportWriter:
     def __init__(self, export_dir: Path, parts: ExportParts):
         self.export_dir, self.parts = export_dir, parts
         self.aside: Path | None = None
+        self.pool: WritePool | None = None
         self.stream: WeightStream | None = None
-        self.error: Exception | None = None
 
-    def begin(self, groups: list[WeightGroup], config: PreTrainedConfig) -> None:
-        """Checks disk space, writes the configs, and lays out the weight files."""
+    def begin(self, groups: list[WeightGroup], config: PreTrainedConfig) -> list[int]:
+        """Checks disk space, writes the configs, and lays out the weight files.
+
+        Returns the order in which `groups` are to be gathered.
+        """
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         parts = self.parts
         self.left_out = list_left_out(parts.source, parts.family) if shapes else {}
@@ -105,11 +114,13 @@ class ExportWriter:
         self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
         self.aside = make_aside(self.export_dir, self.needed_bytes, what="the export")
         with self.describing_errors():
+            self.pool = WritePool(NUM_FILES, min(WAITING_BYTES, self.needed_bytes // 4))
             shell = self.make_shell(config)
             if shapes:  # otherwise the method writes everything
                 with without_library_bars():
                     shell.save_pretrained(self.aside, state_dict={})
-                self.stream = WeightStream(shell, shapes, self.aside, max_bytes=MAX_SHARD_BYTES)
+                self.stream = WeightStream(shell, shapes, self.aside, self.pool, max_bytes=MAX_SHARD_BYTES)
+        return [] if self.stream is None else self.stream.sort(groups)
 
     def make_shell(self, config: PreTrainedConfig) -> PreTrainedModel:
         """A meta model with the configs to write, and transformers' file names and conversions."""
@@ -122,36 +133,35 @@ class ExportWriter:
             follow_tokenizer(written, parts.tokenizer, vocab_size=text.vocab_size)
         return shell
 
+    def make_room(self, group: WeightGroup) -> None:
+        """Waits until the group's tensors fit into memory."""
+        self.pool.make_room(sum(shape.nbytes for shape in group.shapes.values()))
+
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Writes tensors. Write errors surface in `commit`, since the other ranks are gathering now."""
-        if self.error is None:
-            try:
-                self.stream.add(tensors)
-            except OSError as error:
-                self.error = error
+        """Starts writing tensors. Write errors surface in `commit`, since the other ranks are gathering now."""
+        self.stream.add(tensors)
 
     def commit(self) -> None:
         """Writes the rest, and renames the directory."""
         aside, parts = self.aside, self.parts
         with self.describing_errors():
-            if self.error is not None:
-                raise self.error
             if self.stream is not None:
                 self.stream.finish()
             parts.tokenizer.save_pretrained(aside)
             if self.left_out:
-                add_tensors(aside, self.left_out, self.own_tensors, max_bytes=MAX_SHARD_BYTES)
+                add_tensors(aside, self.left_out, self.own_tensors, self.pool, max_bytes=MAX_SHARD_BYTES)
             if self.is_multimodal:
                 copy_processor_files(Path(parts.source.directory), aside)
             parts.method.write_extras(aside, parts.tokenizer)
             for name, text in parts.notes.items():
                 (aside / name).write_text(text, encoding="utf-8")
+            hashed = self.pool.finish()
             files = sorted(path for path in aside.rglob("*") if path.is_file())
             for file in files:
                 sync_file(file)
             for directory in {file.parent for file in files}:
                 sync_dir(directory)
-            entries = {str(file.relative_to(aside)): hash_file(file) for file in files}
+            entries = {str(file.relative_to(aside)): hashed.get(file) or hash_file(file) for file in files}
             write_manifest(aside, {"format": FORMAT, "files": entries})
             put_in_place(aside, self.export_dir)
 
@@ -164,6 +174,8 @@ class ExportWriter:
             raise OSError(describe_failed_write(what, error, self.aside, self.needed_bytes)) from None
 
     def clean_up(self) -> None:
-        """Removes the temporary directory, if still there."""
+        """Ends the threads, and removes the temporary directory, if still there."""
+        if self.pool is not None:
+            self.pool.close()
         if self.aside is not None:
             shutil.rmtree(self.aside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Writes an export's weights, as they are gathered, into the same files as transformers' `save_pretrained`."""
+"""Writes an export's weights, while they are gathered, into the same files as transformers' `save_pretrained`."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lifecycle.tensor_files import DTYPES, lay_out, write_into
+from lifecycle.tensor_files import DTYPES, TensorFile
+from lifecycle.write_pool import WritePool
+from model.gathering import WeightGroup
 from model.weights import NOT_PLANNABLE
 from pretrained.files import INDEX, WEIGHTS
 from ranks.ending import log
@@ -18,13 +20,15 @@ PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
 
 
 class WeightStream:
-    """An export's weight files, laid out from shapes and filled by `add`.
+    """An export's weight files, laid out from shapes and filled by `add`, on the threads of `pool`.
 
     Names passed in are the model's own; transformers' conversions map them to stored names, and split tensors such as
-    fused experts, once all tensors that a conversion needs have arrived. Only these are kept in memory.
+    fused experts, once all tensors that a conversion needs have arrived. These are kept in memory until then.
     """
 
-    def __init__(self, shell: PreTrainedModel, shapes: dict[str, Tensor], directory: Path, *, max_bytes: int):
+    def __init__(
+        self, shell: PreTrainedModel, shapes: dict[str, Tensor], directory: Path, pool: WritePool, *, max_bytes: int
+    ):
         """`shell` and `shapes` are on the meta device."""
         ignored = shell._keys_to_ignore_on_save or ()
         shapes = {name: shape for name, shape in shapes.items() if name not in ignored}
@@ -36,20 +40,44 @@ class WeightStream:
             filename_pattern=PATTERN,
             max_shard_size=max_bytes,
         )
-        self.shell, self.directory, self.stored, self.file_of = shell, directory, stored, split.tensor_to_filename
-        self.places: dict[str, range] = {}  # byte ranges of tensors not yet written
+        self.shell, self.pool, self.stored = shell, pool, stored
+        self.file_of: dict[str, TensorFile] = {}
         for file, names in split.filename_to_tensors.items():
             entries = {name: (DTYPES[stored[name].dtype], stored[name].shape) for name in names}
-            self.places |= lay_out(directory / file, entries)
+            self.file_of |= dict.fromkeys(names, TensorFile(directory / file, entries, pool))
         if split.is_sharded:
             metadata = {"total_parameters": shell.num_parameters(), **split.metadata}
-            index = json.dumps({"metadata": metadata, "weight_map": self.file_of}, indent=2, sort_keys=True)
+            index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
             (directory / INDEX).write_text(index + "\n", encoding="utf-8")
         self.members = find_groups(shell, shapes)  # for each tensor, those converted together with it
+        self.turns = self.find_turns(shapes)
         self.held: dict[str, Tensor] = {}  # tensors that wait for others of their conversion
 
+    def sort(self, groups: list[WeightGroup]) -> list[int]:
+        """The indices of `groups` in the order in which `add` should receive them.
+
+        In any other order most bytes would be read back to be hashed, and one file would be hashed at a time.
+        """
+        return sorted(range(len(groups)), key=lambda i: min(self.turns.get(name, (0, 0)) for name in groups[i].shapes))
+
+    def find_turns(self, shapes: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """For each tensor, the turn of the first that its conversion stores."""
+        turns = {}
+        for name, members in self.members.items():
+            if name == members[0]:
+                is_plain = len(members) == 1 and name in self.stored
+                group = {member: shapes[member] for member in members}
+                stored = [name] if is_plain else revert_weight_conversion(self.shell, group)
+                turns |= dict.fromkeys(members, min(map(self.turn_of, stored)))
+        return turns
+
+    def turn_of(self, stored_name: str) -> tuple[int, int]:
+        """When to write a stored tensor, among the others."""
+        file = self.file_of[stored_name]
+        return self.pool.turn_of(file.number, file.places[stored_name].start)
+
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Adds tensors, and writes all conversions that are now complete."""
+        """Adds tensors, and starts writing all conversions that are now complete."""
         self.held |= {name: tensor for name, tensor in tensors.items() if name in self.members}
         for name in tensors:
             members = self.members.get(name, ())
@@ -57,15 +85,19 @@ class WeightStream:
                 self.write({member: self.held.pop(member) for member in members})
 
     def write(self, group: dict[str, Tensor]) -> None:
-        for name, tensor in revert_weight_conversion(self.shell, group).items():
+        converted = revert_weight_conversion(self.shell, group)
+        for name in sorted(converted, key=self.turn_of):
+            tensor = converted[name]
             expected = self.stored[name]
             kinds = [f"{list(each.shape)} {each.dtype}" for each in (tensor, expected)]
             assert kinds[0] == kinds[1], f"{name} is {kinds[0]}, but {kinds[1]} was planned"
-            write_into(self.directory / self.file_of[name], self.places.pop(name), tensor)
+            self.file_of[name].write(name, tensor)
 
     def finish(self) -> None:
-        """Checks that everything has been added."""
-        assert not self.places, f"{len(self.places)} tensors were not written, such as {min(self.places)}"
+        """Waits until everything is written; raises the first error. Checks that everything has been added."""
+        self.pool.wait()
+        missing = [name for name, file in self.file_of.items() if name in file.places]
+        assert not missing, f"{len(missing)} tensors were not written, such as {min(missing)}"
 
 
 def find_groups(model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:

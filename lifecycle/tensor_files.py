@@ -1,4 +1,4 @@
-"""Safetensors files that are laid out in advance and filled in any order, with only one tensor in memory.
+"""Safetensors files that are laid out in advance and filled in any order, tensor by tensor.
 
 https://github.com/huggingface/safetensors#format
 """
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from lifecycle.write_pool import WritePool
 
 # The library's names, in the order in which its files store them, so that all numbers are aligned.
 DTYPES = {
@@ -32,31 +33,30 @@ def encode_header(header: dict[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def view_bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+class TensorFile:
+    """A safetensors file, laid out from the dtypes and shapes of its tensors and filled in any order by `pool`.
 
-
-def lay_out(path: Path, tensors: dict[str, tuple[str, Sequence[int]]]) -> dict[str, range]:
-    """Creates a file for `tensors` of these dtypes and shapes, without data; returns each tensor's range of bytes.
-
-    After `write_into` has filled it, it is identical to a file written by `safetensors.torch.save_file`.
+    The complete file is identical to one written by `safetensors.torch.save_file`.
     """
+
+    def __init__(self, path: Path, tensors: dict[str, tuple[str, Sequence[int]]], pool: WritePool):
+        self.pool = pool
+        header, self.places = lay_out(tensors)  # of the tensors not yet written
+        ends = [place.stop for place in self.places.values()]
+        self.number = pool.add_file(path, header, max(ends, default=len(header)))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Starts writing a tensor, which must not change before `pool` is done."""
+        self.pool.write(self.number, self.places.pop(name), tensor)
+
+
+def lay_out(tensors: dict[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, range]]:
+    """The header of a file of tensors of these dtypes and shapes, and each tensor's range of bytes in the file."""
     order = list(ITEM_SIZES)
     header, ends = {"__metadata__": METADATA}, [0]
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (order.index(item[1][0]), item[0])):
         ends.append(ends[-1] + math.prod(shape) * ITEM_SIZES[dtype])
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
     text = encode_header(header)
-    with path.open("xb") as file:
-        file.write(text)
-        file.truncate(len(text) + ends[-1])
     del header["__metadata__"]
-    return {name: range(*(len(text) + offset for offset in entry["data_offsets"])) for name, entry in header.items()}
-
-
-def write_into(path: Path, place: range, tensor: Tensor) -> None:
-    """Writes a tensor's data to its place in a laid-out file."""
-    assert tensor.nbytes == len(place), f"{tensor.nbytes} bytes for {len(place)} in {path.name}"
-    with path.open("r+b") as file:
-        file.seek(place.start)
-        file.write(view_bytes(tensor))
+    return text, {name: range(*(len(text) + end for end in entry["data_offsets"])) for name, entry in header.items()}

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from disk import read_object
-from lifecycle.tensor_files import METADATA, encode_header, lay_out, write_into
+from lifecycle.tensor_files import METADATA, TensorFile, encode_header
+from lifecycle.write_pool import WritePool
 from pretrained.files import INDEX, WEIGHTS, list_weights
 from pretrained.stored import Stored
 
@@ -56,24 +57,31 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def add_tensors(
-    directory: Path, left_out: dict[str, Stored], own_tensors: dict[str, StoredTensor], *, max_bytes: int
+    directory: Path,
+    left_out: dict[str, Stored],
+    own_tensors: dict[str, StoredTensor],
+    pool: WritePool,
+    *,
+    max_bytes: int,
 ) -> None:
     """Adds tensors that were removed from a model to its weights, in files of at most `max_bytes`, with a common index.
 
-    Tensors stored unchanged among the model's `own_tensors` are copied; quantized ones are written dequantized.
+    Tensors stored unchanged among the model's `own_tensors` are copied; quantized ones are written dequantized. The
+    weights must be complete: call `pool.wait` before, if it writes them.
     """
     tensors = [own_tensors[name] for name in sorted(left_out) if is_copied(left_out[name], own_tensors.get(name))]
     copied = {tensor.name for tensor in tensors}
     own = list_weights(directory)
     if quantized := {name: tensor for name, tensor in left_out.items() if name not in copied}:
-        write_stored(directory / DEQUANTIZED, quantized)
+        write_stored(directory / DEQUANTIZED, quantized, pool)
         own = [*own, DEQUANTIZED]
     shards = divide(tensors, max_bytes)
     names = [f"model-{i + 1:05d}-of-{len(own) + len(shards):05d}.safetensors" for i in range(len(own) + len(shards))]
     for old, new in zip(own, names, strict=False):
-        (directory / old).rename(directory / new)
+        pool.rename(directory / old, directory / new)
     for name, shard in zip(names[len(own) :], shards, strict=True):
-        write_copies(directory / name, shard)
+        write_copies(directory / name, shard, pool)
+    pool.wait()
     weight_map, total_size = {}, 0
     for name in names:
         header, _ = read_header(directory / name)
@@ -104,33 +112,37 @@ def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredT
     return shards
 
 
-def write_stored(path: Path, tensors: dict[str, Stored]) -> None:
-    """Writes a safetensors file, reading one tensor at a time."""
-    places = lay_out(path, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    for name, tensor in tensors.items():
-        write_into(path, places[name], tensor.read())
+def write_stored(path: Path, tensors: dict[str, Stored], pool: WritePool) -> None:
+    """Writes a safetensors file, dequantizing one tensor at a time."""
+    file = TensorFile(path, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, pool)
+    for name, place in list(file.places.items()):
+        pool.make_room(len(place))
+        file.write(name, tensors[name].read())
+    pool.wait()
 
 
-def write_copies(path: Path, tensors: list[StoredTensor]) -> None:
-    """Writes a safetensors file of other files' tensors, of any dtype: their bytes are copied uninterpreted."""
+def write_copies(path: Path, tensors: list[StoredTensor], pool: WritePool) -> None:
+    """Starts writing a safetensors file of other files' tensors, of any dtype: their bytes are copied uninterpreted."""
     tensors = sorted(tensors, key=lambda tensor: (-tensor.alignment, tensor.name))
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for tensor in tensors:
         header[tensor.name] = {**tensor.entry, "data_offsets": [end, end + tensor.num_bytes]}
         end += tensor.num_bytes
-    with path.open("wb") as file:
-        file.write(encode_header(header))
-        for tensor in tensors:
-            with tensor.path.open("rb") as source:
-                source.seek(tensor.start)
-                left = tensor.num_bytes
-                while left:
-                    block = source.read(min(left, COPIED_BYTES))
-                    if not block:
-                        raise OSError(f"{tensor.path} ends before the tensor {tensor.name} does")
-                    file.write(block)
-                    left -= len(block)
+    text = encode_header(header)
+    number, written = pool.add_file(path, text, len(text) + end), len(text)
+    for tensor in tensors:
+        with tensor.path.open("rb") as source:
+            source.seek(tensor.start)
+            left = tensor.num_bytes
+            while left:
+                size = min(left, COPIED_BYTES)
+                pool.make_room(size)
+                block = source.read(size)
+                if len(block) < size:
+                    raise OSError(f"{tensor.path} ends before the tensor {tensor.name} does")
+                pool.write(number, range(written, written + size), block)
+                written, left = written + size, left - size
 
 
 def copy_processor_files(model_dir: Path, directory: Path) -> None:

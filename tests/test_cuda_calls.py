@@ -16,6 +16,7 @@ from tiny_models import FAMILIES, build, save_model
 from torch import Tensor, nn
 
 from model import build as building
+from model import gathering
 from model.blocks import find_blocks
 from objectives.packed_model import PackedModel
 
@@ -152,6 +153,22 @@ def test_a_source_that_is_freed_before_its_copy_shows(offloaded, monkeypatch):
     )
     with pytest.raises(AssertionError, match="freed before it was copied"):
         measure()
+
+
+def test_gathered_tensors_are_copied_to_pinned_memory_unless_large(monkeypatch):
+    empty_like, asked = torch.empty_like, []
+
+    def make_empty(tensor: Tensor, *, device: str, pin_memory: bool) -> Tensor:
+        asked.append((tensor.nbytes, device, pin_memory))
+        return empty_like(tensor)
+
+    monkeypatch.setattr(torch, "empty_like", make_empty)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(gathering, "PINNED_BYTES", 40)
+    for size in (10, 11):
+        tensor = torch.randn(size)
+        assert torch.equal(gathering.copy_to_cpu(tensor), tensor)
+    assert asked == [(40, "cpu", True)]
 
 
 def test_the_linear_layers_of_blocks_become_fp8s(world, tmp_path, monkeypatch):

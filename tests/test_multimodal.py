@@ -27,8 +27,10 @@ from transformers import (
 )
 
 from chat.templates import load_tokenizer
+from disk import hash_file
 from families.text import TextFamily
 from lifecycle.tower_files import add_tensors, find_tensors
+from lifecycle.write_pool import WritePool
 from methods.full import Full
 from model.build import build_model
 from model.weights import list_left_out
@@ -240,7 +242,8 @@ def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
     own = {"a": torch.randn(5).to(torch.float8_e4m3fn), "b": torch.randn(3, 3), "c": torch.tensor(3, dtype=torch.int64)}
     save_file(own, tmp_path / "model.safetensors")
     left_out, stored = list_left_out(source, TextFamily()), find_tensors(paths["llava"])
-    add_tensors(tmp_path, left_out, stored, max_bytes=1000)
+    pool = WritePool(2, 500)
+    add_tensors(tmp_path, left_out, stored, pool, max_bytes=1000)
     found, before = read_bytes(tmp_path), read_bytes(paths["llava"])
     assert found.keys() == own.keys() | left_out.keys()
     assert all(found[name] == before[name] for name in left_out)
@@ -249,8 +252,13 @@ def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
     again = tmp_path / "again"
     again.mkdir()
     save_file({"z": torch.zeros(2)}, again / "model.safetensors")
-    add_tensors(again, {name: find_stored(tmp_path)[name] for name in own}, find_tensors(tmp_path), max_bytes=10**9)
+    stored = find_tensors(tmp_path)
+    add_tensors(again, {name: find_stored(tmp_path)[name] for name in own}, stored, pool, max_bytes=10**9)
     assert all(torch.equal(load_file(again / "model-00002-of-00002.safetensors")[key], own[key]) for key in own)
+    entries = pool.finish()
+    assert {path.parent for path in entries} == {tmp_path, again}
+    assert all(entry == hash_file(path) for path, entry in entries.items())
+    pool.close()
 
 
 def test_a_template_that_only_the_processor_has_is_the_tokenizers(tmp_path):

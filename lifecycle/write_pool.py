@@ -1,0 +1,206 @@
+"""Writes large files on threads that compute their SHA-256 meanwhile, from the memory that is written.
+
+SHA-256 takes a file's bytes in order, at 1 to 2 GB/s on one core, so several files are hashed at the same time, and
+each while it is written: hashlib and os.pwrite release Python's lock.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 16 << 20  # written and hashed at the same time
+INLINE_BYTES = 1 << 20  # a block below this is written sooner than a thread is woken
+
+
+class HashedFile:
+    """A new file whose parts may come in any order, each by one call of `write`, from one thread at a time.
+
+    A part that does not follow those hashed so far is hashed later, by reading it back. When all `size` bytes have come
+    the file is flushed to the disk and closed.
+    """
+
+    def __init__(self, path: Path, header: bytes, size: int):
+        """`header` is the file's first part, and written before any other."""
+        self.path, self.header, self.size = path, header, size
+        self.sha256, self.num_hashed = hashlib.sha256(), 0
+        self.descriptor: int | None = None  # while it is open
+        self.early: dict[int, int] = {}  # ends of the parts written before their turn, by their starts
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_hashed == self.size
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The complete file's entry for the manifest."""
+        assert self.is_complete, f"{self.path.name}: {self.num_hashed} of {self.size} bytes were written"
+        return {"size": self.size, "sha256": self.sha256.hexdigest()}
+
+    def write(self, start: int, data: bytes | Tensor, writer: Executor) -> None:
+        """Writes `data` on the thread of `writer`, and hashes it on this one. OSError if that fails."""
+        if self.num_hashed == 0 and self.descriptor is None:
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            self.write(0, self.header, writer)
+        view = memoryview(data if isinstance(data, bytes) else view_bytes(data))
+        if not view:
+            return
+        if start == self.num_hashed:
+            self.write_next(view, writer)
+        else:
+            write_at(self.descriptor, view, start)
+            self.early[start] = start + len(view)
+        while self.num_hashed in self.early:
+            for block in self.read_back(self.early.pop(self.num_hashed)):
+                self.sha256.update(block)
+        if self.is_complete:
+            os.fsync(self.descriptor)
+            self.close()
+
+    def write_next(self, view: memoryview, writer: Executor) -> None:
+        for offset in range(0, len(view), BLOCK_BYTES):
+            block = view[offset : offset + BLOCK_BYTES]
+            if len(block) < INLINE_BYTES:
+                write_at(self.descriptor, block, self.num_hashed)
+                self.sha256.update(block)
+            else:
+                written = writer.submit(write_at, self.descriptor, block, self.num_hashed)
+                self.sha256.update(block)
+                written.result()
+            self.num_hashed += len(block)
+
+    def read_back(self, end: int) -> Iterator[bytes]:
+        """The file's blocks from those hashed to `end`, which now count as hashed."""
+        while self.num_hashed < end:
+            block = os.pread(self.descriptor, min(BLOCK_BYTES, end - self.num_hashed), self.num_hashed)
+            if not block:
+                raise OSError(f"{self.path.name} ends at byte {self.num_hashed}, but {end} were written")
+            self.num_hashed += len(block)
+            yield block
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def view_bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+
+
+def write_at(descriptor: int, data: memoryview, start: int) -> None:
+    """Writes all of `data`; the system may take less at once."""
+    while data:
+        num_written = os.pwrite(descriptor, data, start)
+        data, start = data[num_written:], start + num_written
+
+
+class WritePool:
+    """Threads that fill files while the caller prepares what comes next. One thread calls all methods.
+
+    Each file is in a lane, which writes one part at a time. `wait` raises the first error; everything after it is
+    dropped.
+    """
+
+    def __init__(self, num_lanes: int, max_bytes: int):
+        """`max_bytes` is the memory that `make_room` lets wait. OSError if the threads cannot be started."""
+        self.max_bytes = max_bytes
+        self.hashers = [start_thread(f"hash {i}") for i in range(num_lanes)]
+        self.writers = [start_thread(f"write {i}") for i in range(num_lanes)]
+        self.files: list[HashedFile] = []
+        self.changed = threading.Condition()
+        self.num_parts = self.num_bytes = 0  # waiting or being written
+        self.error: Exception | None = None
+
+    def add_file(self, path: Path, header: bytes, size: int) -> int:
+        """Adds a new file of `size` bytes that begins with `header`, and is created by its first write.
+
+        Returns its number: files are best filled in this order.
+        """
+        self.files.append(HashedFile(path, header, size))
+        return len(self.files) - 1
+
+    def turn_of(self, number: int, start: int) -> tuple[int, int]:
+        """Sort key of the parts of all files: each file in its own order, one file of each lane at a time."""
+        return number // len(self.hashers), start
+
+    def make_room(self, num_bytes: int) -> None:
+        """Waits until `num_bytes` more fit into `max_bytes`, or nothing else is waiting."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.num_bytes == 0 or self.num_bytes + num_bytes <= self.max_bytes)
+
+    def write(self, number: int, place: range, data: bytes | Tensor) -> None:
+        """Starts writing `data` to its place in a file; `data` must not change before `wait` returns."""
+        file, lane = self.files[number], number % len(self.hashers)
+        size = len(data) if isinstance(data, bytes) else data.nbytes
+        assert size == len(place), f"{size} bytes for {len(place)} in {file.path.name}"
+        with self.changed:
+            self.num_parts += 1
+            self.num_bytes += size
+        self.hashers[lane].submit(self.run, file, place.start, data, self.writers[lane], size)
+
+    def run(self, file: HashedFile, start: int, data: bytes | Tensor, writer: Executor, size: int) -> None:
+        try:
+            if self.error is None:
+                file.write(start, data, writer)
+        except Exception as error:
+            self.error = self.error or error
+        finally:
+            with self.changed:
+                self.num_parts -= 1
+                self.num_bytes -= size
+                self.changed.notify()
+
+    def wait(self) -> None:
+        """Waits until everything is written; raises the first error."""
+        for number, file in enumerate(self.files):
+            if file.num_hashed == 0:  # it may have no data, only a header
+                self.write(number, range(0), b"")
+        with self.changed:
+            self.changed.wait_for(lambda: self.num_parts == 0)
+        if self.error is not None:
+            raise self.error
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Renames a file that is written; call `wait` before."""
+        old.rename(new)
+        for file in self.files:
+            if file.path == old:
+                file.path = new
+
+    def finish(self) -> dict[Path, dict[str, Any]]:
+        """Waits like `wait`; returns every file's manifest entry."""
+        self.wait()
+        return {file.path: file.entry for file in self.files}
+
+    def drop(self) -> None:
+        """Drops the parts that wait, and forgets all files and the error."""
+        self.error = self.error or RuntimeError("dropped")  # parts after an error are dropped
+        with self.changed:
+            self.changed.wait_for(lambda: self.num_parts == 0)
+        for file in self.files:
+            file.close()
+        self.files, self.error = [], None
+
+    def close(self) -> None:
+        """Drops what waits, and ends the threads."""
+        self.drop()
+        for thread in (*self.hashers, *self.writers):
+            thread.shutdown()
+
+
+def start_thread(name: str) -> ThreadPoolExecutor:
+    """A thread that runs already: memory may be too low to start one later."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+    try:
+        executor.submit(int).result()
+    except RuntimeError as error:
+        raise OSError(f"no thread can be started to write files: {error}") from None
+    return executor

@@ -1,0 +1,266 @@
+"""Files that threads write and hash: every byte and every hash is right, errors surface, and memory is bounded."""
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from exports import MODELS, export
+from forked import run_forked
+from processes import ROOT
+from tiny_models import save_model, save_tokenizer
+from transformers import AutoModelForCausalLM
+
+from disk import hash_file
+from lifecycle import export as exporting
+from lifecycle import write_pool
+from lifecycle.checkpoint_files import write_tensors
+from lifecycle.write_pool import WritePool
+from model import gathering
+from ranks.ending import RunError
+
+MAX_BYTES = 20_000  # of a file of weights
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Every block of a part goes to the other thread, and most parts have several."""
+    monkeypatch.setattr(write_pool, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(write_pool, "INLINE_BYTES", 30)
+
+
+@pytest.fixture
+def pool():
+    pool = WritePool(3, 1000)
+    yield pool
+    pool.close()
+
+
+def cut(content: bytes, start: int, generator: random.Random) -> list[range]:
+    """Ranges of random lengths, some empty, that cover `content` from `start` on."""
+    ends = sorted(generator.choices(range(start, len(content) + 1), k=9))
+    return [range(*pair) for pair in itertools.pairwise([start, *ends, len(content)])]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_in_any_order_give_the_file_and_its_hash(seed, pool, small_blocks, tmp_path):
+    generator = random.Random(seed)
+    contents = [generator.randbytes(generator.randrange(50, 2000)) for _ in range(7)]
+    numbers = [pool.add_file(tmp_path / str(i), content[:20], len(content)) for i, content in enumerate(contents)]
+    parts = [(i, place) for i in numbers for place in cut(contents[i], 20, generator)]
+    generator.shuffle(parts)
+    for i, place in parts:
+        pool.make_room(len(place))
+        pool.write(i, place, contents[i][place.start : place.stop])
+    entries = pool.finish()
+    for i, content in enumerate(contents):
+        assert (tmp_path / str(i)).read_bytes() == content
+        assert entries[tmp_path / str(i)] == hash_file(tmp_path / str(i))
+
+
+def test_parts_in_order_are_never_read_again(pool, small_blocks, tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "pread")
+    content = random.Random(0).randbytes(5000)
+    number = pool.add_file(tmp_path / "file", content[:20], len(content))
+    for place in cut(content, 20, random.Random(1)):
+        pool.write(number, place, content[place.start : place.stop])
+    assert pool.finish() == {tmp_path / "file": {"size": 5000, "sha256": hashlib.sha256(content).hexdigest()}}
+
+
+def test_the_system_may_take_less_at_once(pool, small_blocks, tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:7], start))
+    content = random.Random(0).randbytes(3000)
+    pool.write(pool.add_file(tmp_path / "file", content[:20], 3000), range(20, 3000), content[20:])
+    pool.finish()
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_a_file_of_nothing_but_a_header_is_written_too(pool, tmp_path):
+    assert write_tensors(tmp_path / "none", {}, pool) == hash_file(tmp_path / "none")
+    tensors = {"empty": torch.empty(0, 2), "number": torch.tensor(2.0)}
+    assert write_tensors(tmp_path / "some", tensors, pool) == hash_file(tmp_path / "some")
+
+
+def test_a_file_that_lacks_a_part_is_not_complete(pool, tmp_path):
+    number = pool.add_file(tmp_path / "file", b"head", 30)
+    pool.write(number, range(20, 30), bytes(10))
+    with pytest.raises(AssertionError, match="file: 4 of 30 bytes were written"):
+        pool.finish()
+
+
+def test_the_first_error_surfaces_and_the_pool_can_go_on(pool, small_blocks, tmp_path, monkeypatch):
+    """As a checkpointer's does after a disk was full."""
+    pwrite, sizes = os.pwrite, []
+
+    def fail(descriptor: int, data: memoryview, start: int) -> int:
+        sizes.append(len(data))
+        if len(sizes) == 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, start)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_tensors(tmp_path / "first", {str(i): torch.zeros(200) for i in range(20)}, pool)
+    assert len(sizes) == 5  # nothing is written after an error
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert write_tensors(tmp_path / "second", {"a": torch.zeros(200)}, pool) == hash_file(tmp_path / "second")
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "second", {"a": torch.zeros(200)}, pool)
+
+
+def test_an_interrupted_caller_leaves_no_file_behind(pool, tmp_path):
+    tensors = {"a": torch.zeros(200), "b": "no tensor"}
+    with pytest.raises(AttributeError):
+        write_tensors(tmp_path / "first", tensors, pool)
+    assert write_tensors(tmp_path / "second", {"a": torch.zeros(200)}, pool) == hash_file(tmp_path / "second")
+
+
+def test_memory_is_bounded(pool, tmp_path, monkeypatch):
+    """1000 bytes may wait, or one part that is larger."""
+    may_write, pwrite = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: may_write.wait() and pwrite(*args))
+    number = pool.add_file(tmp_path / "file", b"head", 4 + 400 + 500 + 1500)
+    pool.make_room(400)
+    pool.write(number, range(4, 404), bytes(400))
+    pool.make_room(500)  # does not wait
+    pool.write(number, range(404, 904), bytes(500))
+    waiting = threading.Thread(target=pool.make_room, args=(1500,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and pool.num_bytes == 900
+    may_write.set()
+    waiting.join()
+    assert pool.num_bytes == 0
+    pool.write(number, range(904, 2404), bytes(1500))
+    pool.finish()
+
+
+def test_threads_that_cannot_be_started_are_an_error_of_writing(monkeypatch):
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(OSError, match="no thread can be started to write files"):
+        WritePool(1, 0)
+
+
+# Exports
+
+
+def read_weights(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("model*"))}
+
+
+def save_plainly(path: Path, directory: Path, dtype: torch.dtype, max_bytes: int) -> dict[str, bytes]:
+    """The files of weights that transformers writes for a model that was not loaded, which divides them differently."""
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    weights = {name: param.detach() for name, param in loaded.named_parameters()}  # tied ones once
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(loaded.config, dtype=dtype)
+    shell.save_pretrained(directory, state_dict=weights, max_shard_size=max_bytes)
+    return read_weights(directory)
+
+
+def check_manifest(directory: Path) -> None:
+    files = json.loads((directory / "manifest.json").read_text())["files"]
+    assert files == {path.name: hash_file(path) for path in directory.iterdir() if path.name != "manifest.json"}
+
+
+CASES = [
+    ("llama_tied_bias", "float32", 10**9),
+    ("llama_tied_bias", "bfloat16", MAX_BYTES),
+    ("mixtral", "bfloat16", MAX_BYTES),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tokenizer(save_model(MODELS[name], root / name)) for name, _, _ in CASES}
+
+
+def export_on_ranks(path: Path, export_dir: Path, dtype: str, max_bytes: int, *, fault: str = "none") -> list[str]:
+    """Exports on two ranks; how each of them ended."""
+    result = run_forked(2, ROOT / "tests" / "workers" / "exporting.py", path, export_dir, dtype, max_bytes, fault)
+    assert result.returncode == 0, result.stderr
+    return [export_dir.with_suffix(f".rank_{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("name, dtype, max_bytes", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_export_has_the_bytes_of_save_pretrained_and_their_hashes(
+    name, dtype, max_bytes, num_ranks, models, world, tmp_path, monkeypatch
+):
+    expected = save_plainly(models[name], tmp_path / "plain", getattr(torch, dtype), max_bytes)
+    if num_ranks == 1:
+        monkeypatch.setattr(exporting, "MAX_SHARD_BYTES", max_bytes)
+        export(models[name], tmp_path / "export", world, dtype=getattr(torch, dtype))
+    else:
+        assert export_on_ranks(models[name], tmp_path / "export", dtype, max_bytes) == ["done", "done"]
+    assert read_weights(tmp_path / "export") == expected
+    assert (len(expected) > 3) == (max_bytes == MAX_BYTES)
+    check_manifest(tmp_path / "export")
+
+
+@pytest.mark.parametrize("name, dtype, max_bytes", CASES[:2])
+def test_weights_are_gathered_in_the_order_of_the_files(name, dtype, max_bytes, models, world, tmp_path, monkeypatch):
+    """Else most would have to be read again to be hashed."""
+    monkeypatch.delattr(os, "pread")
+    monkeypatch.setattr(exporting, "MAX_SHARD_BYTES", max_bytes)
+    export(models[name], tmp_path / "export", world, dtype=getattr(torch, dtype))
+    check_manifest(tmp_path / "export")
+
+
+@pytest.mark.parametrize("fault", ["open", "write", "hash", "sync"])
+def test_an_error_in_a_thread_ends_every_rank_with_one_message(fault, models, tmp_path):
+    endings = export_on_ranks(models["llama_tied_bias"], tmp_path / "export", "float32", MAX_BYTES, fault=fault)
+    assert endings[0] == endings[1]
+    assert endings[0].startswith(
+        f"IO: cannot write the export {tmp_path / 'export'}: [Errno 28] injected in {fault}; it needs"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export.rank_0", "export.rank_1"]
+
+
+def test_after_an_error_the_others_are_still_gathered(models, world, tmp_path, monkeypatch):
+    """All ranks take part in each, and rank 0 alone knows of the error."""
+    gathered, gather = [], gathering.gather_tensor
+    monkeypatch.setattr(
+        gathering, "gather_tensor", lambda *args, **options: gathered.append(1) or gather(*args, **options)
+    )
+    export(models["mixtral"], tmp_path / "whole", world)
+    num_gathered = len(gathered)
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(RunError, match=r"cannot write the export .*No space left.*it needs"):
+        export(models["mixtral"], tmp_path / "export", world)
+    assert len(gathered) == 2 * num_gathered
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
+
+
+def test_an_export_that_is_interrupted_ends_its_threads_and_leaves_nothing(models, world, tmp_path, monkeypatch):
+    calls, gather, threads = [], gathering.gather_tensor, set(threading.enumerate())
+
+    def interrupt(*args: object, **options: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return gather(*args, **options)
+
+    monkeypatch.setattr(gathering, "gather_tensor", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export(models["mixtral"], tmp_path / "export", world)
+    started = set(threading.enumerate()) - threads  # tqdm has one, too
+    assert not [thread for thread in started if thread.name.startswith(("hash", "write"))]
+    assert list(tmp_path.iterdir()) == []
