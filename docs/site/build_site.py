@@ -1,6 +1,6 @@
 """Builds the documentation as a site that works offline: build/docs/site/index.html.
 
-    python docs/site/build.py
+    python docs/site/build_site.py
 
 Gathers the pages of docs/, the README and the files that they link to, adds the reference, which is generated from the
 code, and runs Zensical with every broken link or anchor as an error. Needs `pip install -e ".[docs]"`, and not torch.
