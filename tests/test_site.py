@@ -42,9 +42,8 @@ def test_the_reference_has_exit_codes_columns_names_and_versions(site):
         name = type(columns).__name__
         rows = code_reference.read_schema(code_reference.SCHEMAS[name][0], name)
         assert [column for column, _, _ in rows] == columns.schema.names
-    offered = ast.literal_eval(
-        re.search(r"__all__ = (\[.*?\])", (ROOT / "__init__.py").read_text(), flags=re.DOTALL)[1]
-    )
+    package = (ROOT / "__init__.py").read_text()
+    offered = ast.literal_eval(re.search(r"__all__ = (\[.*?\])", package, flags=re.DOTALL)[1])
     names = re.findall(r"^## (\w+)$", (site / "reference" / "python.md").read_text(), flags=re.MULTILINE)
     assert sorted(names) == sorted(offered)
     assert "| torch | 2." in (site / "reference" / "versions.md").read_text()
@@ -75,9 +74,7 @@ def test_links_are_moved_with_their_page_and_files_copied():
     copied = []
     text = "[a](docs/data.md#files) [b](CHANGELOG.md) [c](recipes/trace.yaml) [d](https://x.y) [e](#f)"
     moved = build_site.move_links(text, Path("README.md"), copy=copied.append)
-    assert (
-        moved == "[a](data.md#files) [b](changelog.md) [c](files/recipes/trace.yaml) [d](https://x.y/z.md) [e](#here)"
-    )
+    assert moved == "[a](data.md#files) [b](changelog.md) [c](files/recipes/trace.yaml) [d](https://x.y) [e](#f)"
     assert build_site.move_links("[a](../../SECURITY.md)", Path("docs/tasks/serve.md"), copy=copied.append) == (
         "[a](../security.md)"
     )
