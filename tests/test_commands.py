@@ -115,7 +115,7 @@ class Shell:
         elif program == "torchrun":
             words = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
         cache = {"HOME": str(self.folder), "MPLCONFIGDIR": str(Path.home() / ".cache" / "matplotlib")}
-        done = run_forked(0, ROOT / words[0], *words[1:], folder=Path(folder), env=cache)
+        done = run_forked(0, ROOT / words[0], *words[1:], folder=Path(folder), env=cache, timeout=900)
         self.output = done.stdout + done.stderr
         return done.returncode
 
@@ -133,7 +133,7 @@ def belongings(tmp_path_factory) -> Path:
             {"role": "user", "content": f"What is the capital of {country}? ({i})"},
             {"role": "assistant", "content": city},
         ]
-        for i in range(8)
+        for i in range(24)
         for country, city in CAPITALS.items()
     ]
     write_rows(path / "chats.jsonl", ({"messages": chat} for chat in chats))

@@ -8,6 +8,7 @@ from pathlib import Path
 import build_site
 import code_reference
 import option_reference
+import pictures
 import pytest
 from program import ROOT
 
@@ -79,6 +80,10 @@ def test_links_are_moved_with_their_page_and_files_copied():
         "[a](../security.md)"
     )
     assert copied == [Path("recipes/trace.yaml")]
+
+
+def test_the_pictures_are_those_that_the_program_draws():
+    assert {name: (pictures.FOLDER / name).read_text() for name, _ in pictures.draw_all()} == dict(pictures.draw_all())
 
 
 def test_every_page_is_in_the_navigation(site):

@@ -56,11 +56,10 @@ def gather_pages(out: Path) -> None:
         path = source.relative_to(ROOT)
         if path not in LEFT_OUT:
             write(out / place(path), move_links(source.read_text(), path, copy=lambda file: copy_file(file, out)))
-    for picture in sorted((ROOT / "docs").rglob("*.svg")):
-        copy_file(picture.relative_to(ROOT), out)
     for notebook in sorted((ROOT / "docs").rglob("*.ipynb")):
         path = notebook.relative_to(ROOT)
-        write((out / place(path)).with_suffix(".md"), convert_notebook(notebook))
+        text = move_links(convert_notebook(notebook), path, copy=lambda file: copy_file(file, out))
+        write((out / place(path)).with_suffix(".md"), text)
         copy_file(path, out)
     for name, text in {**option_reference.make_pages(), **code_reference.make_pages()}.items():
         write(out / "reference" / name, text)
@@ -83,9 +82,12 @@ def move_links(text: str, page: Path, *, copy: Callable[[Path], None]) -> str:
         if "://" in target or target == "":
             return match[0]
         linked = Path(os.path.normpath(page.parent / target))
-        if linked.suffix != ".md" or place(linked).parts[0] == "files":
+        moved = place(linked)
+        if linked.suffix == ".ipynb" and linked != page:
+            moved = moved.with_suffix(".md")
+        elif linked.suffix != ".md" or moved.parts[0] == "files":
             copy(linked)
-        return f"{match[1]}{os.path.relpath(place(linked), here)}{hash_sign}{anchor}{match[3]}"
+        return f"{match[1]}{os.path.relpath(moved, here)}{hash_sign}{anchor}{match[3]}"
 
     return LINK.sub(move, text)
 
