@@ -154,11 +154,10 @@ def draw_osft() -> str:
         (0, num_kept, COLOURS[0], f"kept exactly: {num_kept} directions"),
         (num_kept, size, TRAINED, f"may change: {size - num_kept}"),
     ):
-        middle = 20 + step * (first + last) / 2
-        parts.append(
-            f'<path d="M{20 + first * step:.1f} {base + 8}H{20 + last * step - 2:.1f}" stroke="{colour}" stroke-width="3"/>'
-        )
-        parts.append(label_at(middle, base + 26, text, colour))
+        left, right = 20 + step * first, 20 + step * last - 2
+        line = f"M{left:.1f} {base + 8}H{right:.1f}"
+        parts.append(f'<path d="{line}" stroke="{colour}" stroke-width="3"/>')
+        parts.append(label_at((left + right) / 2, base + 26, text, colour))
     parts.append(label_at(WIDTH - 20, 18, f"--osft-unfreeze-rank-ratio {ratio}", INK, anchor="end", mono=True))
     return svg(base + 38, parts)
 
@@ -182,7 +181,8 @@ def label_at(x: float, y: float, text: str, colour: str, *, anchor: str = "middl
 
 def svg(height: float, parts: list[str]) -> str:
     """A picture on white, which also fits a dark page."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif" font-size="13">'
+    size, font = f'viewBox="0 0 {WIDTH} {height:.0f}"', 'font-family="sans-serif" font-size="13"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height:.0f}" rx="6" fill="#fff"/>', *parts, "</svg>", ""])
 
 
