@@ -130,10 +130,10 @@ def belongings(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("belongings")
     chats = [
         [
-            {"role": "user", "content": f"What is the capital of {country}? ({i})"},
+            {"role": "user", "content": f"Name the capital of {country}. ({i})"},
             {"role": "assistant", "content": city},
         ]
-        for i in range(24)
+        for i in range(8)
         for country, city in CAPITALS.items()
     ]
     write_rows(path / "chats.jsonl", ({"messages": chat} for chat in chats))

@@ -21,7 +21,7 @@ from batch_packer import pack_batch
 FOLDER = ROOT / "docs" / "concepts"
 TRAINED, READ, PADDING, INK, FAINT = "#2e9e6b", "#d5dde2", "#f3c9b8", "#22313a", "#71828c"
 COLOURS = ("#4878a8", "#6fa8a0", "#b5a25a", "#a87ca0", "#8a94a8", "#c08a5e")
-WIDTH = 720
+WIDTH = 480  # readable on a phone
 CHAT = [
     {"role": "system", "content": "Answer briefly."},
     {"role": "user", "content": "What is the capital of Peru?"},
@@ -71,7 +71,7 @@ def draw_masks() -> str:
     parts += legend(
         y, [(READ, "read: the loss leaves it out"), (TRAINED, "trained: what the model will have to write")]
     )
-    return svg(y + 24, parts)
+    return svg(y + 44, parts)
 
 
 def draw_packing() -> str:
@@ -105,7 +105,7 @@ def draw_packing() -> str:
                 x += lengths[i] * scale
             y += 24
         y += 5
-    text = f"{sum(lengths):,} tokens computed, all real; the ranks have about as much to do in each step"
+    text = f"{sum(lengths):,} tokens computed, all of them real"
     parts.append(label_at(10, y + 12, text, FAINT, anchor="start"))
     return svg(y + 24, parts)
 
@@ -117,8 +117,8 @@ def draw_exactness() -> str:
     for number, (values, colour) in enumerate(zip(losses, (COLOURS[0], COLOURS[1]), strict=True), start=1):
         start = x
         for value in values:
-            parts.append(box(x, base - scale * value, 18, scale * value, colour))
-            x += 21
+            parts.append(box(x, base - scale * value, 13, scale * value, colour))
+            x += 16
         mean = sum(values) / len(values)
         text = f"micro-batch {number}: {len(values)} trained tokens, mean {mean:.2f}"
         parts.append(label_at(start, base + 18 * number, text, INK, anchor="start"))
@@ -127,8 +127,8 @@ def draw_exactness() -> str:
     right = sum(every) / len(every)
     wrong = sum(sum(values) / len(values) for values in losses) / len(losses)
     for value, colour, text in (
-        (right, TRAINED, "the sum over all tokens / their number"),
-        (wrong, "#c0492f", "the mean of the means"),
+        (right, TRAINED, "mean over all tokens"),
+        (wrong, "#c0492f", "mean of the means"),
     ):
         y = base - scale * value
         parts.append(f'<path d="M36 {y:.1f}H{x}" stroke="{colour}" stroke-width="2" stroke-dasharray="6 4"/>')
@@ -158,15 +158,15 @@ def draw_osft() -> str:
         line = f"M{left:.1f} {base + 8}H{right:.1f}"
         parts.append(f'<path d="{line}" stroke="{colour}" stroke-width="3"/>')
         parts.append(label_at((left + right) / 2, base + 26, text, colour))
-    parts.append(label_at(WIDTH - 20, 18, f"--osft-unfreeze-rank-ratio {ratio}", INK, anchor="end", mono=True))
+    parts.append(label_at(WIDTH - 20, 40, f"--osft-unfreeze-rank-ratio {ratio}", INK, anchor="end", mono=True))
     return svg(base + 38, parts)
 
 
 def legend(y: float, entries: list[tuple[str, str]]) -> list[str]:
-    parts, x = [], 10.0
-    for colour, text in entries:
-        parts += [box(x, y, 14, 14, colour), label_at(x + 20, y + 12, text, INK, anchor="start")]
-        x += 40 + 7 * len(text)
+    parts = []
+    for line, (colour, text) in enumerate(entries):
+        parts.append(box(10, y + 20 * line, 14, 14, colour))
+        parts.append(label_at(30, y + 12 + 20 * line, text, INK, anchor="start"))
     return parts
 
 
