@@ -3,7 +3,7 @@
     python docs/site/build_site.py
 
 Gathers the pages of docs/, the README and the files that they link to, adds the reference, which is generated from the
-code, and runs Zensical with every broken link or anchor as an error. Needs `pip install -e ".[docs]"`, and not torch.
+code, and runs Zensical with every broken link or anchor as an error. Needs Zensical (the extra `docs`), and no torch.
 """
 
 import json
