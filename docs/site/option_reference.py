@@ -55,9 +55,9 @@ def make_pages() -> dict[str, str]:
 
 def describe_all() -> str:
     """The list of commands, and of all options in alphabetical order."""
-    lines = ["# Reference", "", "| command | |", "| --- | --- |"]
+    lines = ["# Reference", "", "| `mini-trainer` | |", "| --- | --- |"]
     for command, (options_class, _) in COMMANDS.items():
-        lines.append(f"| [`mini-trainer {command}`]({command}.md) | {mark_up(options_class.__doc__)} |")
+        lines.append(f"| [`{command}`]({command}.md) | {mark_up(options_class.__doc__)} |")
     also = "[exit codes](exit_codes.md), [files](files.md), [metrics](../metrics.md), [Python](python.md)"
     lines += ["", f"Also: {also}, [versions](versions.md).", "", "## All options", ""]
     places: dict[str, list[str]] = {}
