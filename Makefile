@@ -1,5 +1,6 @@
 # make quickstart   sets up and runs the main job on a small data set of its own
 # make test         sets up and runs the tests
+# make docs         builds the documentation: build/docs/site/index.html
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ RUN := runs/quickstart
 NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 NUM_PROCESSES := $(if $(filter 0,$(NUM_GPUS)),2,$(NUM_GPUS))
 
-.PHONY: quickstart test clean
+.PHONY: quickstart test docs clean
 
 quickstart: $(BIN)/installed
 	rm -rf $(RUN)
@@ -25,6 +26,9 @@ quickstart: $(BIN)/installed
 # tox has an environment of its own: what it needs here is tox.
 test: $(BIN)/tox
 	$(BIN)/tox -e test
+
+docs: $(BIN)/tox
+	$(BIN)/tox -e docs
 
 $(BIN)/tox: constraints.txt
 	$(PYTHON) -m venv .venv

@@ -44,9 +44,9 @@ def start_server() -> BaseContext:
 
 
 def run_forked(
-    num_ranks: int, *argv: object, timeout: float = 240, env: dict[str, str] | None = None
+    num_ranks: int, *argv: object, timeout: float = 240, env: dict[str, str] | None = None, folder: Path = ROOT
 ) -> subprocess.CompletedProcess:
-    """What `run(torchrun(num_ranks, *argv))` returns; with 0 ranks, what `python *argv` does.
+    """What `run(torchrun(num_ranks, *argv))` returns; with 0 ranks, what `python *argv` does, in `folder`.
 
     The first of `argv` is a script. AssertionError if that takes longer than `timeout` seconds.
     """
@@ -55,7 +55,7 @@ def run_forked(
         outputs = [Path(directory) / name for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()
-        ranks = ForkedRanks(num_ranks, words, *outputs, env=env)
+        ranks = ForkedRanks(num_ranks, words, *outputs, env=env, folder=folder)
         try:
             code = ranks.wait(timeout=timeout)
         finally:
@@ -72,7 +72,14 @@ class ForkedRanks:
     """
 
     def __init__(
-        self, num_ranks: int, argv: Sequence[str], stdout: Path, stderr: Path, *, env: dict[str, str] | None = None
+        self,
+        num_ranks: int,
+        argv: Sequence[str],
+        stdout: Path,
+        stderr: Path,
+        *,
+        env: dict[str, str] | None = None,
+        folder: Path = ROOT,
     ):
         """Starts them; returns once every process is there. What they print is appended to the two files."""
         context = start_server()
@@ -80,7 +87,7 @@ class ForkedRanks:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # there as long as this is
         for rank in range(max(1, num_ranks)):
             environment = describe_rank(rank, num_ranks, self.store.port) if num_ranks else {}
-            arguments = (list(argv), environment | (env or {}), str(stdout), str(stderr))
+            arguments = (list(argv), environment | (env or {}), str(stdout), str(stderr), str(folder))
             process = context.Process(target=run_script, args=arguments)
             process.start()
             self.processes.append(process)
@@ -155,14 +162,14 @@ def wait_for_all(processes: Sequence, *, timeout: float) -> None:
                     other.terminate()
 
 
-def run_script(argv: list[str], env: dict[str, str], stdout: str, stderr: str) -> None:
-    """In the new process: becomes `python *argv` in the root of the project."""
+def run_script(argv: list[str], env: dict[str, str], stdout: str, stderr: str, folder: str) -> None:
+    """In the new process: becomes `python *argv` in `folder`."""
     assert "preloaded" in sys.modules, "the fork server could not import preloaded.py"
     threading.Thread(target=end_with_session, daemon=True).start()
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ |= env
-    os.chdir(ROOT)
+    os.chdir(folder)
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 

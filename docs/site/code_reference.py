@@ -1,0 +1,170 @@
+"""Reference pages on exit codes, data sets, the Python API and versions, read from the source without importing it."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from ranks.ending import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDING, API = "ranks/ending.py", ("api/arguments.py", "api/launch.py", "api/errors.py", "options/learning.py")
+# Columns of data sets: each kind's class, and the rows that it is made of.
+SCHEMAS = {
+    "TextColumns": ("objectives/token_columns.py", "Texts"),
+    "PicturedColumns": ("objectives/token_columns.py", "Texts with images"),
+    "SequenceColumns": ("objectives/label_columns.py", "Classes of sequences"),
+    "TokenColumns": ("objectives/label_columns.py", "Classes of tokens"),
+    "PreferenceColumns": ("objectives/preference_columns.py", "Pairs of answers"),
+    "FeedbackColumns": ("objectives/preference_columns.py", "Answers with feedback"),
+}
+
+
+def make_pages() -> dict[str, str]:
+    """The text of each page, by its file name."""
+    return {
+        "exit_codes.md": describe_exit_codes(),
+        "files.md": describe_files(),
+        "python.md": describe_python(),
+        "versions.md": describe_versions(),
+    }
+
+
+def describe_exit_codes() -> str:
+    comments = {name: comment for name, _, comment in read_fields(ENDING, "ExitCode")}
+    lines = [
+        "# Exit codes",
+        "",
+        "Every script ends with one of these. `train.py` also writes it to `exit.json`, because torchrun itself always"
+        " returns 1; `mini-trainer train` returns the run's. See [how a run ends](../reliability.md#how-a-run-ends).",
+        "",
+        "| code | name in exit.json | meaning |",
+        "| --- | --- | --- |",
+        *(f"| {code.value} | {code.name.lower()} | {comments[code.name]} |" for code in ExitCode),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def describe_files() -> str:
+    lines = [
+        "# Files",
+        "",
+        "- What a run writes: [output files](../running.md#output-files), [metrics](../metrics.md),"
+        " [checkpoints](../reliability.md#checkpoints).",
+        "- The sidecar `OUTPUT.meta.json` of a data set: [its keys](../data.md#the-sidecar).",
+        "",
+        "## Columns of data sets",
+        "",
+        "`.arrow` (an IPC file), `.parquet` or `.jsonl`. `labels` are not shifted, and -100 where nothing is trained.",
+        "",
+    ]
+    for name, (path, title) in SCHEMAS.items():
+        lines += [f"### {title}", "", find_class(path, name).body[0].value.value, "", "| column | type | |"]
+        lines.append("| --- | --- | --- |")
+        lines += [f"| `{key}` | {kind} | {note} |" for key, kind, note in read_schema(path, name)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def read_schema(path: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """Name, type and comment of each column."""
+    text = (ROOT / path).read_text().splitlines()
+    schema = next(node.value for node in find_class(path, name).body if is_assignment_to(node, "schema"))
+    for call in (node for node in ast.walk(schema) if isinstance(node, ast.Dict)):
+        for key, kind in zip(call.keys, call.values, strict=True):
+            column = key.value if isinstance(key, ast.Constant) else read_constants()[key.id]
+            yield column, describe_type(kind), text[key.lineno - 1].partition("  # ")[2]
+
+
+def describe_type(kind: ast.expr) -> str:
+    text = ast.unparse(kind).replace("pa.", "")
+    text = re.sub(r"list_\((\w+)\(\)\)", r"list of \1", text)
+    return text.replace("()", "")
+
+
+@cache
+def read_constants() -> dict[str, str]:
+    """Texts named by constants of the modules that declare columns."""
+    found = {}
+    for path in [*(ROOT / "objectives").glob("*.py"), *(ROOT / "families").glob("*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Assign):
+                continue
+            targets, values = node.targets, [node.value]
+            if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                targets, values = targets[0].elts, node.value.elts
+            pairs = zip(targets, values, strict=False)
+            found |= {name.id: value.value for name, value in pairs if isinstance(value, ast.Constant)}
+    return found
+
+
+def describe_python() -> str:
+    """Everything that `from mini_trainer import ...` offers."""
+    (names,) = (node.value for node in parse("__init__.py").body if is_assignment_to(node, "__all__"))
+    lines = ["# Python", "", "How to use these: [the Python API](../python_api.md).", ""]
+    for name in sorted(ast.literal_eval(names), key=lambda name: (name[0].isupper(), name)):
+        path = next(path for path in API if any(getattr(node, "name", "") == name for node in parse(path).body))
+        node = next(node for node in parse(path).body if getattr(node, "name", "") == name)
+        lines += [f"## {name}", ""]
+        if isinstance(node, ast.FunctionDef):
+            lines += ["```python", f"def {name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}", "```", ""]
+        lines += ["```text", ast.get_docstring(node), "```", ""]
+        if isinstance(node, ast.ClassDef) and (fields := list(read_fields(path, name))):
+            lines += ["| field | | |", "| --- | --- | --- |"]
+            lines += [f"| `{field}` | `{kind.replace('|', chr(92) + '|')}` | {note} |" for field, kind, note in fields]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def describe_versions() -> str:
+    """Python and the packages: what is allowed, what the tests ran with, and what installs each."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    wanted: dict[str, dict[str, list[str]]] = {}
+    for extra, packages in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        for package in packages:
+            name, least = package.split(">=")
+            wanted.setdefault(name, {}).setdefault(least, []).append(f"`{extra}`" if extra else "always")
+    lines = [
+        "# Versions",
+        "",
+        f"Python {project['requires-python']}. The tests run with the versions of `constraints.txt`;"
+        " `pip install -c constraints.txt` installs these, and the latest of those that it does not name.",
+        "",
+        "| package | at least | tested with | installed by the extra |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, places in sorted(wanted.items(), key=lambda item: ("always" not in str(item[1]), item[0].lower())):
+        least, extras = " or ".join(places), ", ".join(sorted({extra for found in places.values() for extra in found}))
+        lines.append(f"| {name} | {least} | {pins.get(name, '')} | {extras} |")
+    return "\n".join([*lines, ""])
+
+
+def read_fields(path: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """Each field of a class: its name, its type and default as written, and the comment behind it, or text below it."""
+    text, body = (ROOT / path).read_text().splitlines(), find_class(path, name).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        kind = ast.unparse(node).partition(": " if isinstance(node, ast.AnnAssign) else " = ")[2]
+        comment = text[node.end_lineno - 1].partition("  # ")[2]
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            comment = " ".join(after.value.value.split())
+        yield target.id, kind, comment
+
+
+def find_class(path: str, name: str) -> ast.ClassDef:
+    (found,) = (node for node in parse(path).body if getattr(node, "name", "") == name)
+    return found
+
+
+def is_assignment_to(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+
+
+@cache
+def parse(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
