@@ -345,6 +345,7 @@ def test_options_without_effect_are_refused():
 
 
 def test_a_package_that_is_not_installed_is_named_with_what_to_install(monkeypatch, tmp_path):
+    need("tensorboard")
     (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(reporting.TRACKER_MODULES, "wandb", ("no_package",))
