@@ -171,7 +171,8 @@ def refuse_empty_flags(argv: list[str], options_class: type) -> None:
 
 def refuse_unknown_words(words: list[str], options_class: type) -> None:
     """ValueError for flags that do not exist, and for values that are none of a flag's choices, with what is close."""
-    types, choices, problems = list_types(options_class), list_choices(options_class), []
+    types, problems = list_types(options_class), []
+    choices = {name: values for name, values in list_choices(options_class).items() if takes_choices_only(types[name])}
     flags = {flag_name(name): name for name in types}
     flags |= {flag.replace("--", "--no-", 1): name for flag, name in flags.items() if types[name] is bool}
     for word, after in itertools.pairwise([*words, "--"]):
@@ -186,6 +187,13 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
             problems.append(f"{flag} {value}: allowed: {', '.join(allowed)}{suggest(value, allowed)}")
     if problems:
         raise ValueError("\n  ".join(problems))
+
+
+def takes_choices_only(kind: Any) -> bool:
+    """Whether the type has no value beside its choices but None, as `int | Literal["auto"]` has."""
+    if get_origin(kind) in (Union, UnionType):
+        return all(part is type(None) or takes_choices_only(part) for part in get_args(kind))
+    return get_origin(kind) is Literal or (get_origin(kind) is tuple and takes_choices_only(get_args(kind)[0]))
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

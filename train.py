@@ -57,7 +57,7 @@ from sampler import collect_garbage_between, iterate_batches, pin_memory, prefet
 
 
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:
-    """The run, from the files it reads to the last export; returns how it ended, and what the user is told then."""
+    """The run, from the files it reads to the last export; returns exit code, message, and text below it."""
     # What can be refused is refused before anything large is loaded.
     run = RunDirectory(options, world, control)
     log.info(describe_run(options, world))

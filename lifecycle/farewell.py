@@ -1,4 +1,4 @@
-"""What a run says at its end: what came of it, and the commands to go on with."""
+"""The last lines of a run: its results, and the commands that use or continue it."""
 
 import importlib.util
 import json

@@ -63,7 +63,7 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
     caplog.set_level("INFO", logger="mini_trainer")
     options = make_inputs(tmp_path, "llama_tied_bias") | OPTIONS
     data = write_samples(tmp_path / "validation.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=3))
-    options |= dict(validation_data_path=(str(data),), validate_every_steps=1, max_steps=3, learning_rate=30.0)
+    options |= dict(validation_data_path=(str(data),), validate_every_steps=1, max_steps=3, learning_rate=1.0)
     options |= dict(
         output_dir=str(tmp_path / "run"), export_best=export_best, lr_scheduler="constant", num_warmup_steps=0
     )
