@@ -229,8 +229,9 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     sys.argv = [str(FOLDER / SCRIPTS[word][0]), *argv]
     # What cannot be used is refused once, and not by every rank.
     options = parse_options(getattr(groups, OPTIONS[word]))
-    # Its report of ranks that have failed, below the error that they have printed.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # Its reports of signals and of ranks that have failed, beside what the ranks print.
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
     before = exit_file and identify_file(exit_file)
     try:
