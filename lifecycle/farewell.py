@@ -56,14 +56,15 @@ def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def describe_trial(model: Path, exports: Exports) -> list[str]:
-    """The command that tries a model: a chat, or for models that generate nothing their evaluation on the data."""
+    """The command that tries a model: a chat; its evaluation, if it gives no answers or has no chat template.
+
+    No line for data with images, which neither program reads.
+    """
     inputs, options = exports.inputs, exports.options
-    if inputs.objective.pipeline_tag == "text-generation":
-        return (
-            []
-            if inputs.data.has_images
-            else [f"try it: {name_program('generate.py', 'generate')} --model {quote(model)}"]
-        )
+    if inputs.data.has_images:
+        return []
+    if inputs.objective.pipeline_tag == "text-generation" and inputs.tokenizer.chat_template is not None:
+        return [f"try it: {name_program('generate.py', 'generate')} --model {quote(model)}"]
     data = (*options.validation.validation_data_path, *options.data.data_path)[0]
     target = exports.output_dir / "evaluation"
     command = name_program("evaluate_model.py", "evaluate")

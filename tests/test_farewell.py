@@ -74,7 +74,7 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
     (last,) = (tmp_path / "run/hf_format").glob("samples_*")
     shown = [f"best model, after step {best}: {tmp_path}/run/hf_format/best"] * export_best
     assert said[1:-2] == [*shown, f"model after the last step: {last}"]
-    assert said[-2].endswith(f"--model {tmp_path / 'run/hf_format/best' if export_best else last}")
+    assert said[-2].endswith(f" --model {tmp_path / 'run/hf_format/best' if export_best else last}")
 
 
 def test_a_quiet_run_says_nothing_more(world, tmp_path, caplog):
