@@ -387,12 +387,12 @@ class RunControl:
         self._leave(cause.code)
 
     def _leave(self, code: int) -> NoReturn:
-        """Exits with `code`, or with 0 after a stop that was asked for under torchrun.
+        """Exits with `code`, or under torchrun with 0 after a stop that was asked for, with everything saved.
 
         torchrun would report a failure at length, and with --max-restarts start the ranks again; `mini-trainer` returns
         the code.
         """
-        is_stop = code in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER)
+        is_stop = self.goodbye is not None and code in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER)
         leave(ExitCode.DONE if is_stop and self.has_torchrun and find_installed_command() is None else code)
 
     def _tell(self, cause: Cause) -> None:
