@@ -1,6 +1,8 @@
 # make quickstart   sets up and runs the main job on a small data set of its own
-# make test         sets up and runs the tests
+# make test         sets up and runs the tests; the few that need a package of the extra test-all are skipped
+# make test-all     sets up and runs all tests, with every such package: what CI runs
 # make docs         builds the documentation: build/docs/site/index.html
+# make lint         checks lint rules and formatting
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,10 +10,12 @@ RUN := runs/quickstart
 # One process per GPU; two on a machine without.
 NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 NUM_PROCESSES := $(if $(filter 0,$(NUM_GPUS)),2,$(NUM_GPUS))
+PYTEST = HF_HOME=$(CURDIR)/.venv/hf $(BIN)/python -m pytest $(shell sed -n 's/^flags = //p' tox.ini) --durations=30
 
-.PHONY: quickstart test docs clean
+.PHONY: quickstart test test-all docs lint clean
+.DELETE_ON_ERROR:
 
-quickstart: $(BIN)/installed
+quickstart: .venv/installed-quickstart
 	rm -rf $(RUN)
 	$(BIN)/python quickstart/make_data.py --output-dir $(RUN)
 	$(BIN)/python quickstart/make_tiny_model.py --messages-file $(RUN)/train.jsonl --output-dir $(RUN)/model --vocab-size 1024
@@ -23,21 +27,30 @@ quickstart: $(BIN)/installed
 	$(BIN)/python tools/plot_metrics.py $(RUN)/run --output $(RUN)/curves.html
 	@printf '\nTo ask it yourself:\n%s\n' "$(BIN)/python generate.py --model $$(echo $(RUN)/run/hf_format/samples_*)"
 
-# tox has an environment of its own: what it needs here is tox.
-test: $(BIN)/tox
-	$(BIN)/tox -e test
+test: .venv/installed-test
+	$(PYTEST)
 
-docs: $(BIN)/tox
-	$(BIN)/tox -e docs
+# Without such a package its tests fail here.
+test-all: .venv/installed-test-all
+	MINI_TRAINER_TEST_ALL=1 $(PYTEST)
 
-$(BIN)/tox: constraints.txt
+docs: .venv/installed-zensical
+	$(BIN)/python docs/site/build_site.py
+
+lint: .venv/installed-ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# One environment, which every command extends by what it needs.
+.venv/pyvenv.cfg:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt tox
+
+.venv/installed-ruff .venv/installed-zensical: .venv/installed-%: .venv/pyvenv.cfg constraints.txt
+	./quickstart/install.sh $*
 	touch $@
 
-$(BIN)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]
+.venv/installed-%: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	./quickstart/install.sh -e '.[$*]'
 	touch $@
 
 clean:

@@ -8,8 +8,10 @@ looked for. One process becomes the script. Several are torchrun's, which this p
 waits for the ranks to save, and ends with the exit code of train.py, where the command `torchrun` always returns 1.
 """
 
+import difflib
 import importlib.metadata
 import json
+import logging
 import os
 import signal
 import sys
@@ -32,15 +34,23 @@ SCRIPTS = {
     "continual": ("tools/continual.py", "tasks in, a model trained on one after the other out: what is forgotten"),
     "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
-# Words that can be given several processes, and their options.
-PARALLEL = {
+OPTIONS = {
     "train": "TrainOptions",
+    "process-data": "ProcessDataOptions",
+    "merge-adapter": "MergeAdapterOptions",
     "generate": "GenerateOptions",
     "evaluate": "EvaluateOptions",
+    "merge-models": "MergeModelsOptions",
+    "import-config": "ImportConfigOptions",
     "score-data": "ScoreDataOptions",
+    "continual": "ContinualOptions",
+    "plot-metrics": "PlotOptions",
 }
+PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
+COMPLETION = "completion"  # the word that is no script: prints what a shell needs to complete the others
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
+COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see ranks/command.py
 
 # Options of torchrun that `PARALLEL` words take beside their own; each has one value.
 TORCHRUN_OPTIONS = {
@@ -71,13 +81,22 @@ def main() -> None:
     if ENDS_WITH_PARENT in os.environ:
         end_with(int(os.environ.pop(ENDS_WITH_PARENT)))
     refuse_mixed_installation()
+    os.environ[COMMAND] = json.dumps([os.getpid(), sys.argv, __spec__ is not None and __spec__.name != "__main__"])
     word, *argv = sys.argv[1:] or [""]
     if word in ("-h", "--help"):
         print(describe_words())
         return
+    if word == "--version":
+        print_version()
+        return
+    if word == COMPLETION:
+        print_completion(argv)
+        return
     if word not in SCRIPTS:
+        close = difflib.get_close_matches(word, [*SCRIPTS, COMPLETION], n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
         given = f"{word!r} is not one of mini-trainer's words" if word else "mini-trainer needs a word"
-        refuse(f"{given}: {', '.join(SCRIPTS)} (mini-trainer --help says what they do)")
+        refuse(f"{given}: {', '.join([*SCRIPTS, COMPLETION])}{meant} (mini-trainer --help says what they do)")
     if word not in PARALLEL:
         become_script(word, argv)
     torchrun_options, argv = split_options(argv)
@@ -95,7 +114,42 @@ def main() -> None:
 
 def describe_words() -> str:
     lines = [f"  {word:15}{purpose}" for word, (_, purpose) in SCRIPTS.items()]
-    return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", "mini-trainer WORD --help lists options."])
+    lines.append(
+        f"  {COMPLETION:15}bash, zsh or fish: code for the shell's start-up file, with which it completes words"
+    )
+    last = "mini-trainer WORD --help lists options, mini-trainer --version says which version this is."
+    return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", last])
+
+
+def print_version() -> None:
+    sys.path.insert(0, str(FOLDER))
+    from ranks.command import describe_version
+
+    print(describe_version())
+
+
+def print_completion(argv: list[str]) -> None:
+    """`completion SHELL` prints the shell's code, which calls `completion words WORD ...` for each completion."""
+    sys.path.insert(0, str(FOLDER))
+    import options as groups
+    from options.completion import SHELLS, complete_options
+
+    if len(argv) == 1 and argv[0] in SHELLS:
+        print(SHELLS[argv[0]], end="")
+        return
+    if argv[:1] != ["words"] or len(argv) < 2:
+        refuse(f"mini-trainer {COMPLETION} needs a shell: {', '.join(SHELLS)}; given: {' '.join(argv) or 'nothing'}")
+    word, *rest = argv[1:]
+    if not rest:
+        found = [name for name in [*SCRIPTS, COMPLETION, "--help", "--version"] if name.startswith(word)]
+    elif word == COMPLETION:
+        found = [name for name in SHELLS if len(rest) == 1 and name.startswith(rest[0])]
+    elif word in OPTIONS:
+        more = [f"--{name}" for name in TORCHRUN_OPTIONS] if word in PARALLEL else []
+        found = complete_options(getattr(groups, OPTIONS[word]), rest, more=more)
+    else:
+        found = []
+    print("\n".join(found))
 
 
 def describe_torchrun_options() -> str:
@@ -173,9 +227,11 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
 
     raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank
     sys.argv = [str(FOLDER / SCRIPTS[word][0]), *argv]
-    options = parse_options(
-        getattr(groups, PARALLEL[word])
-    )  # what cannot be used is refused once, and not by every rank
+    # What cannot be used is refused once, and not by every rank.
+    options = parse_options(getattr(groups, OPTIONS[word]))
+    # Its reports of signals and of ranks that have failed, beside what the ranks print.
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
     before = exit_file and identify_file(exit_file)
     try:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -31,7 +31,9 @@ from options import (
     iterate_fields,
     list_types,
 )
+from options.choices import list_choices
 from options.problems.finding import find_problems
+from ranks.command import describe_version, name_command
 from ranks.ending import exit_with_message
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         )
     refuse_hub_kernels()
     argv = sys.argv[1:] if argv is None else argv
+    if "--version" in argv:
+        print(describe_version())
+        sys.exit()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
     markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
     if options_class in WITHOUT_FLAG:
@@ -67,13 +72,15 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         check_unicode([os.getcwd(), *argv])
         words = read_configs_as_flags(find_configs(argv, options_class), options_class) + argv
         check_unicode(words)
+        refuse_unknown_words(words, options_class)
+        words = find_preset_words(words, options_class) + words
         with contextlib.nullcontext() if is_first else speaking_last():
-            options = tyro.cli(options_class, config=markers, args=find_preset_words(words, options_class) + words)
+            options = tyro.cli(options_class, prog=name_command(), config=markers, args=words)
         problems = find_problems(options)
         if problems:
             raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))
     except ValueError as error:
-        exit_with_message(str(error))
+        exit_with_message(f"{error}\n{name_command()} --help lists all options")
     if isinstance(options, TrainOptions) and options.plan.print_config:
         if is_first:
             values = flatten_options(options)
@@ -160,6 +167,39 @@ def refuse_empty_flags(argv: list[str], options_class: type) -> None:
         is_empty = not value if equals else after.startswith("--")
         if is_empty and name.startswith("--") and name.removeprefix("--").replace("-", "_") in names:
             raise ValueError(f"{name}: given without a value; give one or more, or leave it out")
+
+
+def refuse_unknown_words(words: list[str], options_class: type) -> None:
+    """ValueError for flags that do not exist, and for values that are none of a flag's choices, with what is close."""
+    types, problems = list_types(options_class), []
+    choices = {name: values for name, values in list_choices(options_class).items() if takes_choices_only(types[name])}
+    flags = {flag_name(name): name for name in types}
+    flags |= {flag.replace("--", "--no-", 1): name for flag, name in flags.items() if types[name] is bool}
+    for word, after in itertools.pairwise([*words, "--"]):
+        flag, equals, value = word.partition("=")
+        flag, value = flag.replace("_", "-"), value if equals else after
+        if not flag.startswith("--") or flag == "--help":
+            continue
+        if flag not in flags:
+            problems.append(f"unknown option {flag}{suggest(flag, flags)}")
+        elif flags[flag] in choices and not value.startswith("--") and value not in (*choices[flags[flag]], "None"):
+            allowed = choices[flags[flag]]
+            problems.append(f"{flag} {value}: allowed: {', '.join(allowed)}{suggest(value, allowed)}")
+    if problems:
+        raise ValueError("\n  ".join(problems))
+
+
+def takes_choices_only(kind: Any) -> bool:
+    """Whether the type has no value beside its choices but None, as `int | Literal["auto"]` has."""
+    if get_origin(kind) in (Union, UnionType):
+        return all(part is type(None) or takes_choices_only(part) for part in get_args(kind))
+    return get_origin(kind) is Literal or (get_origin(kind) is tuple and takes_choices_only(get_args(kind)[0]))
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """A question whether the closest of the `known` words was meant; empty if none is close."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def find_configs(argv: list[str], options_class: type) -> list[Path]:

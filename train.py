@@ -37,6 +37,7 @@ from lifecycle.agreement import describe_inputs, describe_start
 from lifecycle.due import find_due
 from lifecycle.early_stopping import Validations
 from lifecycle.exports import Exports
+from lifecycle.farewell import describe_continuing, describe_result
 from lifecycle.metrics import StepMeter
 from lifecycle.raw_rows import tokenize_rows
 from lifecycle.record import describe_run
@@ -56,8 +57,8 @@ from ranks.world import World, call_on_rank0, connect_lifeline, divide_world, in
 from sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
 
 
-def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str]:
-    """The run, from the files it reads to the last export; returns how it ended."""
+def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:
+    """The run, from the files it reads to the last export; returns exit code, message, and text below it."""
     # What can be refused is refused before anything large is loaded.
     run = RunDirectory(options, world, control)
     log.info(describe_run(options, world))
@@ -139,8 +140,9 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     run.close(training_log, exports, is_done=stop is None)
     if stop is not None:
         code, reason = stop
-        return code, f"stopped after step {position.step}: {reason}; saved"
-    return ExitCode.DONE, validations.describe_end(position)
+        return code, f"stopped after step {position.step}: {reason}; saved", describe_continuing(options)
+    message = validations.describe_end(position)
+    return ExitCode.DONE, message, describe_result(message, exports, position, best_step=validations.best_step)
 
 
 if __name__ == "__main__":
@@ -152,8 +154,8 @@ if __name__ == "__main__":
         connect_lifeline(world, control)
         world = divide_world(world, options.sharding)
         options = tokenize_rows(options, world, control)
-        code, message = train(options, world, control)
+        code, message, afterword = train(options, world, control)
         dist.destroy_process_group()
     except BaseException as error:  # after any error, the other ranks end with this one
         control.fail(error)
-    control.finish(code, message)
+    control.finish(code, message, afterword=afterword)

@@ -50,6 +50,10 @@ class Validations:
         """Number of validations of the whole run, including those before this start."""
         return (self.describe() or {}).get("num_validations", 0)
 
+    @property
+    def best_step(self) -> int | None:
+        return None if self.progress is None else self.progress.best_step
+
     def describe(self) -> dict[str, Any] | None:
         """JSON for the checkpoint: the progress, or the previous one if this start has no validation data."""
         return self.previous if self.progress is None else asdict(self.progress)

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from disk import MADE, remove_leftovers
 from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer, read_origin
+from lifecycle.due import count_validations
 from lifecycle.exports import EXPORTS_DIR, Exports
 from lifecycle.inputs import RunInputs
 from lifecycle.live_line import open_console
@@ -24,6 +26,7 @@ from lifecycle.record import (
     record_start,
 )
 from lifecycle.step import TrainState
+from lifecycle.time_left import TimeLeft
 from lifecycle.tracker_packages import open_trackers
 from lifecycle.training_log import MetricsFile, TrainingLog
 from objectives.packed_model import PackedModel
@@ -127,11 +130,16 @@ class RunDirectory:
         """Opens the sinks for metrics; none on ranks other than 0."""
         if self.world.rank > 0:
             return TrainingLog([])
-        first_step, num_steps, shown = self.start.step, inputs.num_steps, tuple(inputs.objective.metrics)
+        first_step, num_steps = self.start.step, inputs.num_steps
+        steps_per_epoch = len(inputs.data.kept) / self.options.data.batch_size
+        count = partial(
+            count_validations, options=self.options.validation, num_steps=num_steps, steps_per_epoch=steps_per_epoch
+        )
+        time_left = TimeLeft(first_step=first_step, num_steps=num_steps, count_validations=count)
         return TrainingLog(
             [
                 MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
-                open_console(first_step=first_step, num_steps=num_steps, shown=shown),
+                open_console(time_left, shown=tuple(inputs.objective.metrics)),
                 *open_trackers(self.options, self.path),
             ]
         )

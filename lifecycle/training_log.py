@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
+from lifecycle.time_left import TimeLeft
 from ranks.devices import describe_duration
 from ranks.ending import log
 
@@ -98,23 +99,25 @@ class Console:
     `shown`: names of a validation's metrics for its line.
     """
 
-    def __init__(self, *, first_step: int, num_steps: int | None, shown: Sequence[str]):
-        self.first_step, self.num_steps, self.shown = first_step, num_steps, shown
-        self.first_step_end = self.last_shown = time.monotonic()
+    def __init__(self, time_left: TimeLeft, *, shown: Sequence[str]):
+        self.time_left, self.shown = time_left, shown
+        self.last_shown = time.monotonic()
         self.validation_loss: float | None = None  # of the last validation
 
     def write(self, metrics: dict[str, Any]) -> None:
         now, step = time.monotonic(), metrics["step"]
-        is_first = step == self.first_step + 1
-        if is_first:
-            self.first_step_end = now
-        if is_first or step == self.num_steps or now - self.last_shown >= SECONDS_BETWEEN_LINES:
+        first_step, num_steps, left = (
+            self.time_left.first_step,
+            self.time_left.num_steps,
+            self.time_left.after(step, now),
+        )
+        if step in (first_step + 1, num_steps) or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
-            seconds_per_step = (now - self.first_step_end) / max(1, step - self.first_step - 1)
             shown = metrics if self.validation_loss is None else metrics | {"validation_loss": self.validation_loss}
-            log.info(describe_step(shown, num_steps=self.num_steps, seconds_per_step=seconds_per_step))
+            log.info(describe_step(shown, num_steps=num_steps, seconds_left=left))
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
+        self.time_left.validation_done(metrics["seconds"])
         self.validation_loss = metrics["loss"]
         log.info(describe_validation(metrics, self.shown))
 
@@ -160,11 +163,8 @@ def keep_steps(path: Path, num_steps: int) -> int:
     return last_step
 
 
-def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per_step: float) -> str:
-    """The console's line for a step, with the time left if the run has an end.
-
-    `seconds_per_step` is 0 after the first step, which may compile: then no time left is shown.
-    """
+def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_left: float | None) -> str:
+    """The console's line for a step, with the time left if that is known."""
     shown = {name: metrics[name] for name in ("step", "epoch", "loss", "lr", "grad_norm")}
     line = "step {step}{end}  epoch {epoch:.2f}  loss {loss:.4f}  lr {lr:.2e}  grad_norm {grad_norm:.3f}".format(
         **shown, end="" if num_steps is None else f"/{num_steps}"
@@ -174,8 +174,8 @@ def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per
         line += f"  validation {metrics['validation_loss']:.4f}"
     if metrics["mfu"] is not None:
         line += f"  mfu {metrics['mfu']:.1%}"
-    if num_steps is not None and seconds_per_step > 0:
-        line += f"  left {describe_duration(seconds_per_step * (num_steps - metrics['step']))}"
+    if seconds_left is not None:
+        line += f"  left {describe_duration(seconds_left)}"
     return line
 
 

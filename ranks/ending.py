@@ -70,6 +70,7 @@ class Cause:
     details: str = ""  # the traceback, if any
     died: bool = False  # True if other ranks saw it die: this is their report, not its own.
     is_printed_by_all: bool = False  # False: printed by rank 0 and the first rank of every other node
+    afterword: str = ""  # printed below the message, and not recorded: results, commands
 
     @property
     def text(self) -> str:

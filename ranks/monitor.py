@@ -19,6 +19,7 @@ from enum import IntFlag
 from pathlib import Path
 from typing import NoReturn
 
+from ranks.command import find_installed_command
 from ranks.ending import (
     EXIT_FILE,
     SECONDS_TO_BE_ENDED,
@@ -197,9 +198,12 @@ class RunControl:
         self.marks.has_stepped, self.marks.steps_done = True, step
         self.progress(f"the step after {step}")
 
-    def finish(self, code: ExitCode, message: str) -> NoReturn:
-        """Ends the run normally: all ranks call this, and their processes exit once all have."""
-        cause = self._cause(code, message)
+    def finish(self, code: ExitCode, message: str, *, afterword: str = "") -> NoReturn:
+        """Ends the run normally: all ranks call this, and their processes exit once all have.
+
+        Rank 0 prints its message, unless the run is done, and its `afterword`.
+        """
+        cause = replace(self._cause(code, message), afterword=afterword)
         self.progress("the end of the run")
         self.lifeline.call(lambda: self._say_goodbye(cause))
         wait_forever()
@@ -315,7 +319,7 @@ class RunControl:
                     print(f"[rank {self.rank}] {message['reason']}\n", end="", file=sys.stderr, flush=True)
                 if message["code"] == ExitCode.HANG:
                     self._dump_stacks()
-                leave(message["code"])
+                self._leave(message["code"])
 
     def _on_lost(self, rank: int) -> None:
         """Handles a closed connection, whose process is gone: rank 0 informs all ranks, any other rank ends."""
@@ -380,7 +384,16 @@ class RunControl:
         if self.rank == 0:
             self.lifeline.wait_for_ends(SECONDS_TO_TELL)
         within(SECONDS_TO_TELL, lambda: self._clean_up(cause))
-        leave(cause.code)
+        self._leave(cause.code)
+
+    def _leave(self, code: int) -> NoReturn:
+        """Exits with `code`, or under torchrun with 0 after a stop that was asked for, with everything saved.
+
+        torchrun would report a failure at length, and with --max-restarts start the ranks again; `mini-trainer` returns
+        the code.
+        """
+        is_stop = self.goodbye is not None and code in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER)
+        leave(ExitCode.DONE if is_stop and self.has_torchrun and find_installed_command() is None else code)
 
     def _tell(self, cause: Cause) -> None:
         """Writes the cause to exit.json and prints it; only the first rank to write it prints."""
@@ -391,9 +404,11 @@ class RunControl:
                 is_first = write_exit_file(self.output_dir, cause.record)
             except OSError as error:
                 say(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", is_error=True)
-        if is_first and cause.code != ExitCode.DONE:
+        parts = [*([] if cause.code == ExitCode.DONE else [cause.text]), *filter(None, [cause.afterword])]
+        if is_first and parts:
+            text = "\n".join(parts)
             # A single write including the newline, since several ranks may print at once.
-            print(f"{leave_bars()}{clean(cause.text)}\n", end="", file=sys.stderr, flush=True)
+            print(f"{leave_bars()}{clean(text)}\n", end="", file=sys.stderr, flush=True)
 
     def _is_untouched(self, cause: Cause) -> bool:
         """Whether the run failed before writing anything to a directory that it had created."""

@@ -31,11 +31,11 @@ def train_forked(num_ranks: int, **options: object) -> str:
     return result.stderr
 
 
-def train_here(world: World, **options: object) -> None:
-    """Trains with `options`; leaves the output directory as a run that has ended leaves it."""
+def train_here(world: World, **options: object) -> str:
+    """Trains with `options`; leaves the output directory as a run that has ended leaves it. The run's last words."""
     control = RunControl(hang_timeout=600, max_seconds=None)  # without its monitor, which would take the signals
     try:
-        train(group_options(TrainOptions, **options), world, control)
+        return train(group_options(TrainOptions, **options), world, control)[2]
     finally:
         if control.run_lock is not None:
             control.run_lock.release()

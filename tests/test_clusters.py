@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import yaml
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+from heavy import need
 
 from command_line import parse_options
 from options import TrainOptions
@@ -14,7 +14,7 @@ CLUSTERS = Path(__file__).parent.parent / "clusters"
 
 def test_the_train_job_is_one_of_kubeflows_and_its_command_one_of_ours():
     manifest = yaml.safe_load((CLUSTERS / "kubeflow.yaml").read_text())
-    read = TrainerV1alpha1TrainJob.from_dict(manifest)
+    read = need("kubeflow_trainer_api.models").TrainerV1alpha1TrainJob.from_dict(manifest)
     assert read.to_dict() == manifest  # what Kubeflow does not know would be missing
     trainer = manifest["spec"]["trainer"]
     assert trainer["command"] == ["torchrun", "/opt/mini_trainer/train.py"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from evaluations import evaluate_here, list_means
 from forked import run_forked
+from heavy import need
 from processes import flags
 from tiny_data import write_jsonl
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -22,7 +23,7 @@ from inference.models import find_answering_model
 from inference.prompts import Prompt
 from options import EngineOptions, SamplingOptions
 
-lm_eval = pytest.importorskip("lm_eval", reason="the harness is an extra")
+need("lm_eval")
 
 CPU = torch.device("cpu")
 WORDS = ["the", "answer", "is", "four", "Question:", "Answer:", "A", "B", "no", "twelve", "12", "a,b", "naïve"]

@@ -7,21 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from heavy import need
 from processes import ENV, ROOT, flags
 from small_runs import OPTIONS, make_inputs
 from terminal import open_terminal, read_screen, run_on_terminal
 
 from lifecycle.live_line import LiveLine, open_console
+from lifecycle.time_left import TimeLeft
 from lifecycle.training_log import Console
 from ranks.terminal import LinesAboveBars
 
 STEP = dict(step=1, epoch=0.5, loss=2.0, lr=0.1, grad_norm=1.0, tokens_per_second=1234.0, mfu=None)
 END = "<end>"
-VALIDATION = dict(step=1, loss=1.5, perplexity=4.5, token_accuracy=0.5, is_best=True, sets={})
+VALIDATION = dict(step=1, loss=1.5, seconds=2.0, perplexity=4.5, token_accuracy=0.5, is_best=True, sets={})
+
+
+def make_time_left(*, first_step: int = 0, num_steps: int | None) -> TimeLeft:
+    return TimeLeft(first_step=first_step, num_steps=num_steps, count_validations=lambda step: 0)
 
 
 @pytest.mark.slow
 def test_a_run_on_a_terminal_has_one_live_line_that_nothing_tears(tmp_path):
+    need("tensorboard")
     options = make_inputs(tmp_path, "llama_tied_bias") | OPTIONS | dict(output_dir=tmp_path / "run", max_steps=4)
     options |= dict(validation_data_path=options["data_path"], validate_every_steps=2, track="tensorboard")
     command = [sys.executable, "train.py", *flags(**options)]
@@ -37,7 +44,7 @@ def test_a_run_on_a_terminal_has_one_live_line_that_nothing_tears(tmp_path):
     lines = [line for line in screen if "tokens/s" in line]
     assert len(lines) == 1, "\n".join(screen)
     (live,) = lines
-    assert live.startswith("step 100%|") and "| 4/4, validation " in live and " left " in live
+    assert live.startswith("step 100%|") and "| 4/4, validation " in live
 
 
 @pytest.fixture
@@ -73,7 +80,7 @@ def test_log_lines_come_above_the_live_line(sit_down, monkeypatch, caplog):
     log = logging.getLogger("mini_trainer")
     monkeypatch.setattr(log, "handlers", [LinesAboveBars()])
     caplog.set_level("INFO", logger="mini_trainer")
-    line = open_console(first_step=0, num_steps=2, shown=("loss", "perplexity", "token_accuracy"))
+    line = open_console(make_time_left(num_steps=2), shown=("loss", "perplexity", "token_accuracy"))
     assert type(line) is LiveLine
     line.write(STEP)
     log.warning("warning: something that is longer than the live line " + "x" * 100)
@@ -83,12 +90,12 @@ def test_log_lines_come_above_the_live_line(sit_down, monkeypatch, caplog):
     screen = [text for text in read_screen(read_terminal()) if text]
     assert screen[0] == "warning: something that is longer than the live line " + "x" * 100
     assert screen[1].startswith("validation after step 1: loss 1.5000  perplexity 4.500  token accuracy 50.00%")
-    assert "| 2/2, loss 1.7500  1,234 tokens/s  validation 1.5000  left 00:00" in screen[2] and len(screen) == 3
+    assert "| 2/2, loss 1.7500  1,234 tokens/s  validation 1.5000" in screen[2] and len(screen) == 3
 
 
 def test_a_run_without_an_end_counts_its_steps(sit_down):
     read_terminal = sit_down()
-    line = LiveLine(first_step=3, num_steps=None, shown=())
+    line = LiveLine(make_time_left(first_step=3, num_steps=None), shown=())
     line.write(STEP)
     line.close()
     (shown,) = [text for text in read_screen(read_terminal()) if text]
@@ -103,4 +110,4 @@ def test_elsewhere_there_are_lines(reason, sit_down, monkeypatch, caplog, tmp_pa
         monkeypatch.setattr(sys, "stderr", (tmp_path / "stderr").open("w"))
     elif reason == "another rank":
         monkeypatch.setenv("RANK", "1")
-    assert type(open_console(first_step=0, num_steps=2, shown=())) is Console
+    assert type(open_console(make_time_left(num_steps=2), shown=())) is Console

@@ -89,7 +89,6 @@ parse_options(GenerateOptions, ["--model", "m"])
 @pytest.mark.parametrize(("guard", "asks"), [(GUARD, False), ("", True)])
 def test_libraries_ask_the_hub_for_no_compiled_code(guard, asks, tmp_path):
     """Where the package kernels is installed (a stand-in, which writes down what it is asked for)."""
-    pytest.importorskip("bitsandbytes")
     package = tmp_path / "kernels"
     package.mkdir()
     (package / "__init__.py").write_text(KERNELS)

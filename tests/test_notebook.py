@@ -6,14 +6,16 @@ import threading
 import time
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+from heavy import need
 from processes import ENV, is_alive, list_children
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from ranks.ending import ExitCode
+
+nbclient, nbformat = need("nbclient"), need("nbformat")
+need("ipykernel")
 
 ARGUMENTS = """
 from mini_trainer import TorchrunArgs, TrainingArgs, run_training
@@ -33,7 +35,7 @@ result.reason, result.last_metrics["step"], [path.name for path in result.export
 """
 
 
-def interrupt_after_a_step(client: NotebookClient, run: Path, processes: list[int]) -> None:
+def interrupt_after_a_step(client: nbclient.NotebookClient, run: Path, processes: list[int]) -> None:
     """The button of a notebook, pressed when the run has made a step; notes the run's processes."""
     metrics, deadline = run / "training_metrics_0.jsonl", time.monotonic() + 400
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
@@ -51,7 +53,7 @@ def test_a_run_in_a_notebook_streams_is_interrupted_and_says_what_is_wrong(tmp_p
         source.replace("{folder}", str(tmp_path)) for source in (ARGUMENTS, RUN, UNFINISHED, MISSPELT, SHORT_RUN)
     ]
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         nbformat.v4.new_notebook(cells=cells), timeout=500, kernel_name="python3", allow_errors=True
     )
     processes: list[int] = []

@@ -276,9 +276,10 @@ def test_help_names_options(script, some):
 
 # Flags of other programs that our texts name.
 FLAGS_OF_OTHERS = {
-    "help",
+    *("help", "version"),  # of every script
     *("nproc-per-node", "nnodes", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),  # torchrun
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
+    "max-restarts",  # torchrun
     *("revision", "logdir"),  # hf upload, tensorboard
     *("enable-lora", "lora-modules", "max-logprobs"),  # vllm serve
     *("no-deps", "only-binary", "python-version"),  # pip

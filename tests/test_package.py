@@ -129,6 +129,8 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
     [
         ([], "needs a word: train, process-data"),
         (["trian"], "'trian' is not one of mini-trainer's words: train, process-data"),
+        (["trian"], "; did you mean train? (mini-trainer --help"),
+        (["completion", "tcsh"], "completion needs a shell: bash, zsh, fish; given: tcsh"),
         (["train", "--nproc-per-node", "0"], "--nproc-per-node 0: must be"),
         (["train", "--nproc_per_node=many"], "--nproc-per-node many: must be"),
         (["train", "--nnodes"], "--nnodes needs a value"),

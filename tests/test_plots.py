@@ -19,6 +19,7 @@ from threading import Thread
 import numpy as np
 import pytest
 from browser import Browser, needs_browser
+from heavy import need
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import ENV, ROOT, free_port, run
@@ -364,6 +365,7 @@ def test_a_smoothed_point_is_a_mean_of_those_around_it(window):
 
 @pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG\r\n"), ("pdf", b"%PDF-"), ("svg", b"<?xml")])
 def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
+    need("matplotlib")
     first = write_run(tmp_path / "$a_$b$", num_steps=4000, sets=("held_out",))
     second = write_run(tmp_path / "_c <x>", num_steps=30)
     empty = write_run(tmp_path / "empty", num_steps=1)

@@ -121,9 +121,12 @@ def test_weights_are_gathered_as_many_blocks_ahead_as_asked(num_ahead, world, tm
         there = {k for k, group in enumerate(groups) if group.is_unsharded or group._all_gather_result is not None}
         seen.append((i, there))
 
+    def record_backward(i: int, _module, _args, output) -> None:
+        output[0].register_hook(functools.partial(record, i))
+
     for i, block in enumerate(blocks):
         block.self_attn.register_forward_pre_hook(functools.partial(record, i))
-        block.self_attn.register_full_backward_pre_hook(functools.partial(record, i))
+        block.self_attn.register_forward_hook(functools.partial(record_backward, i))
     model(make_micro_batches(2)[0]).backward()
     forward, backward = seen[:num_blocks], seen[num_blocks:]
     least = num_ahead if num_ahead > 1 else 0  # FSDP2's own way forward begins a gathering when its block comes

@@ -1,0 +1,117 @@
+"""The last lines of a run: results, and commands that work as they are printed."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from in_process import train_here
+from make_tiny_model import save_tiny_model, train_tokenizer
+from processes import ENV, ROOT, flags, torchrun
+from small_runs import OPTIONS, make_inputs
+from tiny_data import make_samples, write_samples
+from tiny_models import VOCAB_SIZE
+
+from lifecycle.farewell import drop_flag
+from ranks import command
+
+TEXTS = ["the capital of peru is lima", "a b c d e f g"]
+
+
+def run_printed(text: str, said: str, *, stdin: str = "") -> subprocess.CompletedProcess:
+    """Runs the command after `text` in a shell, as a user who copies it."""
+    (line,) = [line for line in said.splitlines() if line.startswith(text)]
+    words = line.removeprefix(text).strip()
+    return subprocess.run(
+        words, shell=True, cwd=ROOT, env=ENV, input=stdin, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
+    """--max-time is over before the first step: each start makes one, and the second start makes the last."""
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    save_tiny_model(tmp_path / "model", tokenizer, hidden_size=32, num_layers=1, seed=0)
+    data = write_samples(tmp_path / "data.arrow", make_samples(20, vocab_size=250, max_len=30))
+    options = OPTIONS | dict(
+        model_name_or_path=tmp_path / "model", data_path=data, validation_data_path=data, output_dir=tmp_path / "a run",
+        max_steps=2, max_time="0.0001", resume="none",
+    )  # fmt: skip
+    words = torchrun(1, "train.py", *flags(**options))
+    stopped = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    assert "stopped after step 1: --max-time; saved\nto continue: " in stopped.stderr, stopped.stderr
+    assert stopped.returncode == 0 and "Traceback" not in stopped.stderr  # torchrun's
+    assert json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
+    done = run_printed("to continue:", stopped.stderr)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "a run/training_metrics_0.jsonl").read_text().splitlines()]
+    (summary,) = [line for line in done.stderr.splitlines() if line.startswith("done: ")]
+    losses = [f"{step['loss']:.4f}" for step in steps]
+    assert len(losses) == 2 and summary.startswith(f"done: 2 steps, loss {losses[0]} -> {losses[1]}, validation ")
+    assert re.search(r"^(model after the last step|best model, after step 1): ", done.stderr, re.MULTILINE)
+    tried = run_printed("try it:", done.stderr, stdin="hello\n")
+    assert tried.returncode == 0 and "Traceback" not in tried.stderr, tried.stderr
+    drawn = run_printed("curves:", done.stderr)
+    assert drawn.returncode == 0 and (tmp_path / "a run/curves.html").is_file(), drawn.stderr
+
+
+@pytest.mark.parametrize("export_best", [True, False])
+def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
+    caplog.set_level("INFO", logger="mini_trainer")
+    options = make_inputs(tmp_path, "llama_tied_bias") | OPTIONS
+    data = write_samples(tmp_path / "validation.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=3))
+    options |= dict(validation_data_path=(str(data),), validate_every_steps=1, max_steps=3, learning_rate=1.0)
+    options |= dict(
+        output_dir=str(tmp_path / "run"), export_best=export_best, lr_scheduler="constant", num_warmup_steps=0
+    )
+    said = train_here(world, **options).splitlines()
+    rows = [json.loads(line) for line in (tmp_path / "run/validation_metrics_0.jsonl").read_text().splitlines()]
+    best = min(rows[1:], key=lambda row: row["loss"])["step"]
+    assert best != 3 and f"validation {rows[-1]['loss']:.4f}" in said[0]
+    (last,) = (tmp_path / "run/hf_format").glob("samples_*")
+    shown = [f"best model, after step {best}: {tmp_path}/run/hf_format/best"] * export_best
+    assert said[1:-2] == [*shown, f"model after the last step: {last}"]
+    assert said[-2].endswith(f" --model {tmp_path / 'run/hf_format/best' if export_best else last}")
+
+
+def test_a_quiet_run_says_nothing_more(world, tmp_path, caplog):
+    caplog.set_level("WARNING", logger="mini_trainer")
+    options = make_inputs(tmp_path, "llama_tied_bias") | OPTIONS
+    assert train_here(world, **options, output_dir=str(tmp_path / "run"), max_steps=1) == ""
+
+
+def test_a_flag_is_dropped_with_its_value():
+    words = ["train.py", "--resume", "none", "--resume-not", "1", "--max-steps=3", "--resume=none", "--lora"]
+    assert drop_flag("--resume", words) == ["train.py", "--resume-not", "1", "--max-steps=3", "--lora"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_module", "name", "generate"),
+    [
+        (["/nowhere/bin/mini-trainer", "train", "--a b"], False, "/nowhere/bin/mini-trainer", "generate"),
+        (["/x/mini_trainer/__main__.py", "train", "--a b"], True, "{python} -m mini_trainer", "generate"),
+        (["/x/mini_trainer/__main__.py", "train", "--a b"], False, "{python} /x/mini_trainer/__main__.py", "generate"),
+    ],
+)
+def test_commands_are_named_as_they_were_typed(argv, is_module, name, generate, monkeypatch):
+    name = name.format(python=shlex.quote(command.name_python()))
+    monkeypatch.setenv(command.COMMAND, json.dumps([os.getppid(), argv, is_module]))
+    assert command.name_command() == f"{name} train"
+    assert command.name_program("generate.py", "generate") == f"{name} {generate}"
+    assert shlex.join(command.repeat_command()) == f"{name} train '--a b'"
+
+
+def test_scripts_are_named_by_their_paths(monkeypatch):
+    monkeypatch.setenv(command.COMMAND, json.dumps([1, ["/bin/mini-trainer", "continual"], False]))  # a far ancestor's
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), "--max-steps", "1"])
+    monkeypatch.chdir(ROOT)
+    python = command.name_python()
+    assert command.name_command() == f"{python} train.py"
+    assert command.name_program("tools/plot_metrics.py", "plot-metrics") == f"{python} tools/plot_metrics.py"
+    assert command.repeat_command() == [python, "train.py", "--max-steps", "1"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert command.name_command() == "torchrun train.py"
