@@ -135,7 +135,13 @@ class RunDirectory:
         count = partial(
             count_validations, options=self.options.validation, num_steps=num_steps, steps_per_epoch=steps_per_epoch
         )
-        time_left = TimeLeft(first_step=first_step, num_steps=num_steps, count_validations=count)
+        num_validated = 0 if inputs.validation_data is None else len(inputs.validation_data.kept)
+        time_left = TimeLeft(
+            first_step=first_step,
+            num_steps=num_steps,
+            count_validations=count,
+            validation_steps=num_validated / self.options.data.batch_size,
+        )
         return TrainingLog(
             [
                 MetricsFile(self.path, first_step=first_step, num_validations=num_validations),

@@ -9,19 +9,31 @@ NUM_STEPS_MEASURED, SECONDS_MEASURED = 5, 30.0  # either is enough for an estima
 class TimeLeft:
     """Times the steps after the warm-up apart from validations, each of which is expected to take as long as the last.
 
-    Checkpoints and exports count as parts of the steps that they follow. `count_validations`: their number from the end
-    of a step to the end of the run.
+    A validation before the first step may compile, so it counts at most as long as training on as many samples takes.
+    Checkpoints and exports count as parts of the steps that they follow.
+
+    `count_validations`: their number from the end of a step to the end of the run. `validation_steps`: the samples of
+    one validation, in batches.
     """
 
-    def __init__(self, *, first_step: int, num_steps: int | None, count_validations: Callable[[int], int]):
-        self.first_step, self.num_steps, self.count_validations = first_step, num_steps, count_validations
+    def __init__(
+        self,
+        *,
+        first_step: int,
+        num_steps: int | None,
+        count_validations: Callable[[int], int],
+        validation_steps: float = 0.0,
+    ):
+        self.first_step, self.num_steps = first_step, num_steps
+        self.count_validations, self.validation_steps = count_validations, validation_steps
         self.measured_from: float | None = None  # the end of the warm-up, without the validations since
-        self.validation_seconds = 0.0  # of the last one
+        self.validation_seconds, self.is_warm = 0.0, False  # of the last one; whether it came after the warm-up
 
     def validation_done(self, seconds: float) -> None:
         self.validation_seconds = seconds
         if self.measured_from is not None:
             self.measured_from += seconds
+            self.is_warm = True
 
     def after(self, step: int, now: float) -> float | None:
         """Seconds to the end of the run at the end of `step`; None for a run without an end, and until enough is known.
@@ -36,5 +48,7 @@ class TimeLeft:
         seconds = now - self.measured_from
         if num_measured == 0 or (num_measured < NUM_STEPS_MEASURED and seconds < SECONDS_MEASURED):
             return None
-        steps = (self.num_steps - step) * seconds / num_measured
-        return steps + self.count_validations(step) * self.validation_seconds
+        step_seconds, validation_seconds = seconds / num_measured, self.validation_seconds
+        if not self.is_warm:
+            validation_seconds = min(validation_seconds, self.validation_steps * step_seconds)
+        return (self.num_steps - step) * step_seconds + self.count_validations(step) * validation_seconds

@@ -105,7 +105,7 @@ def test_commands_are_named_as_they_were_typed(argv, is_module, name, generate, 
 
 
 def test_scripts_are_named_by_their_paths(monkeypatch):
-    monkeypatch.setenv(command.COMMAND, json.dumps([1, ["/bin/mini-trainer", "continual"], False]))  # a far ancestor's
+    monkeypatch.setenv(command.COMMAND, json.dumps([-1, ["/bin/mini-trainer", "continual"], False]))  # a far ancestor's
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), "--max-steps", "1"])
     monkeypatch.chdir(ROOT)

@@ -43,8 +43,11 @@ def test_the_validations_to_come_are_those_that_train_makes(every, epoch_length)
 
 @pytest.mark.parametrize("first_step", [0, 500])
 @pytest.mark.parametrize("first_seconds", [(90.0, 5.0, 1.5), (1.0, 1.0, 1.0)])  # the first steps compile, or do not
+@pytest.mark.parametrize("compile_seconds", [0.0, 90.0])  # of the validation before the first step
 @pytest.mark.parametrize(("every", "validation_seconds"), [(5, 6.0), (100, 30.0), (None, 0.0)])
-def test_the_first_estimate_is_near_what_the_run_takes(first_step, first_seconds, every, validation_seconds):
+def test_the_first_estimate_is_near_what_the_run_takes(
+    first_step, first_seconds, every, validation_seconds, compile_seconds
+):
     """Steps of 0.4 to 1.6 s, each as its batch is long; a first estimate after at most ten of them."""
     draw, num_steps = random.Random(0), first_step + 400
     options = make_options(every)
@@ -53,8 +56,10 @@ def test_the_first_estimate_is_near_what_the_run_takes(first_step, first_seconds
     due = set(list_due(options, num_steps=num_steps, epoch_length=1)) if every else set()
     count = partial(count_validations, options=options if every else ValidationOptions(), num_steps=num_steps,
                     steps_per_epoch=1.0)  # fmt: skip
-    left = TimeLeft(first_step=first_step, num_steps=num_steps, count_validations=count)
-    left.validation_done(validation_seconds)  # before the first step
+    # Without a backward a validation takes a third less than so many steps, which take a second.
+    left = TimeLeft(first_step=first_step, num_steps=num_steps, count_validations=count,
+                    validation_steps=1.5 * validation_seconds)  # fmt: skip
+    left.validation_done(validation_seconds + compile_seconds)  # before the first step
     now, shown = 1000.0, {}
     for step in range(first_step + 1, num_steps + 1):
         now += seconds[step]
