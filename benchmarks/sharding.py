@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.utils._python_dispatch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from harness import build_state, describe_versions, make_batch, make_options, read_status, watch_memory
+from op_recording import CollectiveCounter
 
 from lifecycle.step import train_step
 from ranks.world import divide_world, init_world
@@ -55,13 +56,12 @@ def main() -> None:
         "",
         f"{'':34}{'own memory, peak':>18}{'gathered, MB':>14}{'reduced, MB':>13}{'CPU s a step':>14}",
     ]
-    root = Path(__file__).parent.parent
     # What is freed has to go back, or the peak is what malloc keeps.
-    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     for name in OPTIONS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
                    __file__, "--worker", str(args.work_dir), name]  # fmt: skip
-        subprocess.run(command, check=True, cwd=root, env=env)
+        subprocess.run(command, check=True, cwd=ROOT, env=env)
         row = json.loads((args.work_dir / "row.json").read_text())
         lines.append(
             f"{name:34}{row['peak']:>15.2f} GB{row['gathered'] / 1e6:>14.0f}{row['reduced'] / 1e6:>13.0f}"
@@ -86,22 +86,6 @@ def write_model(path: Path) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-class CommunicationCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of the collectives that FSDP2 starts, as whole tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathered = self.reduced = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name()
-        if name == "c10d::_allgather_base_":
-            self.gathered += args[0].nbytes
-        elif name in ("c10d::_reduce_scatter_base_", "c10d::allreduce_"):
-            self.reduced += args[1].nbytes if "scatter" in name else sum(tensor.nbytes for tensor in args[0])
-        return func(*args, **(kwargs or {}))
-
-
 def run_worker(model_dir: str, name: str) -> None:
     """One rank's steps; rank 0 writes what they took."""
     options = make_options(**OPTIONS[name], compute_dtype="float32", learning_rate=1e-4)
@@ -112,11 +96,13 @@ def run_worker(model_dir: str, name: str) -> None:
     for step in range(NUM_STEPS):
         batch = make_batch([[ids]] * NUM_MICRO_BATCHES, step=step, world=world)
         cpu = time.process_time()
-        with watch_memory() as peak, CommunicationCounter() as counter:
+        with watch_memory() as peak, CollectiveCounter() as counter:
             train_step(state, batch, options, lr=options.optimization.learning_rate)
         cpu = time.process_time() - cpu
         if step + 1 == NUM_STEPS and world.rank == 0:
-            row = dict(peak=peak[0] - before, gathered=counter.gathered, reduced=counter.reduced, cpu=cpu)
+            sent = counter.collective_bytes
+            row = dict(peak=peak[0] - before, gathered=sent["all-gather"],
+                       reduced=sent["reduce-scatter"] + sent["all-reduce"], cpu=cpu)  # fmt: skip
             (Path(model_dir) / "row.json").write_text(json.dumps(row))
     torch.distributed.barrier()
     os._exit(0)
