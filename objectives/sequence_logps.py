@@ -39,14 +39,14 @@ class _SumLogps(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, tokens, places, num_sums, chunk_bytes, compiled):
         needs_hidden = ctx.needs_input_grad[0]
         sums = torch.zeros(num_sums, dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
         ctx.tokens, ctx.compiled = tokens, compiled
         ctx.chunks = iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes)
         for chunk in ctx.chunks:
             losses, d_logits, _ = measure_chunk(hidden, weight, bias, ctx, chunk, scale=None)
             sums.index_add_(0, places[chunk], losses[:, 0].neg_())
             if needs_hidden:
-                d_hidden[chunk] = d_logits @ weight
+                torch.mm(d_logits, weight, out=d_hidden[chunk])
             del d_logits  # before the next chunk's are made
         trains_head = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(d_hidden, places, *((hidden, weight, bias) if trains_head else ()))
