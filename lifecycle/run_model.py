@@ -12,6 +12,7 @@ from lifecycle.teacher import add_teacher
 from methods.full import Full
 from model.build import build_model
 from model.check import check_model
+from model.compiled_check import check_compiled
 from model.flops import FlopCount, count_flops
 from objectives.packed_model import PackedModel
 from options import TrainOptions
@@ -61,6 +62,7 @@ def build_run_model(
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, world=world)
+    check_compiled(model, inputs.objective, world=world, progress=progress)
     weigh_images(inputs, count_flops(model.model))
     load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from families.family import Reader
 from families.micro_batch import MicroBatch
 from objectives.objective import Objective, Scores
+from ranks.compilation import Compiled
 
 
 class PackedModel(nn.Module):
@@ -32,6 +33,7 @@ class PackedModel(nn.Module):
         self.reader, self.loss = objective.family.open_reader(model), objective.make_loss(is_fused=is_fused)
         # A context in which the model runs transformers' own code, without kernels that replace parts of it.
         self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
         if objective.noise is not None:
             objective.noise.attach(self)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ranks.compilation import Compiled
 from ranks.memory import memory_kind
 
 # Bytes of one chunk's fp32 logits. Large enough to fill a GPU's matrix units at any vocabulary size, small
@@ -84,7 +85,7 @@ class _SumTokenLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, measure, chunk_bytes, by_source):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for chunk in iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes):
@@ -96,7 +97,7 @@ class _SumTokenLoss(torch.autograd.Function):
             if needs_bias:
                 d_bias += d_bias_part
             if needs_hidden:
-                d_hidden[chunk] = d_logits @ weight
+                torch.mm(d_logits, weight, out=d_hidden[chunk])
             if needs_weight:
                 add_product(d_weight, d_logits.T, hidden[chunk])
             del logits, d_logits  # before the next chunk's are made
@@ -196,7 +197,7 @@ def compute_logits(tokens: TrainedTokens, chunk: slice) -> Tensor:  # (rows, V)
 
 @functools.cache
 def fuse_chunk_loss() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    return torch.compile(sum_chunk_loss, dynamic=True)
+    return Compiled(sum_chunk_loss, "the loss")
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
