@@ -70,7 +70,7 @@ def check_compiled(
     if count_graphs() == 0:
         reasons = torch._dynamo.utils.counters["graph_break"] or {"unknown": 1}
         raise ValueError(
-            f"--compile has no effect: torch compiles no part of {names[blocks[0]]} ({type(blocks[0]).__name__}):"
+            f"--compile has no effect: torch compiles no part of {names[blocks[0]]} ({packed_model.compiled[0].name}):"
             f" {next(iter(reasons)).splitlines()[0]}; remove the option"
         )
     log.info(f"compiled blocks compute what uncompiled ones do; {describe_cache()}")

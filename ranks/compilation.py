@@ -63,7 +63,7 @@ class Compiled:
         log.warning(
             f"warning: --compile: {self.name} was compiled again after its first micro-batch, which took"
             f" {last.entire_frame_compile_time_s or 0:.1f} s: {reason}; only the first time is reported,"
-            " TORCH_LOGS=recompiles prints all"
+            " TORCH_LOGS=recompiles_verbose prints all"
         )
 
 
