@@ -7,7 +7,6 @@ the CPU, as train.py does, and once more with the whole model read on rank 0 fir
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -16,17 +15,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from harness import build, describe_versions, make_options, read_status, watch_memory
+from op_recording import CollectiveCounter
 
 from model import weights
 from ranks.world import init_world
@@ -68,9 +67,8 @@ def main() -> None:
             drop_from_cache(name)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_ranks}",
                    __file__, "--worker", str(model_dir), mode]  # fmt: skip
-        root = Path(__file__).parent.parent
-        env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, cwd=root, env=env)
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, cwd=ROOT, env=env)
         for rank in range(args.num_ranks):
             row = json.loads((model_dir / f"rank_{rank}.json").read_text())
             lines.append(
@@ -133,22 +131,6 @@ def read_from_disk() -> float:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")) / 1e9
 
 
-@contextlib.contextmanager
-def counted_broadcasts() -> Iterator[Counter[str]]:
-    """Counts the bytes that are broadcast inside this block."""
-    counts, broadcast = Counter(), dist.broadcast
-
-    def count(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        counts["bytes"] += tensor.nbytes
-        return broadcast(tensor, *args, **kwargs)
-
-    dist.broadcast = count
-    try:
-        yield counts
-    finally:
-        dist.broadcast = broadcast
-
-
 def hash_shards(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for param in model.parameters():
@@ -167,12 +149,12 @@ def run_worker(model_dir: str, mode: str) -> None:
         weights.plan_reading = refuse
     options = make_options(activation_checkpointing="none", compute_dtype="float32")
     start, read, cpu, wall = read_status("VmRSS"), read_from_disk(), time.process_time(), time.monotonic()
-    with watch_memory() as peak, counted_broadcasts() as counts:
+    with watch_memory() as peak, CollectiveCounter() as counted:
         model = build(model_dir, options, world)
     row = dict(
         start=start, anon_peak=peak[0], rss_peak=read_status("VmHWM"), anon_after=read_status("RssAnon"),
         read=read_from_disk() - read, cpu=time.process_time() - cpu, wall=time.monotonic() - wall,
-        sent=counts["bytes"] / 1e9, tensors=hash_shards(model),
+        sent=counted.collective_bytes["broadcast"] / 1e9, tensors=hash_shards(model),
     )  # fmt: skip
     assert all(param.device.type == "cpu" for param in model.parameters())
     (Path(model_dir) / f"rank_{world.rank}.json").write_text(json.dumps(row))

@@ -23,7 +23,8 @@ import torch.utils._python_dispatch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from harness import build_state, describe_versions, make_batch, make_options, read_status, watch_memory
 
 from lifecycle.step import train_step
@@ -64,14 +65,13 @@ def main() -> None:
         "",
         f"{'':40}{'own memory, peak':>18}{'gathers':>9}{'gathered, MB':>14}{'reduced, MB':>13}{'CPU s a step':>14}",
     ]
-    root = Path(__file__).parent.parent
     # What is freed has to go back, or the peak is what malloc keeps.
-    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     for name in OPTIONS | ON_ONE_RANK:
         num_ranks = NUM_RANKS if name in OPTIONS else 1
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
                    __file__, "--worker", str(args.work_dir), name]  # fmt: skip
-        subprocess.run(command, check=True, cwd=root, env=env)
+        subprocess.run(command, check=True, cwd=ROOT, env=env)
         row = json.loads((args.work_dir / "row.json").read_text())
         lines.append(
             f"{name:40}{row['peak']:>15.2f} GB{row['gathers']:>9}{row['gathered'] / 1e6:>14.0f}"
@@ -138,7 +138,7 @@ def run_worker(model_dir: str, name: str) -> None:
     for step in range(NUM_STEPS):
         batch = make_batch([[ids]] * NUM_MICRO_BATCHES, step=step, world=world)
         cpu = time.process_time()
-        with watch_memory() as peak, CommunicationCounter() as counter:
+        with watch_memory() as peak, CollectiveCounter() as counter:
             train_step(state, batch, options, lr=options.optimization.learning_rate)
         cpu = time.process_time() - cpu
         if step + 1 == NUM_STEPS and world.rank == 0:

@@ -12,6 +12,7 @@ from model.check import draw_sequences
 from model.sharding import reshard
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from ranks.compilation import run_eagerly
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
@@ -20,7 +21,7 @@ TOLERANCE_EXACT, TOLERANCE_ROUNDED = 1e-4, 3e-2
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")
+@run_eagerly()
 def check_export(
     packed_model: PackedModel,
     export_dir: Path,

@@ -13,6 +13,7 @@ from methods.full import Full
 from model.activation_checkpointing import forget_random_states
 from model.build import build_model
 from model.check import check_model, draws_random_numbers
+from model.compiled_check import check_compiled
 from model.flops import FlopCount, count_flops
 from objectives.packed_model import PackedModel
 from options import TrainOptions
@@ -64,6 +65,7 @@ def build_run_model(
     check_model(model, inputs.objective, method, world=world)
     if not draws_random_numbers(model, inputs.objective, world=world):
         forget_random_states(model)
+    check_compiled(model, inputs.objective, world=world, progress=progress)
     weigh_images(inputs, count_flops(model.model))
     load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)

@@ -35,6 +35,7 @@ from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
 from pretrained.text_tower import find_decoder, set_attention, text_config
+from ranks.compilation import Compiled
 from ranks.devices import DTYPES, describe_device
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
@@ -72,6 +73,7 @@ def build_model(
     packed_model = PackedModel(
         meta.model, objective, backend=meta.backend, compute_dtype=meta.compute_dtype, is_fused=compute.compile
     )
+    packed_model.compiled = meta.compiled
     packed_model.own_code = functools.partial(restored, meta.replaced)
     apply_fsdp(
         packed_model,
@@ -108,13 +110,12 @@ def make_meta_model(
     if mode == "selective":
         kept = choose_kept_operations(model, method, backend=backend, compile=compute.compile)
         apply_activation_checkpointing(blocks, kept)  # before compiling, which hides operations
-    if compute.compile:
-        apply_compile(blocks)
+    compiled = apply_compile(blocks) if compute.compile else ()
     if mode == "full":
         apply_activation_checkpointing(blocks)
     if compute.offload_activations:
         apply_offloading(blocks, device)
-    return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced)
+    return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced, compiled)
 
 
 def check_divisible(meta: MetaModel, num_sharing: int) -> None:
@@ -214,11 +215,24 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
     convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
 
 
-def apply_compile(blocks: nn.ModuleList, *, backend: str | Callable = "inductor", dynamic: bool = True) -> None:
+def apply_compile(
+    blocks: nn.ModuleList, *, backend: str | Callable = "inductor", dynamic: bool = True
+) -> tuple[Compiled, ...]:
     """Compiles each block separately, for any number of tokens and sequences; the options are torch.compile's.
 
     All blocks of a kind share one compiled graph, and no micro-batch triggers recompilation, since none has a dimension
     or a longest sequence of 1 (see `Objective.pack`), which torch.compile would specialize on.
     """
+    # Inside selective checkpointing torch compiles nothing that stores something, and blocks store their micro-batch.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    compiled = []
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=dynamic, backend=backend)
+        block.forward = Compiled(
+            block.forward,
+            type(block).__name__,
+            mode=functools.partial(getattr, block, "training"),
+            backend=backend,
+            dynamic=dynamic,
+        )
+        compiled.append(block.forward)
+    return tuple(compiled)

@@ -19,6 +19,7 @@ from model.sharding import reshard
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from pretrained.text_tower import find_decoder, find_placeholders, set_attention, text_config
+from ranks.compilation import run_eagerly
 from ranks.ending import log
 from ranks.row_group import sum_parts
 from ranks.world import World
@@ -43,7 +44,7 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # compiling for these inputs would use up the limit on recompilations
+@run_eagerly()  # in eval mode and without gradients the blocks would be compiled once more
 def check_packing(
     packed_model: PackedModel,
     objective: Objective,

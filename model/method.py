@@ -19,6 +19,7 @@ from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import DataOptions
 from pretrained.text_tower import LeftOut
+from ranks.compilation import Compiled
 from ranks.world import World
 
 
@@ -35,6 +36,7 @@ class MetaModel:
     left_out: LeftOut = field(default_factory=LeftOut)  # parts of a multimodal model other than its text tower
     tiled: tuple[str, ...] = ()  # names of the modules to run on a tile of the row at a time
     replaced: tuple[Replaced, ...] = ()  # by liger-kernel
+    compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
 
 
 class Method:

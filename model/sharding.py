@@ -51,6 +51,7 @@ def apply_fsdp(
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = head is not None and embedding.weight is head.weight  # classifiers have no such head
+    is_plain = type(embedding) is nn.Embedding  # fully_shard changes its class
     tied = packed_model.model.all_tied_weights_keys.keys()
     # Fill and shard unit by unit.
     units = (*blocks, *([] if is_tied else [embedding]), packed_model)
@@ -81,6 +82,8 @@ def apply_fsdp(
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + count]))
             block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
+    if is_plain and not is_tied:
+        embedding.set_unshard_in_backward(False)  # its gradient needs the tokens' ids, not its weight
     for name in ("hidden_states", "look_ahead", "predict", "reference", "score"):
         register_fsdp_forward_method(packed_model, name)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from families.family import Reader
 from families.micro_batch import MicroBatch
 from objectives.objective import Objective, Scores
+from ranks.compilation import Compiled
 
 
 class PackedModel(nn.Module):
@@ -33,6 +34,7 @@ class PackedModel(nn.Module):
         # A context in which the model runs transformers' own code, without kernels that replace parts of it.
         self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.draws = True  # whether training may draw random numbers, which a recomputation has to draw again
+        self.compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
         if objective.noise is not None:
             objective.noise.attach(self)
 

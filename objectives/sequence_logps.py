@@ -40,7 +40,7 @@ class _SumLogps(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, tokens, places, num_sums, chunk_bytes, compiled):
         needs_hidden = ctx.needs_input_grad[0]
         sums = torch.zeros(num_sums, dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
         ctx.tokens, ctx.compiled = tokens, compiled
         ctx.chunks = iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes)
         for chunk in ctx.chunks:

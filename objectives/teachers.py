@@ -28,6 +28,7 @@ from objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records,
 from objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
 from options import TeacherOptions
 from pretrained.files import name_model
+from ranks.compilation import Compiled
 from ranks.row_group import RowGroup
 
 TAUGHT = "taught"  # among objectives
@@ -154,7 +155,7 @@ def describe_teacher(teacher: Top | Tensor, log_probs: Tensor) -> tuple[Tensor, 
 
 @functools.cache
 def fuse_taught_chunk() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    return torch.compile(measure_taught_chunk, dynamic=True)
+    return Compiled(measure_taught_chunk, "the loss")
 
 
 @dataclass(frozen=True)

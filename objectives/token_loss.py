@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ranks.compilation import Compiled
 from ranks.memory import memory_kind
 
 # Of a chunk: fp32 logits at most, and tokens at most. Each chunk reads and writes the sum of the head's gradient; with
@@ -84,7 +85,7 @@ class _SumTokenLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, measure, chunk_bytes, by_source):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = make_total(weight, hidden) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for chunk in iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes):
@@ -196,7 +197,7 @@ def compute_logits(tokens: TrainedTokens, chunk: slice) -> Tensor:  # (rows, V)
 
 @functools.cache
 def fuse_chunk_loss() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    return torch.compile(sum_chunk_loss, dynamic=True)
+    return Compiled(sum_chunk_loss, "the loss")
 
 
 def make_total(weight: Tensor, hidden: Tensor) -> Tensor:

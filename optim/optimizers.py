@@ -112,6 +112,7 @@ def state_keys(optimizer: torch.optim.Optimizer, param: DTensor) -> set[str]:
     return optimizer.state_keys(param) if isinstance(optimizer, CompactAdamW) else {"step", "exp_avg", "exp_avg_sq"}
 
 
+@torch.no_grad()  # with gradients, to_local would record a view of each
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:
     """This rank's shards of all gradients."""
     return [p.grad.to_local() for p in model.parameters() if p.grad is not None]

@@ -54,9 +54,7 @@ def reduce_step(
         torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
         torch.full((), flags, dtype=torch.float64, device=device),
     ]
-    row = torch.cat(
-        [torch.stack(own + [loss.double() for loss in losses]), *(total.flatten() for total in totals.values())]
-    )
+    row = torch.cat([torch.stack(own), torch.stack(losses).double(), *(total.flatten() for total in totals.values())])
     rows = row.new_empty(dist.get_world_size(), len(row))
     dist.all_gather(list(rows.unbind()), row)
     rows = rows.cpu()

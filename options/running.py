@@ -126,7 +126,8 @@ class ComputeOptions:
     """Memory in GiB of one GPU, or of one process on CPU, for auto and --dry-run. Default: the machine's. On CPU, a run
     with a budget returns freed memory at once to stay within it, which takes time."""
     compile: bool = False
-    """torch.compile each block, once for all sequence lengths; the first step takes a minute or more longer."""
+    """torch.compile each block, once for all sequence lengths, and compare it with the uncompiled one. The start takes
+    a minute or more longer, less when the code is cached."""
     float8: bool = False
     """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install torchao): faster, less accurate. Gains
     little without --compile, which fuses the casts."""

@@ -1,4 +1,5 @@
 import gc
+import getpass
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ from turns import Floor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would make every test crawl
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Not in the home directory: torch's own default.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 # Several ranks that have to be gone within seconds: nothing else may want the cores.
 ALONE = {"test_faults.py"}

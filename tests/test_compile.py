@@ -1,22 +1,50 @@
-"""Compiled blocks: what they compute, and that compilation ends with the first micro-batch."""
+"""Compiled blocks: what they compute, that the start-up check compares them, and that nothing compiles after it."""
 
 import functools
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from breadth import wide
-from small_runs import LENGTHS, make_micro_batch
-from tiny_models import FAMILIES, VOCAB_SIZE, build, check, compile_by, save_model
+from forked import run_forked
+from functorch.compile import make_boxed_func
+from processes import flags
+from small_runs import LENGTHS, OPTIONS, make_inputs, make_micro_batch
+from tiny_models import (
+    FAMILIES,
+    SHAPE,
+    VOCAB_SIZE,
+    build,
+    check,
+    compile_by,
+    make_osft,
+    save_model,
+    save_tokenizer,
+)
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
+from transformers import AutoTokenizer
 
+from methods.full import Full
+from methods.lora import LoRA
 from model import attention as packed_attention
 from model.build import find_blocks
+from model.compiled_check import check_compiled
+from model.sharding import reshard
+from objectives.next_tokens import CausalLM
 from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from options import DataOptions, LoRAOptions
+from ranks.compilation import CACHE_VARIABLE, Compiled, count_graphs, run_eagerly
 
 pytestmark = pytest.mark.slow
 
-FIRST = (13, 1, 22, 7)
+# As many tokens as the hidden size, which torch.compile would take for the same number.
+FIRST = (13, 1, 11, SHAPE["hidden_size"] - 25)
 
 
 def attend_traceable(query, key, value, row, rule):
@@ -60,7 +88,8 @@ def test_no_micro_batch_after_the_first_compiles_again(
     reference = build(path, world)
     check(model, world)
     assert counter.frame_count == 0
-    counts = []
+    check_compiled(model, CausalLM(), world=world)
+    num_checked, num_graphs, counts = counter.frame_count, count_graphs(), []
     for seed, lengths in enumerate((FIRST, *LENGTHS)):
         micro_batch = make_micro_batch(lengths, seed=seed)
         losses = []
@@ -76,7 +105,116 @@ def test_no_micro_batch_after_the_first_compiles_again(
             )
         counts.append(counter.frame_count)
     assert counts == [counts[0]] * len(counts)
-    assert 0 < counts[0] < len(find_blocks(model.model))  # blocks of a kind share their code
+    assert count_graphs() == num_graphs + 1  # the loss
+    assert 0 < num_checked < len(find_blocks(model.model))  # blocks of a kind share their code
+
+
+def list_warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "mini_trainer" and record.levelno >= 30]
+
+
+METHODS = {
+    "lora": dict(family="llama"),
+    "lora, checkpointing": dict(family="llama", activation_checkpointing="full"),
+    "osft": dict(family="llama"),
+    "experts": dict(family="mixtral"),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", METHODS)
+def test_training_and_validation_compile_once_each(case, world, tmp_path, monkeypatch, caplog):
+    torch.compiler.reset()
+    compile_by("eager", monkeypatch)
+    family, options = METHODS[case]["family"], {k: v for k, v in METHODS[case].items() if k != "family"}
+    path = save_tokenizer(save_model(FAMILIES[family], tmp_path))
+    method = Full()
+    if case.startswith("lora"):
+        method = LoRA(LoRAOptions(lora=True, lora_rank=4), seed=0)
+        method.open_files(AutoTokenizer.from_pretrained(path), DataOptions(data_path=("",)))
+    elif case == "osft":
+        method = make_osft(tmp_path, osft_unfreeze_rank_ratio=0.5)
+    model = build(path, world, method=method, compile=True, **options)
+    check_compiled(model, CausalLM(), world=world)
+    num_checked, counts = count_graphs(), {"train": [], "score": []}
+    for seed, lengths in enumerate(LENGTHS[2:7] * 2):
+        micro_batch = make_micro_batch(lengths, seed=seed)
+        model(micro_batch).backward()
+        counts["train"].append(count_graphs())
+        if seed >= 5:
+            model.eval()
+            model.score(micro_batch)
+            reshard(model)
+            model.train()
+            counts["score"].append(count_graphs())
+    assert counts["train"][4:6] == [num_checked + 1] * 2  # the loss
+    assert {*counts["score"]} == {*counts["train"][6:]} == {counts["score"][0]}
+    assert list_warnings(caplog) == []
+
+
+def miscompile(where: str) -> Callable:
+    """A backend that adds one to what it computes in this pass."""
+
+    def add_one(graph, inputs):
+        return make_boxed_func(
+            lambda *args: tree_map_only(Tensor, lambda t: t + 1 if t.is_floating_point() else t, graph(*args))
+        )
+
+    def keep(graph, inputs):
+        return make_boxed_func(graph)
+
+    passes = dict(fw_compiler=keep, bw_compiler=keep) | {f"{where}_compiler": add_one}
+    return aot_autograd(**passes)
+
+
+def fail(graph, inputs):
+    raise RuntimeError("no compiler\nfound")
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        (
+            miscompile("fw"),
+            r"computes something else once compiled: outputs or gradients differ by .* \(2 of 2",
+        ),
+        (miscompile("bw"), "computes something else once compiled"),
+        (fail, "cannot be compiled: .*no compiler found"),
+    ],
+)
+def test_a_block_that_is_compiled_wrongly_is_refused_by_name(backend, reason, world, tmp_path, monkeypatch):
+    torch.compiler.reset()
+    compile_by(backend, monkeypatch, dynamic=False)
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, compile=True)
+    with pytest.raises(ValueError, match=rf"^--compile: model\.layers\.0 \(LlamaDecoderLayer\) {reason}"):
+        check_compiled(model, CausalLM(), world=world)
+
+
+def test_a_recompilation_is_reported_once_with_its_reason(caplog, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(Compiled, "warned", set())
+    double, before = Compiled(lambda x: 2 * x, "Block", backend="eager"), count_graphs()
+    with run_eagerly():
+        double(torch.ones(3))
+    assert count_graphs() == before
+    with torch.no_grad():
+        double(torch.ones(3))
+    double(torch.ones(3))  # the first call with gradients
+    assert list_warnings(caplog) == []
+    for dtype in (torch.float64, torch.float16):
+        assert torch.equal(double(torch.ones(4, dtype=dtype)), torch.full((4,), 2, dtype=dtype))
+    (warning,) = list_warnings(caplog)
+    assert "Block was compiled again after its first micro-batch" in warning
+    assert "expected Float, actual Double" in warning
+
+
+def test_blocks_of_which_nothing_is_compiled_are_refused(world, tmp_path):
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, compile=True)
+    for compiled in model.compiled:
+        compiled.compiled = compiled.function
+    counters.clear()
+    with pytest.raises(ValueError, match=r"no effect: torch compiles no part of model\.layers\.0 \(Llama"):
+        check_compiled(model, CausalLM(), world=world)
 
 
 def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused(world, tmp_path):
@@ -104,3 +242,17 @@ def test_the_fused_loss_is_the_same(is_plain, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for ours, expected in zip(*reversed(results), strict=True):
         assert (ours - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.wide
+def test_a_second_run_takes_its_blocks_from_the_cache(tmp_path):
+    inputs = make_inputs(tmp_path, "llama")
+    texts = []
+    for name in ("first", "second"):
+        options = OPTIONS | inputs | dict(compile=True, max_steps=1, output_dir=str(tmp_path / name))
+        done = run_forked(0, "train.py", *flags(**options), env={CACHE_VARIABLE: str(tmp_path / "cache")}, timeout=600)
+        assert done.returncode == 0, done.stderr
+        texts.append(re.search(r"(\d+) graphs compiled, (\d+) of them from (.*)", done.stderr).groups())
+    (compiled, found, path), (again, found_again, _) = texts
+    assert int(compiled) > 0 and found == "0" and path == str(tmp_path / "cache")
+    assert again == found_again == compiled

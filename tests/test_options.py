@@ -109,6 +109,7 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--master-weights bfloat16: --osft keeps directions exactly", "--float8 cannot be used with --osft"],
         ),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot be used with --compile"]),
+        (["--compile", "--use-liger-kernels"], ["--use-liger-kernels cannot be used with --compile"]),
         (["--warmup-ratio", "0.1", "--num-warmup-steps", "3"], ["--warmup-ratio and --num-warmup-steps both set"]),
         (["--profile-steps", "5:3"], ["--profile-steps 5:3: must be a step (10)"]),
         (["--export-name", "best"], ["--export-name 'best': must be"]),

@@ -1,17 +1,14 @@
 """A step waits for the device once: in reduce_step, whatever the number of micro-batches."""
 
 import shutil
-import sys
 
 import pytest
 import torch
 from breadth import wide
 from in_process import train_here
+from op_recording import WaitRecorder
 from small_runs import LENGTHS, OPTIONS, make_inputs, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lifecycle.step import TrainState, run_backward, update_weights
 from methods.full import Full
@@ -19,54 +16,6 @@ from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from options import OptimizationOptions
 
 NUM_STEPS = 4
-# On a GPU each of these waits until it has computed what they read.
-WAITING_CALLS = {f"torch.Tensor.{name}" for name in ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__",
-                 "__int__", "__float__", "__index__", "__array__", "__contains__", "masked_select")}  # fmt: skip
-WAITING_OPERATIONS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::_unique2",
-                      "aten::masked_select", "aten::unique_dim", "aten::repeat_interleave.Tensor"}  # fmt: skip
-
-
-class WaitRecorder:
-    """What waits, in the thread that trains, in its order: whether it is called by reduce_step, and its name."""
-
-    def __init__(self):
-        self.events: list[tuple[bool, str]] = []
-        recorder = self
-
-        class Calls(TorchFunctionMode):
-            def __torch_function__(self, function, types, args=(), kwargs=None):
-                name = resolve_name(function)
-                if name in WAITING_CALLS:
-                    recorder.add(name)
-                return function(*args, **(kwargs or {}))
-
-        class Operations(TorchDispatchMode):
-            def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-                masks = operation.name() in ("aten::index.Tensor", "aten::index_put_") and any(
-                    isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in tree_leaves(args[1])
-                )
-                if operation.name() in WAITING_OPERATIONS or masks:
-                    recorder.add(operation.name())
-                return operation(*args, **(kwargs or {}))
-
-        self.modes = (Calls(), Operations())
-
-    def add(self, name: str) -> None:
-        frame, names = sys._getframe(1), []
-        while frame is not None:
-            names.append(frame.f_code.co_name)
-            frame = frame.f_back
-        self.events.append(("reduce_step" in names, name))
-
-    def __enter__(self) -> "WaitRecorder":
-        for mode in self.modes:
-            mode.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        for mode in reversed(self.modes):
-            mode.__exit__(*error)
-
 
 CASES = {
     "llama": ("llama", {}),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from op_recording import OpRecorder, list_storages
+from op_recording import CollectiveCounter
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -156,29 +156,16 @@ def test_weights_that_the_model_has_no_place_for_are_reported_as_transformers_do
     assert "surplus" in caplog.text and "UNEXPECTED" in caplog.text
 
 
-class SentBytes(OpRecorder):
-    """Bytes that are broadcast."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.name() == "c10d::broadcast_":
-            self.sent += sum(num_bytes for _, num_bytes in list_storages(args))
-        return super().__torch_dispatch__(operation, types, args, kwargs)
-
-
 def test_weights_are_sent_in_the_type_that_they_are_stored_in(world, tmp_path):
     save_model(FAMILIES["llama"], tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    with SentBytes() as counted:
+    with CollectiveCounter() as counted:
         built = build(tmp_path, world).model
     assert_same_weights(built, load_plainly(tmp_path))
     stored, buffers = sum(p.nbytes for p in model.parameters()), sum(b.nbytes for b in model.buffers())
     types = 8 * len([*model.parameters(), *model.buffers()])  # one number a tensor says in which type it comes
-    assert counted.sent <= stored + buffers + types + 2000  # what rank 0 has to say of reading
+    assert counted.collective_bytes["broadcast"] <= stored + buffers + types + 2000  # what rank 0 has to say of reading
 
 
 def make_readers(sizes: dict[str, int], read: list[str]) -> dict:

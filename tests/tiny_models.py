@@ -46,6 +46,7 @@ from objectives.packed_model import PackedModel
 from objectives.token_loss import sum_chunk_loss
 from options import OSFTOptions, TrainOptions, group_options
 from osft import OSFT
+from ranks.compilation import Compiled
 from ranks.world import World
 
 VOCAB_SIZE = 288
@@ -204,5 +205,5 @@ def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch, *, dyna
     reckoning with sizes that are not known.
     """
     monkeypatch.setattr("model.build.apply_compile", functools.partial(apply_compile, backend=backend, dynamic=dynamic))
-    fused = torch.compile(sum_chunk_loss, dynamic=dynamic, backend=backend)
+    fused = Compiled(sum_chunk_loss, "the loss", backend=backend, dynamic=dynamic)
     monkeypatch.setattr("objectives.token_loss.fuse_chunk_loss", lambda: fused)

@@ -390,6 +390,11 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
             "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
             " --dry-run"
         )
+    if compute.use_liger_kernels and compute.compile:
+        problems.append(
+            "--use-liger-kernels cannot be used with --compile, which writes kernels for the same operations: give only"
+            " one of them"
+        )
     if compute.tiled_mlp and compute.compile:
         problems.append("--tiled-mlp cannot be used with --compile, which compiles whole blocks: give only one of them")
     if compute.offload_activations and compute.activation_checkpointing != "full":

@@ -1,0 +1,33 @@
+"""A training step does no more than it did: counts of collectives, kernels, casts, copies and allocations."""
+
+import json
+import operator
+
+import counts
+import pytest
+from breadth import wide
+from forked import run_forked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["full", *(wide(case) for case in counts.CASES if case != "full")])
+def test_no_count_of_a_step_grows(case, tmp_path):
+    """Beyond those that benchmarks/counts.py has written."""
+    counts.save_models(tmp_path)
+    done = run_forked(counts.NUM_RANKS, "benchmarks/counts.py", "--worker", tmp_path, case)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "counts.json").read_text())[case]
+    known, needed = counts.read_counts(counts.RESULTS.read_text())[case], counts.find_needed(case)
+    found = {name: counts.Cost(*parts) for name, parts in written.items()}
+    grown = {name: (cost, known[name]) for name, cost in found.items() if any(map(operator.gt, cost, known[name]))}
+    assert grown == {} and found.keys() == known.keys()
+    assert all(found[name] == cost for name, cost in needed.items() if "bytes" not in name and any(cost))
+
+
+def test_a_count_that_is_not_linear_is_refused():
+    numbers = {size: size[0] * size[1] for size in counts.SIZES}
+    found = {size: counts.Counter(copies=number + 5) for size, number in numbers.items()}
+    assert counts.split_counts(found) == {"copies": counts.Cost(1, 0, 0, 5)}
+    found[counts.SIZES[-1]]["copies"] += 1
+    with pytest.raises(AssertionError, match="copies: 7, 9, 11, 18 is not linear"):
+        counts.split_counts(found)
