@@ -40,6 +40,7 @@ from .running import (
     TrackingOptions,
 )
 from .tools import (
+    BoardOptions,
     ContinualOptions,
     EngineOptions,
     EvaluateOptions,

@@ -487,23 +487,31 @@ const describeCharts = () => JSON.stringify([data.charts, data.runs.map(run => [
 async function follow() {
   const started = performance.now();
   try {
-    const answer = document.hidden ? {status: 204} : await fetch(`data?version=${encodeURIComponent(data.version)}`);
+    const query = new URLSearchParams(location.search);  // which runs
+    query.set("version", data.version);
+    const answer = document.hidden ? {status: 204} : await fetch(`data?${query}`);
     if (answer.status === 200) {
       const before = describeCharts();
       data = await answer.json();
       showAll({isOld: describeCharts() === before});
     }
     byId("live").className = answer.status < 300 ? "" : "lost";
-    byId("live").textContent = answer.status < 300
-      ? `following, ${new Date().toLocaleTimeString("en-GB")}` : shorten(await answer.text(), 200);
+    byId("live").textContent = answer.status >= 300 ? shorten(await answer.text(), 200)
+      : data.is_behind ? "reading" : `following, ${new Date().toLocaleTimeString("en-GB")}`;
   } catch {
     byId("live").className = "lost";
-    byId("live").textContent = "no longer followed: tools/plot_metrics.py has ended";
+    byId("live").textContent = "no longer followed: the program that serves this page has ended";
   }
   // Reading long runs takes time: most of it is left to others.
-  setTimeout(follow, Math.max(1000 * SECONDS_BETWEEN_QUESTIONS, 5 * (performance.now() - started)));
+  const wait = Math.max(1000 * SECONDS_BETWEEN_QUESTIONS, 5 * (performance.now() - started));
+  setTimeout(follow, data.is_behind && !document.hidden ? 0 : wait);
 }
 
+if (data.has_board) {
+  const link = make("a", "", "All runs");
+  link.href = "./";
+  document.querySelector(".kicker").prepend(link);
+}
 showWindow();
 showAll();
 if (data.is_live) follow();
