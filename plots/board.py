@@ -13,7 +13,7 @@ import numpy as np
 from disk import identify_file
 from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
 from pages.page import escape_json, make_page
-from plots.columns import VALIDATION_COLUMNS, MetricsReader, Row, parse_row, to_float
+from plots.columns import VALIDATION_COLUMNS, MetricsReader, Row, find_best, parse_row, to_float
 from plots.page import make_curves_page
 from plots.run_files import Run, find_state, is_run, read_run_params
 from plots.server import UNCHANGED, Answer, LocalServer, respond_with_curves
@@ -54,8 +54,7 @@ class WatchedRun:
         self.validations.read()
         last = self.tail[-1] if self.tail else {}
         share = find_share(last, params)
-        best = self.validations.points("loss").low
-        best = best[np.isfinite(best)]
+        best = find_best(self.validations)
         return {
             "id": self.id,
             "name": self.name,
@@ -65,7 +64,7 @@ class WatchedRun:
             "step": to_json(last.get("step")),
             "share": to_json(share),
             "loss": to_json(last.get("loss")),
-            "best": to_json(best.min() if len(best) else None),
+            "best": to_json(None if best is None else self.validations["loss"][best]),
             "speed": to_json(median(np.array([row["tokens_per_second"] for row in self.tail]))),
             "left": to_json(estimate_seconds_left(self.tail, params)) if state.kind == "running" else None,
             "written": self.tail_of[1] / 1e9 if isinstance(self.tail_of, tuple) else None,  # seconds since 1970

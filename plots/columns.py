@@ -19,7 +19,8 @@ STEP_COLUMNS = (
     "rewards/margins", "rewards/chosen", "rewards/rejected",
 )  # fmt: skip
 VALIDATION_COLUMNS = (
-    "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies", "rewards/margins",
+    "is_best", "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies",
+    "rewards/margins",
 )  # fmt: skip
 NOT_READ = {
     "epoch", "num_samples", "num_loss_counted_tokens", "num_total_tokens", "grad_accum", "samples_per_second",
@@ -199,7 +200,18 @@ def parse_row(line: bytes) -> Row | None:
         parts = row.get(key)
         if isinstance(parts, dict):
             row |= {prefix + name: part.get("loss") for name, part in parts.items() if isinstance(part, dict)}
+    if "is_best" in row:
+        row["is_best"] = int(row["is_best"] is True)
     return row
+
+
+def find_best(validations: MetricsReader) -> int | None:
+    """Index of the best validation: the last that its run called so, by `--best-metric`; else that of lowest loss."""
+    called_best = np.flatnonzero(validations.points("is_best").high == 1)
+    if len(called_best):
+        return int(called_best[-1])
+    losses = validations["loss"]
+    return int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
 
 
 def to_float(value: Any) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from plots.columns import SET, SOURCE, Column, MetricsReader, Points, choose_starts
+from plots.columns import SET, SOURCE, Column, MetricsReader, Points, choose_starts, find_best
 from plots.run_files import Run
 
 # Colours that are distinct with any colour vision (tests/test_plots.py measures this): on white, on black.
@@ -196,14 +196,8 @@ def describe_validations(run: Run, charts: list[Chart]) -> dict[str, Any]:
     return {
         "x": place_on_axes(run, run.validations["step"]),
         "curves": {key: to_numbers(run.validations[key]) for key in keys},
-        "best": find_best(run),
+        "best": find_best(run.validations),
     }
-
-
-def find_best(run: Run) -> int | None:
-    """Index of the validation with the lowest loss."""
-    losses = run.validations["loss"]
-    return int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
 
 
 def describe_resumes(run: Run) -> dict[str, Any]:

@@ -70,6 +70,9 @@ def draw_figure(figure: Any, runs: list[Run], *, smoothing: int) -> None:
     norms = norms[np.isfinite(norms)]
     if len(norms) and norms.min() > 0 and norms.max() / norms.min() > LOG_FROM:
         grad_norm.set_yscale("log")
+    rates = [line.get_ydata() for line in lr.lines]
+    if rates and np.nanmin(np.concatenate([[0.0], *rates])) >= 0:
+        lr.set_ylim(bottom=0)  # a constant rate is level, and not its rounding
     names = [run.name for run in runs]
     if any(len(run.validations) for run in runs):
         (marked,) = loss.plot([], [], ":o", color="#555555", linewidth=0.9, markersize=3, markerfacecolor="none")

@@ -138,7 +138,7 @@ def test_a_row_has_the_numbers_of_the_last_lines(tmp_path):
     assert board.read()["version"] == version
     with (path / METRICS).open("a") as file:
         file.write(json.dumps(rows[-1] | {"step": 81, "loss": 0.5}) + '\n{"step": 82, "lo')
-    write_jsonl(path / VALIDATIONS, [make_validation(80, 80) | {"loss": 0.25}])
+    write_jsonl(path / VALIDATIONS, [make_validation(80, 80) | {"loss": 0.25, "is_best": True}])
     data = board.read()
     assert data["version"] != version and [data["runs"][0][key] for key in ("step", "loss", "best")] == [81, 0.5, 0.25]
     shutil.rmtree(path)

@@ -258,6 +258,20 @@ def test_the_page_has_the_numbers_of_the_files(tmp_path):
     assert summary["best validation"] == f"{min(row['loss'] for row in validations):.4f}"
 
 
+def test_the_best_validation_is_the_one_that_the_run_calls_best(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",))
+    rows = [row | {"is_best": row["step"] in (5, 20)} for row in read_rows(path / VALIDATIONS)]
+    write_jsonl(path / VALIDATIONS, rows)
+    page = describe(path)
+    best = page["runs"][0]["validations"]["best"]
+    assert page["runs"][0]["validations"]["x"]["step"][best] == 20
+    summary = dict(zip(page["tables"]["summary"]["head"], page["tables"]["summary"]["rows"][0], strict=True))
+    assert (summary["best validation"], summary["at step"]) == (f"{rows[best]['loss']:.4f}", "20")
+    write_jsonl(path / VALIDATIONS, [{key: row[key] for key in ("step", "loss")} for row in rows])
+    losses = [row["loss"] for row in rows]
+    assert describe(path)["runs"][0]["validations"]["best"] == losses.index(min(losses))
+
+
 def test_charts_are_there_where_there_is_something_to_draw(tmp_path):
     bare = write_run(tmp_path / "bare", num_steps=5)
     rich = write_run(tmp_path / "rich", num_steps=30, sources=("web", "code"), sets=("a", "b"))
@@ -652,6 +666,23 @@ def test_dark_follows_the_system_and_the_button(browser, page):
     settle(browser)
     assert [browser.ask(back), browser.ask(first_line)] == light
     browser.set_dark(False)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_axes_have_titles_and_a_constant_rate_is_level(browser, tmp_path):
+    path = write_run(tmp_path / "run", num_steps=50)
+    rounded = [row | {"lr": 1e-5 * (1 + 1e-6 * (row["step"] % 3))} for row in read_rows(path / METRICS)]
+    write_jsonl(path / METRICS, rounded)
+    (tmp_path / "page.html").write_text(make_curves_page(open_runs([path]), smoothing=None))
+    open_page(browser, (tmp_path / "page.html").as_uri())
+    low, high = browser.ask("byId('s lr').layout.yaxis.range")
+    assert low == 0 and 1e-5 < high < 1.3e-5
+    titles = browser.ask("data.charts.map(chart => ['x', 'y'].map(axis =>"
+                         " byId(idOf(chart)).querySelector(`.${axis}title`).textContent))")  # fmt: skip
+    assert titles[0] == ["step", "Loss"] and ["step", "Peak memory (GB)"] in titles
+    low, high = browser.ask("byId('s loss')._fullLayout.yaxis.range")
+    assert low > 0.3  # others fill the chart
 
 
 @pytest.mark.wide
