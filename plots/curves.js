@@ -1,6 +1,7 @@
 const AXES = ["step", "samples", "tokens", "hours"];
 const MIN_POINTS = 300, MAX_POINTS = 1000;  // of a curve, drawn at a time
 const WINDOWS = [1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000];  // steps
+const STAR = "13,0 14.6,4 19,4.2 15.6,6.9 16.8,11 13,8.6 9.2,11 10.4,6.9 7,4.2 11.4,4";
 const MAX_WHOLE = 20;  // a word in a table that is no longer is not broken
 const LEVEL = 1e-3;  // a curve is level if it changes by no more than this share of itself
 const SECONDS_BETWEEN_QUESTIONS = 3;
@@ -225,6 +226,10 @@ function findWidestRange() {
   return [start - room * (start > 0 || xs.some(x => x[0] === 0)), high + room];
 }
 
+// Charts of one source or set have its name as their title.
+const nameAxis = chart =>
+  chart.section ? chart.section.replace(/ by .*/, "") : chart.unit ? `${chart.title} (${chart.unit})` : chart.title;
+
 // The learning rate from zero, and so any curve that is level: on a scale of its own, rounding would look like steps.
 function chooseScale(chart, traces, isLog) {
   const ys = traces.filter(trace => trace.yaxis !== "y2").flatMap(trace => trace.y).filter(y => y !== null);
@@ -252,7 +257,7 @@ function makeLayout(chart, theme, traces) {
       spikecolor: theme.soft, spikethickness: 1, spikedash: "solid"},
     yaxis: {...axis, type: view.log.has(id) ? "log" : "linear", exponentformat: "e",
       tickformat: chart.key === "tokens_per_second" ? "~s" : "",
-      title: title(chart.unit ? `${chart.title} (${chart.unit})` : chart.title),
+      title: title(nameAxis(chart)),
       ...(view.y[id] ? {range: view.y[id], autorange: false} : chooseScale(chart, traces, view.log.has(id)))},
     yaxis2: {overlaying: "y", range: [0, 1], fixedrange: true, visible: false},
   };
@@ -372,6 +377,8 @@ function makeKey() {
   add("smoothed", ["line", {...across, "stroke-width": 2.2}]);
   if (data.runs.some(run => run.validations.x.step.length))
     add("validation", ["line", {...across, "stroke-dasharray": "2 2"}], ["circle", {cx: 13, cy: 6, r: 3.4}]);
+  if (data.runs.some(run => run.validations.best !== null))
+    add("best validation, below", ["polygon", {points: STAR, fill: "currentColor"}]);
   if (data.runs.some(run => run.resumes.texts.length))
     add("resumed", ["line", {x1: 13, x2: 13, y1: 0, y2: 12, "stroke-dasharray": "2 2", "stroke-width": 1.5}]);
   return key;
@@ -450,7 +457,7 @@ function makeTable(table, {runInRow = false, runInColumn = false, numbers = fals
   const node = make("table", "", ""), head = make("tr", "", "");
   const align = cell => {
     const text = cell.textContent;
-    cell.className = numbers && isNumber(text) ? "number" : text.length <= MAX_WHOLE && !text.includes(" ") ? "whole" : "";
+    cell.className = numbers && isNumber(text) ? "number" : text.length <= MAX_WHOLE && /^(\S+|[\d\s.,:+-]+)$/.test(text) ? "whole" : "";
     return cell;
   };
   const label = (cell, run) => { cell.replaceChildren(...(data.runs.length > 1 ? [swatch(run)] : []), run.name); return cell; };
@@ -521,8 +528,8 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme)
 
 // ---- following runs ----
 
-const describeCharts = () => JSON.stringify([data.charts, data.runs.map(run => [
-  run.path, run.x.step.length > 0, run.validations.x.step.length > 0, run.resumes.texts.length > 0])]);
+const describeCharts = () => JSON.stringify([data.charts, data.runs.map(run => [run.path, run.x.step.length > 0,
+  run.validations.x.step.length > 0, run.validations.best !== null, run.resumes.texts.length > 0])]);
 
 // Asks for what is new, and draws it where the reader is: zoom, hidden runs and smoothing stay.
 async function follow() {

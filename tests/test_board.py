@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from threading import Thread
 import pytest
 from browser import Browser, needs_browser
 from in_process import train_here
-from processes import ENV, ROOT, Job, flags, free_port, run
+from processes import ENV, ROOT, Job, check_serving, flags
 from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import write_jsonl
@@ -268,19 +267,7 @@ def test_what_cannot_be_served_gets_one_message_and_exit_code_2(words, message, 
 
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
-    port = free_port()
-    command = [sys.executable, "__main__.py", "board", str(tmp_path), "--port", str(port)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
-    try:
-        assert process.stdout.readline() == f"board: http://127.0.0.1:{port}/ (Ctrl-C stops it)\n"
-        second = run(command)
-        assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, "")
-    finally:
-        process.kill()
+    check_serving([sys.executable, "__main__.py", "board", str(tmp_path)], "board")
 
 
 # ---- runs of the trainer

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -21,7 +20,7 @@ import pytest
 from browser import Browser, needs_browser
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import ENV, ROOT, free_port, run
+from processes import ENV, ROOT, check_serving, run
 from run_directories import make_sources, write_run
 from tiny_data import write_jsonl
 
@@ -557,19 +556,8 @@ def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
 
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
-    path, port = write_run(tmp_path / "run", num_steps=5), free_port()
-    command = [sys.executable, "tools/plot_metrics.py", str(path), "--follow", "--port", str(port)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
-    try:
-        assert process.stdout.readline() == f"curves: http://127.0.0.1:{port}/ (Ctrl-C stops it)\n"
-        second = run(command)
-        assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, "")
-    finally:
-        process.kill()
+    path = write_run(tmp_path / "run", num_steps=5)
+    check_serving([sys.executable, "tools/plot_metrics.py", str(path), "--follow"], "curves")
 
 
 # ---- in a browser
