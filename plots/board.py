@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from disk import identify_file
 from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
 from pages.page import escape_json, make_page
 from plots.columns import VALIDATION_COLUMNS, MetricsReader, Row, find_best, parse_row, to_float
@@ -44,7 +43,7 @@ class WatchedRun:
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
         self.tail: list[dict[str, float]] = []
-        self.tail_of: object = None  # identity and size of the file that `tail` was read from
+        self.tail_of: tuple[int, int, int] | None = None  # time (ns), size and inode of the file that it was read from
 
     def describe(self) -> dict[str, Any]:
         """The row, as JSON. OSError if the files cannot be read."""
@@ -67,14 +66,15 @@ class WatchedRun:
             "best": to_json(None if best is None else self.validations["loss"][best]),
             "speed": to_json(median(np.array([row["tokens_per_second"] for row in self.tail]))),
             "left": to_json(estimate_seconds_left(self.tail, params)) if state.kind == "running" else None,
-            "written": self.tail_of[1] / 1e9 if isinstance(self.tail_of, tuple) else None,  # seconds since 1970
+            "written": None if self.tail_of is None else self.tail_of[0] / 1e9,  # seconds since 1970
         }
 
     def _read_tail(self) -> None:
         path = self.path / METRICS_FILE
-        identity = identify_file(path)
+        found = path.stat() if path.exists() else None
+        identity = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
         if identity != self.tail_of:
-            self.tail, self.tail_of = read_tail(path) if identity else [], identity
+            self.tail, self.tail_of = [] if identity is None else read_tail(path), identity
 
 
 def read_tail(path: Path) -> list[dict[str, float]]:
