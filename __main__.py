@@ -32,6 +32,7 @@ SCRIPTS = {
         "a teacher's most probable tokens of a data set, for train",
     ),
     "continual": ("tools/continual.py", "tasks in, a model trained on one after the other out: what is forgotten"),
+    "board": ("tools/board.py", "a directory of runs in, a live table of them and their curves out, in a browser"),
     "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
 OPTIONS = {

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 
 from options import (
     PRESETS,
+    BoardOptions,
     ContinualOptions,
     ImportConfigOptions,
     Options,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 MOST_NODES = 100_000  # values of a YAML file, with its aliases expanded
 
 # Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions, ImportConfigOptions, ContinualOptions)
+WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions)
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:

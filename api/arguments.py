@@ -118,14 +118,22 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """
 
     process_data: bool = True
+    """Tokenize the chats of `data_path` first; if False, `data_path` is tokenized data."""
     data_output_dir: str | None = None
+    """Directory for the tokenized data."""
     max_seq_len: int | None = None
+    """Longer samples are dropped, and counted."""
     chat_tmpl_path: str | None = None
-    mock_data: int | bool | Given = NOTHING  # number of samples of random tokens, instead of data; True: 10,000
-    mock_data_len: int | Given = NOTHING  # tokens per sample
+    """Jinja file of the chat template. Default: the model's."""
+    mock_data: int | bool | Given = NOTHING
+    """Number of samples of random tokens, instead of data; True: 10,000."""
+    mock_data_len: int | Given = NOTHING
     data_process_num_cpu_procs: int | None = None
+    """Processes that tokenize."""
     validation_split: float = 0.0
+    """Share of the chats that is held out for validation."""
     validation_frequency: int | None = None
+    """Steps between validations."""
 
     model_path: str | Given = NOTHING
     ckpt_output_dir: str | Given = NOTHING
@@ -134,37 +142,58 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     effective_batch_size: int | Given = NOTHING
     save_samples: int | Given = NOTHING
     keep_last_checkpoint_only: bool = False
+    """Keep one export, which each epoch replaces: `export_name="last_epoch"`."""
     warmup_steps: int | Given = NOTHING
     random_seed: int | Given = NOTHING
     adamw_weight_decay: float | Given = NOTHING
     adamw_betas: tuple[float, float] | Given = NOTHING
+    """`adam_beta1` and `adam_beta2`."""
     adamw_eps: float | Given = NOTHING
     use_liger: bool | Given = NOTHING
     log_level: str | Given = NOTHING
 
     lora: LoraOptions | bool | Given | None = NOTHING
+    """LoRA: True, with options of their own, or an object with InstructLab's."""
     osft: OSFTOptions | bool | Given | None = NOTHING
+    """OSFT: True, with options of their own, or an object with them."""
     fsdp_options: FSDPOptions | None = None
+    """Sharding, with InstructLab's names."""
     deepspeed_options: DeepSpeedOptions | None = None
+    """Optimizer offloading, with InstructLab's names."""
     distributed_backend: DistributedBackend | str = DistributedBackend.FSDP
+    """Must be "fsdp"."""
     disable_flash_attn: bool = False
+    """`attention="sdpa"`."""
 
     mlflow_tracking_uri: str | None = None
+    """Track with MLflow at this address."""
     mlflow_experiment_name: str | None = None
+    """Track with MLflow: `track_project`."""
     mlflow_run_name: str | None = None
+    """Track with MLflow: `track_name`."""
     wandb_project: str | None = None
+    """Track with wandb: `track_project`."""
     wandb_entity: str | None = None
+    """Track with wandb for this entity."""
     wandb_run_name: str | None = None
+    """Track with wandb: `track_name`."""
     tensorboard_log_dir: str | None = None
-    is_padding_free: bool | None = None  # ignored: training is always padding-free
+    """Refused: `track="tensorboard"` writes into the run's directory."""
+    is_padding_free: bool | None = None
+    """No effect: training is always padding-free."""
 
-    # InstructLab's options without a counterpart; see `api.commands.NO_COUNTERPART`.
     use_dolomite: Any = NOTHING
+    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
     use_legacy_tmpl: Any = NOTHING
+    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
     accelerate_full_state_at_epoch: Any = NOTHING
+    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
     on_demand_checkpointing: Any = NOTHING
+    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
     pretraining_config: Any = NOTHING
+    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
     callbacks: Any = NOTHING
+    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
 
 
 @dataclass(kw_only=True)
@@ -172,7 +201,8 @@ class DataProcessArgs(make_own_fields("DataFields", ProcessDataOptions)):
     """Tokenization arguments: any option of process_data.py, under its own name or InstructLab's."""
 
     data_path: str | Given = NOTHING
-    data_output_path: str | Given = NOTHING  # a file, or a directory to write data.arrow in
+    data_output_path: str | Given = NOTHING
+    """A file, or a directory to write data.arrow in."""
     max_seq_len: int | Given = NOTHING
     model_path: str | Given = NOTHING
     chat_tmpl_path: str | Given | None = NOTHING

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT)]
 from harness import build_state, describe_versions, make_batch, make_options, read_status, watch_memory
 
 from lifecycle.step import train_step
@@ -138,7 +138,7 @@ def run_worker(model_dir: str, name: str) -> None:
     for step in range(NUM_STEPS):
         batch = make_batch([[ids]] * NUM_MICRO_BATCHES, step=step, world=world)
         cpu = time.process_time()
-        with watch_memory() as peak, CollectiveCounter() as counter:
+        with watch_memory() as peak, CommunicationCounter() as counter:
             train_step(state, batch, options, lr=options.optimization.learning_rate)
         cpu = time.process_time() - cpu
         if step + 1 == NUM_STEPS and world.rank == 0:

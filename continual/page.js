@@ -65,8 +65,8 @@ function fillDerived() {
 
 function listMeasures(one) {
   const derived = one.kinds[kind.name].derived, isDeviating = one.sequences.length > 1;
-  const head = ["", "mean", "95 % interval", ...isDeviating ? ["±"] : []].map(text => make("th", "", text));
-  return [fillRow([...head, make("th", "about", "")]), ...data.measures.map(measure => {
+  const head = ["measure", "mean", "95 % interval", ...isDeviating ? ["±"] : []].map(text => make("th", "", text));
+  return [fillRow([...head, make("th", "about", "meaning")]), ...data.measures.map(measure => {
     const own = derived[measure.name], value = make("td", "", "");
     value.append(make("b", "", own ? format(own.mean) : "–"));
     const cells = [capital(measure.title), value, make("td", "range", own ? interval(own) : "")];
@@ -141,7 +141,7 @@ function fillMap() {
     if (metric && metrics.size > 1) title.append(make("small", "", nameMetric(metric)));
     return title;
   });
-  head.append(fillRow([make("th", "", ""), ...titles]));
+  head.append(fillRow([make("td", "", ""), ...titles]));
   const body = make("tbody", "", "");
   body.append(...one.mean.map((_, t) => {
     const title = makeName("th", t ? `${t} ${one.tasks[t - 1]}` : "before training");
@@ -183,13 +183,6 @@ function makeScale(scale) {
 }
 
 // ---- charts
-
-function choosePlaces(low, high, most) {
-  const rough = (high - low) / most, size = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(one => one * size).find(one => one >= rough);
-  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
-  return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(10)));
-}
 
 function widen([low, high], share) {
   const margin = (high - low || Math.abs(high) || 1) * share;
@@ -360,7 +353,7 @@ function drawFront() {
   });
   drawEdge(frame, points.filter(point => point.isOn).sort((a, b) => a.x.mean - b.x.mean));
   drawPoints(frame, points);
-  byId("points-table").replaceChildren(fillRow(["", "experiment", "learnt", measure.title, ""], "th"),
+  byId("points-table").replaceChildren(fillRow(["point", "experiment", "learnt", measure.title, "place"], "th"),
     ...points.map(point => fillRow([String(point.number), point.name, format(point.y.mean), format(point.x.mean),
       make("td", "on", point.isOn ? "front" : "")])));
   byId("front-note").textContent = [

@@ -270,7 +270,8 @@ def format_histogram(totals: Totals) -> str:
             f"<title>{start:,} to {end:,} tokens: {count:,} samples</title></rect>"
         )
     beyond = f", the last bar up to {longest:,}" if longest > most else ""
-    picture = f'<svg viewBox="0 0 {len(bins) * 10} 110" preserveAspectRatio=none role=img>{"".join(bars)}</svg>'
+    shape = f'viewBox="0 0 {len(bins) * 10} 110" preserveAspectRatio=none role=img aria-label="samples by length"'
+    picture = f"<svg {shape}>{''.join(bars)}</svg>"
     axis = f"<div class=axis><span>{least:,}</span><span>{(least + most) // 2:,}</span><span>{most:,}</span></div>"
     shares = {"5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
     listed = "".join(f"<span>{name} <b>{percentile(lengths, at):,}</b></span>" for name, at in shares.items())

@@ -29,17 +29,46 @@ function draw() {
   find();
 }
 
-// All intervals on one scale, which is theirs: what matters is whether they overlap.
+// Shares are drawn from 0 to 1. Others have a scale of their own, where what matters is whether intervals overlap.
+function chooseScale(one) {
+  const least = Math.min(...one.values.map(v => v.low)), most = Math.max(...one.values.map(v => v.high));
+  if (one.higher_is_better && least >= 0 && most <= 1) return {isShare: true, low: 0, high: 1, ticks: [0, 0.25, 0.5, 0.75, 1]};
+  const margin = (most - least || Math.abs(most) || 1) * 0.08;
+  const [low, high] = [least - margin, most + margin];
+  return {isShare: false, low, high, ticks: choosePlaces(low, high, 4)};
+}
+
+function drawAxis(scale, place) {
+  const row = make("div", "mean axis", ""), ticks = make("div", "ticks", "");
+  ticks.append(...scale.ticks.map(value => {
+    const tick = make("span", "", String(value).replace("-", "−"));
+    tick.style.left = place(value);
+    return tick;
+  }));
+  row.setAttribute("aria-hidden", "true");
+  row.append(make("span", "", ""), ticks, make("span", "", ""));
+  return row;
+}
+
 function drawMeans() {
-  const one = known(chosen), lows = one.values.map(v => v.low), highs = one.values.map(v => v.high);
-  const least = Math.min(...lows), most = Math.max(...highs), margin = (most - least || 1) * 0.08;
-  const place = value => `${100 * (value - least + margin) / (most - least + 2 * margin)}%`;
+  const one = known(chosen), scale = chooseScale(one);
+  const place = value => `${100 * (value - scale.low) / (scale.high - scale.low)}%`;
   const means = one.values.map(v => v.mean), best = one.higher_is_better ? Math.max(...means) : Math.min(...means);
   byId("means").replaceChildren(...one.values.map((value, i) => {
     const row = make("div", value.mean === best && data.models.length > 1 ? "mean best" : "mean", "");
     const name = make("span", "", data.models[i]), track = make("div", "track", "");
     name.title = data.names[i];
-    const bar = make("i", "", ""), dot = make("b", "", ""), told = make("span", "", `${format(value.mean)} `);
+    const bar = make("i", "", ""), dot = make("b", "", ""), told = make("span", "told", `${format(value.mean)} `);
+    track.append(...scale.ticks.map(tick => {
+      const line = make("u", "", "");
+      line.style.left = place(tick);
+      return line;
+    }));
+    if (scale.isShare) {
+      const share = make("s", "", "");
+      share.style.width = place(value.mean);
+      track.append(share);
+    }
     bar.style.left = place(value.low);
     bar.style.width = `calc(${place(value.high)} - ${place(value.low)})`;
     dot.style.left = place(value.mean);
@@ -47,7 +76,7 @@ function drawMeans() {
     told.append(make("small", "", interval(value)));
     row.append(name, track, told);
     return row;
-  }));
+  }), drawAxis(scale, place));
   const direction = one.higher_is_better ? "higher is better" : "lower is better";
   const extras = chosen.extras.map((extra, i) => [
     extra.perplexity && `${data.models[i]}: perplexity ${format(extra.perplexity)}`,
@@ -57,8 +86,8 @@ function drawMeans() {
     extra.classification?.pearson && `${data.models[i]}: Pearson ${format(extra.classification.pearson)}`,
     extra.num_cut && `${data.models[i]}: ${extra.num_cut} answers cut at their longest`,
   ].filter(Boolean).join(", ")).filter(Boolean).join("; ");
-  byId("about").textContent = `${one.num_samples.toLocaleString("en")} samples, ${direction}; the bars are 95 % intervals`
-    + ` (bootstrap over samples). ${extras}`;
+  byId("about").textContent = `${one.num_samples.toLocaleString("en")} samples, ${direction}; the thin lines are 95 %`
+    + ` intervals (bootstrap over samples). ${extras}`;
 }
 
 function drawPairs() {

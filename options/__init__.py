@@ -41,6 +41,7 @@ from .running import (
     TrackingOptions,
 )
 from .tools import (
+    BoardOptions,
     ContinualOptions,
     EngineOptions,
     EvaluateOptions,

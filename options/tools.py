@@ -218,6 +218,16 @@ class PlotOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BoardOptions:
+    """Serve a live table of all runs in a directory, and their curves, on this machine, until Ctrl-C."""
+
+    folder: tuple[str, ...]
+    """A directory with output directories of train.py, at any depth."""
+    port: int = 8766
+    """Port of the page."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ContinualOptions:
     """Train on tasks one after the other, and measure what is learnt and forgotten (docs/continual.md)."""
 

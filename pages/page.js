@@ -14,6 +14,14 @@ function makeOption(value, text) {
   return node;
 }
 
+// Round numbers from `low` to `high`, about `most` of them, for an axis.
+function choosePlaces(low, high, most) {
+  const rough = (high - low) / most, size = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map(one => one * size).find(one => one >= rough);
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(10)));
+}
+
 // Text is only ever put in as text; matches of the search field are marked.
 function makeSearched(kind, className, text) {
   const node = make(kind, className, ""), wanted = byId("search").value.toLowerCase(), lower = text.toLowerCase();

@@ -1,6 +1,9 @@
 const AXES = ["step", "samples", "tokens", "hours"];
 const MIN_POINTS = 300, MAX_POINTS = 1000;  // of a curve, drawn at a time
 const WINDOWS = [1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000];  // steps
+const STAR = "13,0 14.6,4 19,4.2 15.6,6.9 16.8,11 13,8.6 9.2,11 10.4,6.9 7,4.2 11.4,4";
+const MAX_WHOLE = 20;  // a word in a table that is no longer is not broken
+const LEVEL = 1e-3;  // a curve is level if it changes by no more than this share of itself
 const SECONDS_BETWEEN_QUESTIONS = 3;
 const CONFIG = {displayModeBar: false, responsive: true, doubleClick: false, showTips: false};
 
@@ -161,7 +164,7 @@ function drawValidations(run, chart, theme) {
   const values = (found.curves[chart.key] || []).slice(first, last), steps = found.x.step.slice(first, last);
   if (!values.some(value => value !== null)) return [];
   const onTop = !chart.is_of_validations, colour = colourOf(run);
-  const isBest = i => first + i === found.best && !onTop && chart.key === "loss";
+  const isBest = i => first + i === found.best && !onTop;
   const name = escapeText(shortName(run, 28)), what = onTop ? " validation" : "";
   const text = values.map((value, i) => `<b>${format(value)}</b>${what}  ${name} · step ${steps[i]}`
     + (isBest(i) ? " · best" : ""));
@@ -223,23 +226,39 @@ function findWidestRange() {
   return [start - room * (start > 0 || xs.some(x => x[0] === 0)), high + room];
 }
 
-function makeLayout(chart, theme) {
+// Charts of one source or set have its name as their title.
+const nameAxis = chart =>
+  chart.section ? chart.section.replace(/ by .*/, "") : chart.unit ? `${chart.title} (${chart.unit})` : chart.title;
+
+// The learning rate from zero, and so any curve that is level: on a scale of its own, rounding would look like steps.
+function chooseScale(chart, traces, isLog) {
+  const ys = traces.filter(trace => trace.yaxis !== "y2").flatMap(trace => trace.y).filter(y => y !== null);
+  if (isLog || !ys.length) return {autorange: true};
+  const low = ys.reduce((a, b) => Math.min(a, b)), high = ys.reduce((a, b) => Math.max(a, b));
+  const size = Math.max(Math.abs(low), Math.abs(high)), isLevel = high - low < LEVEL * size;
+  if (size === 0 || (chart.key !== "lr" && !isLevel)) return {autorange: true};
+  return {range: [Math.min(0, low) * 1.15, Math.max(0, high) * 1.15], autorange: false};
+}
+
+function makeLayout(chart, theme, traces) {
   const id = idOf(chart), axis = {
     gridcolor: theme.line, zeroline: false, showline: false, ticks: "", tickfont: {color: theme.soft, size: 11.5},
     nticks: 7,
   };
+  const title = text => ({text: escapeText(shorten(text, 40)), font: {color: theme.soft, size: 11.5}, standoff: 6});
   return {
-    margin: {l: 54, r: 10, t: 8, b: 30}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: {l: 62, r: 10, t: 8, b: 44}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {family: getComputedStyle(document.body).fontFamily, color: theme.ink, size: 12},
     showlegend: false, hovermode: "x unified", hoverdistance: 30,
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     hoverlabel: {bgcolor: theme.panel, bordercolor: theme.line, font: {size: 12, color: theme.ink}, namelength: 0},
-    xaxis: {...axis, range: view.x || findWidestRange(), tickformat: view.axis === "hours" ? "" : "~s",
+    xaxis: {...axis, title: title(view.axis), range: view.x || findWidestRange(), tickformat: view.axis === "hours" ? "" : "~s",
       hoverformat: view.axis === "hours" ? ".3f" : ",d", unifiedhovertitle: {text: `${view.axis} %{x}`},
       spikecolor: theme.soft, spikethickness: 1, spikedash: "solid"},
     yaxis: {...axis, type: view.log.has(id) ? "log" : "linear", exponentformat: "e",
       tickformat: chart.key === "tokens_per_second" ? "~s" : "",
-      ...(view.y[id] ? {range: view.y[id], autorange: false} : {autorange: true})},
+      title: title(nameAxis(chart)),
+      ...(view.y[id] ? {range: view.y[id], autorange: false} : chooseScale(chart, traces, view.log.has(id)))},
     yaxis2: {overlaying: "y", range: [0, 1], fixedrange: true, visible: false},
   };
 }
@@ -263,7 +282,8 @@ function draw(chart) {
   const div = byId(idOf(chart));
   stale.delete(div.id);
   const theme = readTheme();
-  Plotly.react(div, makeTraces(chart, div.clientWidth, theme), makeLayout(chart, theme), CONFIG);
+  const traces = makeTraces(chart, div.clientWidth, theme);
+  Plotly.react(div, traces, makeLayout(chart, theme, traces), CONFIG);
   if (!div.dataset.listens) {
     div.dataset.listens = "yes";
     div.on("plotly_relayout", event => zoom(chart, event));
@@ -283,7 +303,29 @@ function drawSoon() {
   });
 }
 
-addEventListener("beforeprint", () => data.charts.filter(chart => stale.has(idOf(chart))).forEach(draw));
+// On paper the charts are light, as wide as the paper, and all there.
+function redraw(isPrinting) {
+  document.body.classList.toggle("printing", isPrinting);
+  for (const chart of data.charts) {
+    draw(chart);
+    Plotly.Plots.resize(byId(idOf(chart)));
+  }
+}
+let themeBefore = "";
+addEventListener("beforeprint", () => {
+  themeBefore = document.documentElement.dataset.theme ?? "";
+  document.documentElement.dataset.theme = "light";
+  makeRuns();
+  makeTables();
+  redraw(true);
+});
+addEventListener("afterprint", () => {
+  if (themeBefore) document.documentElement.dataset.theme = themeBefore;
+  else delete document.documentElement.dataset.theme;
+  makeRuns();
+  makeTables();
+  redraw(false);
+});
 
 // Zooming a chart sideways zooms all of them.
 function zoom(chart, event) {
@@ -302,7 +344,7 @@ function makeChart(chart, isFirst) {
   const box = make("section", isFirst ? "chart first" : "chart", ""), head = make("header", "", "");
   const log = make("button", "log", "log"), plot = make("div", "plot", "");
   log.type = "button";
-  log.setAttribute("aria-label", `logarithmic ${chart.title}`);
+  log.setAttribute("aria-label", `log scale of ${chart.title}`);
   const show = () => log.setAttribute("aria-pressed", view.log.has(idOf(chart)));
   show();
   log.addEventListener("click", () => {
@@ -335,6 +377,8 @@ function makeKey() {
   add("smoothed", ["line", {...across, "stroke-width": 2.2}]);
   if (data.runs.some(run => run.validations.x.step.length))
     add("validation", ["line", {...across, "stroke-dasharray": "2 2"}], ["circle", {cx: 13, cy: 6, r: 3.4}]);
+  if (data.runs.some(run => run.validations.best !== null))
+    add("best validation, below", ["polygon", {points: STAR, fill: "currentColor"}]);
   if (data.runs.some(run => run.resumes.texts.length))
     add("resumed", ["line", {x1: 13, x2: 13, y1: 0, y2: 12, "stroke-dasharray": "2 2", "stroke-width": 1.5}]);
   return key;
@@ -411,7 +455,11 @@ const isNumber = text => /^[\d.,]+( ?[a-zA-Z]{1,2})?$/.test(text) || text === "�
 // A table whose rows, or whose columns, are runs.
 function makeTable(table, {runInRow = false, runInColumn = false, numbers = false} = {}) {
   const node = make("table", "", ""), head = make("tr", "", "");
-  const align = cell => { if (numbers && isNumber(cell.textContent)) cell.className = "number"; return cell; };
+  const align = cell => {
+    const text = cell.textContent;
+    cell.className = numbers && isNumber(text) ? "number" : text.length <= MAX_WHOLE && /^(\S+|[\d\s.,:+-]+)$/.test(text) ? "whole" : "";
+    return cell;
+  };
   const label = (cell, run) => { cell.replaceChildren(...(data.runs.length > 1 ? [swatch(run)] : []), run.name); return cell; };
   table.head.forEach((text, i) => {
     const cell = make("th", "", text);
@@ -480,30 +528,38 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme)
 
 // ---- following runs ----
 
-const describeCharts = () => JSON.stringify([data.charts, data.runs.map(run => [
-  run.path, run.x.step.length > 0, run.validations.x.step.length > 0, run.resumes.texts.length > 0])]);
+const describeCharts = () => JSON.stringify([data.charts, data.runs.map(run => [run.path, run.x.step.length > 0,
+  run.validations.x.step.length > 0, run.validations.best !== null, run.resumes.texts.length > 0])]);
 
 // Asks for what is new, and draws it where the reader is: zoom, hidden runs and smoothing stay.
 async function follow() {
   const started = performance.now();
   try {
-    const answer = document.hidden ? {status: 204} : await fetch(`data?version=${encodeURIComponent(data.version)}`);
+    const query = new URLSearchParams(location.search);  // which runs
+    query.set("version", data.version);
+    const answer = document.hidden ? {status: 204} : await fetch(`data?${query}`);
     if (answer.status === 200) {
       const before = describeCharts();
       data = await answer.json();
       showAll({isOld: describeCharts() === before});
     }
     byId("live").className = answer.status < 300 ? "" : "lost";
-    byId("live").textContent = answer.status < 300
-      ? `following, ${new Date().toLocaleTimeString("en-GB")}` : shorten(await answer.text(), 200);
+    byId("live").textContent = answer.status >= 300 ? shorten(await answer.text(), 200)
+      : data.is_behind ? "reading" : `following, ${new Date().toLocaleTimeString("en-GB")}`;
   } catch {
     byId("live").className = "lost";
-    byId("live").textContent = "no longer followed: tools/plot_metrics.py has ended";
+    byId("live").textContent = "no longer followed: the program that serves this page has ended";
   }
   // Reading long runs takes time: most of it is left to others.
-  setTimeout(follow, Math.max(1000 * SECONDS_BETWEEN_QUESTIONS, 5 * (performance.now() - started)));
+  const wait = Math.max(1000 * SECONDS_BETWEEN_QUESTIONS, 5 * (performance.now() - started));
+  setTimeout(follow, data.is_behind && !document.hidden ? 0 : wait);
 }
 
+if (data.has_board) {
+  const link = make("a", "", "All runs");
+  link.href = "./";
+  document.querySelector(".kicker").prepend(link);
+}
 showWindow();
 showAll();
 if (data.is_live) follow();

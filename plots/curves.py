@@ -1,13 +1,13 @@
 """Selects the curves of runs for a page or a figure, and thins long ones, keeping extremes."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from plots.run_files import SET, SOURCE, Column, MetricsReader, Run
+from plots.columns import SET, SOURCE, Column, MetricsReader, Points, choose_starts, find_best
+from plots.run_files import Run
 
 # Colours that are distinct with any colour vision (tests/test_plots.py measures this): on white, on black.
 COLOURS = (
@@ -106,7 +106,7 @@ def list_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
     counts: dict[str, int] = {}
     for reader in readers:
         for name in reader.list_columns(prefix):
-            counts[name] = counts.get(name, 0) + int(np.isfinite(reader[name]).sum())
+            counts[name] = counts.get(name, 0) + int(reader.points(name).count.sum())
     return sorted((name for name, count in counts.items() if count), key=lambda name: -counts[name])
 
 
@@ -141,17 +141,18 @@ def count_points(runs: list[Run]) -> int:
 
 def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) -> dict[str, Any]:
     """A run's curves as JSON."""
-    starts = choose_starts(len(run.steps), max_points)
-    ends = np.append(starts[1:], len(run.steps)) - 1 if len(run.steps) else starts  # each point's last step
+    sizes = run.steps.sizes
+    starts = choose_starts(sizes, max_points)
+    ends = np.append(starts[1:], len(sizes)) - 1 if len(sizes) else starts  # each point's last step
     return {
         "name": run.name,
         "path": str(run.path),
         "colours": COLOURS[index % len(COLOURS)],
         "dash": DASHES[index // len(COLOURS) % len(DASHES)],
         "x": {axis: to_numbers(values[ends]) for axis, values in list_axes(run).items()},
-        "sizes": np.diff(np.append(starts, len(run.steps))).tolist() if len(run.steps) > max_points else None,
+        "sizes": to_numbers(np.add.reduceat(sizes, starts)) if len(run.steps) > len(starts) else None,
         "curves": {
-            chart.key: thin(run.steps[chart.key], starts)
+            chart.key: thin(run.steps.points(chart.key), starts, num_steps=len(run.steps))
             for chart in charts
             if not chart.is_of_validations and chart.key in run.steps.columns
         },
@@ -160,30 +161,21 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
     }
 
 
-def choose_starts(num_steps: int, max_points: int) -> np.ndarray:
-    """Index of each point's first step: one step per point, or equal shares of all steps."""
-    return np.linspace(0, num_steps, min(num_steps, max_points), endpoint=False).astype(np.int64)
-
-
-def thin(values: Column, starts: np.ndarray) -> dict[str, list[float | None]]:
-    """Mean of each point's steps, plus minimum and maximum if there are several; None for missing values."""
-    if len(starts) == len(values):
-        return {"mean": to_numbers(values)}
-    is_there = np.isfinite(values)
-    counts = np.add.reduceat(is_there, starts, dtype=np.int64)
-    sums = np.add.reduceat(np.where(is_there, values, 0), starts)
-    low = np.minimum.reduceat(np.where(is_there, values, math.inf), starts)
-    high = np.maximum.reduceat(np.where(is_there, values, -math.inf), starts)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return {"mean": to_numbers(sums / counts), "low": to_numbers(low), "high": to_numbers(high)}
+def thin(points: Points, starts: np.ndarray, *, num_steps: int) -> dict[str, list[float | None]]:
+    """Mean of each group from `starts`, plus minimum and maximum if there are fewer groups than steps; None for missing
+    values."""
+    points = points.merge(starts)
+    if len(starts) == num_steps:
+        return {"mean": to_numbers(points.mean)}
+    return {name: to_numbers(getattr(points, name)) for name in ("mean", "low", "high")}
 
 
 def list_axes(run: Run) -> dict[str, Column]:
     """Values of the possible horizontal axes, at the end of each step."""
     return {
-        "step": run.steps["step"],
-        "samples": run.steps["total_samples_accumulated"],
-        "tokens": run.steps["total_tokens_accumulated"],
+        "step": run.steps.points("step").last,
+        "samples": run.steps.points("total_samples_accumulated").last,
+        "tokens": run.steps.points("total_tokens_accumulated").last,
         "hours": run.hours,
     }
 
@@ -191,7 +183,7 @@ def list_axes(run: Run) -> dict[str, Column]:
 def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | None]]:
     """Positions of the ends of `steps` on every axis; step 0 is the start of the run."""
     steps = np.array(list(steps), dtype=np.float64)
-    at = np.searchsorted(run.steps["step"], steps, side="right") - 1
+    at = np.searchsorted(run.steps.points("step").last, steps, side="right") - 1
     placed = {
         axis: to_numbers(np.where(at < 0, 0, values[np.maximum(at, 0)]) if len(values) else np.zeros(len(steps)))
         for axis, values in list_axes(run).items()
@@ -204,14 +196,8 @@ def describe_validations(run: Run, charts: list[Chart]) -> dict[str, Any]:
     return {
         "x": place_on_axes(run, run.validations["step"]),
         "curves": {key: to_numbers(run.validations[key]) for key in keys},
-        "best": find_best(run),
+        "best": find_best(run.validations),
     }
-
-
-def find_best(run: Run) -> int | None:
-    """Index of the validation with the lowest loss."""
-    losses = run.validations["loss"]
-    return int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
 
 
 def describe_resumes(run: Run) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from disk import written_aside
-from plots.curves import COLOURS, DASHES, choose_starts
-from plots.run_files import Column, Run
+from plots.columns import Column, Points, choose_starts
+from plots.curves import COLOURS, DASHES
+from plots.run_files import Run
 from plots.tables import shorten_number
 
 INCHES = (7.2, 3.2)  # the text width of a page; names of runs are added below
@@ -69,6 +70,9 @@ def draw_figure(figure: Any, runs: list[Run], *, smoothing: int) -> None:
     norms = norms[np.isfinite(norms)]
     if len(norms) and norms.min() > 0 and norms.max() / norms.min() > LOG_FROM:
         grad_norm.set_yscale("log")
+    rates = [line.get_ydata() for line in lr.lines]
+    if rates and np.nanmin(np.concatenate([[0.0], *rates])) >= 0:
+        lr.set_ylim(bottom=0)  # a constant rate is level, and not its rounding
     names = [run.name for run in runs]
     if any(len(run.validations) for run in runs):
         (marked,) = loss.plot([], [], ":o", color="#555555", linewidth=0.9, markersize=3, markerfacecolor="none")
@@ -93,13 +97,15 @@ def draw_run(run: Run, index: int, axes: tuple[Any, Any, Any], *, smoothing: int
     loss, lr, grad_norm = axes
     colour = COLOURS[index % len(COLOURS)][0]
     style = LINE_STYLES[DASHES[index // len(COLOURS) % len(DASHES)]]
-    steps, losses = run.steps["step"], run.steps["loss"]
-    (line,) = draw_line(loss, steps, smooth(losses, smoothing), color=colour, linestyle=style, linewidth=1.2, zorder=3)
+    steps, sizes = run.steps.points("step").last, run.steps.sizes
+    losses, norms = run.steps.points("loss"), run.steps.points("grad_norm")
+    smoothed = Points.of_steps(smooth(losses.mean, smoothing, sizes=sizes))
+    (line,) = draw_line(loss, steps, smoothed, color=colour, linestyle=style, linewidth=1.2, zorder=3)
     if smoothing > 1:
         draw_line(loss, steps, losses, color=colour, linewidth=0.4, alpha=0.3, zorder=2)
-    draw_line(lr, steps, run.steps["lr"], color=colour, linestyle=style, linewidth=0.9)
-    norms = smooth(run.steps["grad_norm"], smoothing)
-    draw_line(grad_norm, steps, norms, color=colour, linestyle=style, linewidth=0.9)
+    draw_line(lr, steps, run.steps.points("lr"), color=colour, linestyle=style, linewidth=0.9)
+    smoothed = Points.of_steps(smooth(norms.mean, smoothing, sizes=sizes))
+    draw_line(grad_norm, steps, smoothed, color=colour, linestyle=style, linewidth=0.9)
     if len(run.validations):
         loss.plot(
             run.validations["step"], run.validations["loss"], ":o", color=colour, linewidth=0.9, markersize=3,
@@ -108,28 +114,28 @@ def draw_run(run: Run, index: int, axes: tuple[Any, Any, Any], *, smoothing: int
     return line
 
 
-def draw_line(axes: Any, x: Column, y: Column, **style: Any) -> Any:
+def draw_line(axes: Any, x: Column, points: Points, **style: Any) -> Any:
     """Draws a curve; a long one as the minimum and maximum of every group of points."""
-    starts = choose_starts(len(x), MOST_POINTS)
+    y = points.mean
+    starts = choose_starts(np.ones(len(x)), MOST_POINTS)
     if len(starts) < len(x):
-        is_there = np.isfinite(y)
-        low = np.minimum.reduceat(np.where(is_there, y, np.inf), starts)
-        high = np.maximum.reduceat(np.where(is_there, y, -np.inf), starts)
-        x, y = np.repeat(x[starts], 2), np.stack([low, high], axis=1).ravel()
+        points = points.merge(starts)
+        x, y = np.repeat(x[starts], 2), np.stack([points.low, points.high], axis=1).ravel()
     return axes.plot(x, np.where(np.isfinite(y), y, np.nan), **style)
 
 
-def smooth(values: Column, window: int) -> Column:
-    """Average around each step, weighted by distance, as on the page."""
+def smooth(values: Column, window: int, *, sizes: Column) -> Column:
+    """Average around each step, weighted by distance, as on the page; `sizes`: number of steps of each value."""
     decay = (window - 1) / (window + 1)
     is_there = np.isfinite(values)
     sums, totals = np.zeros(len(values)), np.zeros(len(values))
+    own = (1 - decay**sizes) / (1 - decay)
     for order in (range(len(values)), range(len(values) - 1, -1, -1)):
         total = weighted = 0.0
         for i in order:
             if is_there[i]:
-                weighted, total = weighted * decay + values[i], total * decay + 1
+                kept = decay ** sizes[i]
+                weighted, total = weighted * kept + values[i] * own[i], total * kept + own[i]
                 sums[i], totals[i] = sums[i] + weighted, totals[i] + total
-    own = np.where(is_there, values, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(is_there, (sums - own) / (totals - 1), np.nan)
+        return np.where(is_there, (sums - np.where(is_there, values, 0) * own) / (totals - own), np.nan)

@@ -15,8 +15,8 @@ STEPS_PER_WINDOW = 50  # steps of the longest run per step of the default smooth
 SHORTEST_WINDOW = 3
 
 
-def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool) -> dict[str, Any]:
-    """The data for the page's script, as JSON."""
+def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool, has_board: bool = False) -> dict[str, Any]:
+    """The data for the page's script, as JSON; `has_board`: it is served next to the board of all runs."""
     charts, max_points = list_charts(runs), count_points(runs)
     differing, shared = compare_options(runs)
     warnings = [warning for run in runs for warning in run.warnings]
@@ -37,6 +37,8 @@ def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool) -> d
         },
         "notes": [*warnings, *list_omissions(runs), written],
         "is_live": is_live,
+        "has_board": has_board,
+        "is_behind": any(run.steps.is_behind for run in runs),  # lines are left to read
         "version": make_version(runs),
     }
 
@@ -59,9 +61,9 @@ def make_version(runs: list[Run]) -> str:
     return repr([run.version for run in runs])
 
 
-def make_curves_page(runs: list[Run], *, smoothing: int | None, is_live: bool = False) -> str:
+def make_curves_page(runs: list[Run], *, smoothing: int | None, is_live: bool = False, has_board: bool = False) -> str:
     """The page as HTML. ValueError if the chart library is not installed."""
-    page = describe_page(runs, smoothing=smoothing, is_live=is_live)
+    page = describe_page(runs, smoothing=smoothing, is_live=is_live, has_board=has_board)
     policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
     parts = {"DATA": escape_json(page)}
     return make_page(PAGE, parts, title=page["title"], library=load_library(), policy=policy)

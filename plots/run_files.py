@@ -1,127 +1,42 @@
-"""Reads the files of finished or running runs into columns of numbers.
+"""Reads the files of finished or running runs: metrics, options, starts, and how they ended.
 
 A run can be read while it writes: only new lines are read, and an incomplete line is left for the next read.
 """
 
-import json
 import math
 import os
 import shlex
 import time
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from disk import read_json
 from lifecycle.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
-from ranks.ending import EXIT_FILE
+from plots.columns import STEP_COLUMNS, VALIDATION_COLUMNS, Column, MetricsReader, Row, to_float
+from ranks.ending import EXIT_FILE, ExitCode
 from ranks.lock import LOCK_FILE, SECONDS_TO_WATCH
 
-Row = dict[str, Any]
-Column = NDArray[np.float64]
-# Metrics with a place on the page. Others get a chart under their own name, except for `NOT_READ`.
-STEP_COLUMNS = (
-    "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB", "mfu", "osft_leak", "time_per_batch",
-    "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated", "rewards/accuracies",
-    "rewards/margins", "rewards/chosen", "rewards/rejected",
-)  # fmt: skip
-VALIDATION_COLUMNS = (
-    "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies", "rewards/margins",
-)  # fmt: skip
-NOT_READ = {
-    "epoch", "num_samples", "num_loss_counted_tokens", "num_total_tokens", "grad_accum", "samples_per_second",
-    "packing_efficiency", "rank_balance", "seconds",
-}  # fmt: skip
-SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
+# How a run has ended that did not crash.
+CALM_ENDS = {
+    ExitCode.DONE: "finished",
+    ExitCode.SAVED_AND_REQUEUE: "stopped",
+    ExitCode.STOPPED_BY_USER: "stopped",
+    ExitCode.INTERRUPTED: "stopped",
+}
 
 
-class MetricsReader:
-    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers."""
+@dataclass(frozen=True)
+class State:
+    """Whether a run is running, or how it ended, as its files say."""
 
-    def __init__(self, path: Path, names: tuple[str, ...]):
-        self.path, self.names = path, names
-        self._forget()
-
-    def _forget(self) -> None:
-        self.offset = 0  # number of bytes read
-        self.last_line = b""  # line that ends at `offset`
-        self.num_damaged = 0
-        self.columns = {"step": array("d")} | {name: array("d") for name in self.names}
-
-    def read(self) -> None:
-        """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails."""
-        if not self.path.exists():
-            self._forget()
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset - len(self.last_line))
-            if file.read(len(self.last_line)) != self.last_line:
-                self._forget()
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self.offset, self.last_line = self.offset + len(line), line
-                self._add(line)
-
-    def _add(self, line: bytes) -> None:
-        row = parse_row(line)
-        if row is None:
-            self.num_damaged += 1
-            return
-        steps = self.columns["step"]
-        while steps and steps[-1] >= row["step"]:  # the step was repeated after a resume
-            for column in self.columns.values():
-                column.pop()
-        for name in [name for name in row if name not in self.columns and name not in NOT_READ]:
-            if name.startswith((SOURCE, SET)) or math.isfinite(to_float(row[name])):
-                self.columns[name] = array("d", [math.nan]) * len(steps)
-        for name, column in self.columns.items():
-            column.append(to_float(row.get(name)))
-
-    def __len__(self) -> int:
-        return len(self.columns["step"])
-
-    def __getitem__(self, name: str) -> Column:
-        return np.array(self.columns[name])
-
-    def list_columns(self, prefix: str) -> list[str]:
-        """The columns with this prefix."""
-        return [name for name in self.columns if name.startswith(prefix)]
-
-    def list_others(self) -> list[str]:
-        """The columns that only the file names."""
-        return [
-            name for name in self.columns if name not in ("step", *self.names) and not name.startswith((SOURCE, SET))
-        ]
-
-
-def parse_row(line: bytes) -> Row | None:
-    """A line's values by name, including the losses of its sources and sets; None if it is not a line of metrics."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or not math.isfinite(to_float(row.get("step"))):
-        return None
-    for key, prefix in (("sources", SOURCE), ("sets", SET)):
-        parts = row.get(key)
-        if isinstance(parts, dict):
-            row |= {prefix + name: part.get("loss") for name, part in parts.items() if isinstance(part, dict)}
-    return row
-
-
-def to_float(value: Any) -> float:
-    """The value as a float; NaN if it is not a number."""
-    if type(value) is float:
-        return value
-    return float(value) if type(value) is int and abs(value) < 1e300 else math.nan
+    kind: Literal["running", "finished", "stopped", "crashed", "unknown"]
+    text: str
+    message: str = ""  # what ended it
 
 
 @dataclass(frozen=True)
@@ -139,32 +54,32 @@ class Start:
 class Run:
     """A run's directory: its metrics so far, its options and its starts."""
 
-    def __init__(self, path: Path, name: str):
-        """ValueError if the directory is not a run's."""
+    def __init__(self, path: Path, name: str, most_bytes: int | None = None):
+        """ValueError if the directory is not a run's. `most_bytes`: see `read`."""
         self.path, self.name = path, name
         check_is_run(path)
         self.steps = MetricsReader(path / METRICS_FILE, STEP_COLUMNS)
         self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
         self.params: Row = {}
         self.warnings: list[str] = []
-        self.read()
+        self.read(most_bytes)
 
-    def read(self) -> None:
-        """Updates all data from the files. ValueError or OSError if the run is no longer there."""
+    def read(self, most_bytes: int | None = None) -> None:
+        """Updates all data from the files, metrics by up to `most_bytes`: see `MetricsReader.read`.
+
+        ValueError or OSError if the run is no longer there.
+        """
         check_is_run(self.path)
-        self.steps.read()
-        self.validations.read()
+        self.steps.read(most_bytes)
+        self.validations.read(most_bytes)
         self.warnings = [
             f"{reader.path}: {count_things(reader.num_damaged, 'damaged line')} skipped"
             for reader in (self.steps, self.validations)
             if reader.num_damaged
         ]
-        try:
-            params = read_json(self.path / PARAMS_FILE)
-            self.params = params if isinstance(params, dict) else {}
-        except (ValueError, OSError) as error:
-            self.params = {}
-            self.warnings.append(f"{self.path}: {error}: its options and starts are not shown")
+        self.params, problem = read_run_params(self.path)
+        if problem:
+            self.warnings.append(f"{self.path}: {problem}: its options and starts are not shown")
 
     @property
     def options(self) -> Row:
@@ -182,8 +97,8 @@ class Run:
     @property
     def hours(self) -> Column:
         """Hours of training and waiting for data at the end of each step, without starts, checkpoints and exports."""
-        seconds = self.steps["time_per_batch"] + self.steps["data_wait_seconds"]
-        return np.cumsum(np.where(np.isfinite(seconds), seconds, 0)) / 3600
+        seconds = [self.steps.points(name).total for name in ("time_per_batch", "data_wait_seconds")]
+        return np.cumsum(sum(seconds)) / 3600
 
     @property
     def version(self) -> tuple[object, ...]:
@@ -192,19 +107,35 @@ class Run:
 
     def describe_state(self) -> str:
         """The run's state: running, or how it ended."""
-        try:
-            seconds_silent = time.time() - (self.path / LOCK_FILE).stat().st_mtime
-        except OSError:  # no lock file
-            seconds_silent = None
-        if seconds_silent is not None and seconds_silent < SECONDS_TO_WATCH:
-            return "running"
-        if self.params.get("finished"):
-            return "finished"
-        try:
-            end = read_json(self.path / EXIT_FILE)
-            return describe_exit(end)
-        except (ValueError, OSError, KeyError, TypeError):
-            return "no heartbeat" if seconds_silent is not None else "end not recorded"
+        return find_state(self.path, self.params).text
+
+
+def read_run_params(path: Path) -> tuple[Row, str]:
+    """The content of the run's training_params.json, and what is wrong with it; {} if it cannot be read."""
+    try:
+        params = read_json(path / PARAMS_FILE)
+    except (ValueError, OSError) as error:
+        return {}, str(error)
+    return (params, "") if isinstance(params, dict) else ({}, f"{PARAMS_FILE} is not an object")
+
+
+def find_state(path: Path, params: Row) -> State:
+    """State of the run in `path`. A lock that is not touched any more, without a recorded end, is a crashed run's."""
+    try:
+        last_beat = (path / LOCK_FILE).stat().st_mtime
+    except OSError:  # no lock file
+        last_beat = None
+    if last_beat is not None and time.time() - last_beat < SECONDS_TO_WATCH:
+        return State("running", "running")
+    if params.get("finished"):
+        return State("finished", "finished")
+    try:
+        return describe_exit(read_json(path / EXIT_FILE))
+    except (ValueError, OSError, KeyError, TypeError):
+        if last_beat is None:
+            return State("unknown", "end not recorded")
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_beat))
+        return State("crashed", "no heartbeat", f"no heartbeat since {when}: killed, or its machine is gone")
 
 
 def check_is_run(path: Path) -> None:
@@ -246,10 +177,13 @@ def describe_start(start: Row) -> Start:
     )
 
 
-def describe_exit(end: Row) -> str:
-    if end["code"] == 0:
-        return "finished"
-    return f"{str(end['name']).replace('_', ' ')} ({end['code']})"
+def describe_exit(end: Row) -> State:
+    """State by the content of exit.json; KeyError or TypeError if it is not as train.py writes it."""
+    code = end["code"]
+    if code == ExitCode.DONE:
+        return State("finished", "finished")
+    text = f"{str(end['name']).replace('_', ' ')} ({code})"
+    return State(CALM_ENDS.get(code, "crashed"), text, str(end.get("message") or ""))
 
 
 def name_runs(paths: list[Path]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Serves the live page of curves to browsers on this machine."""
+"""Serves pages about runs to browsers on this machine."""
 
 import json
 import signal
 import threading
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -14,19 +15,30 @@ HOST = "127.0.0.1"
 DEFAULT_PORT = 8765
 
 
-class CurvesServer(ThreadingHTTPServer):
-    """Serves the page, and its data if changed since the page's version."""
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request."""
+
+    text: str
+    kind: str = "text/plain"
+    status: HTTPStatus = HTTPStatus.OK
+
+
+UNCHANGED = Answer("", "application/json", HTTPStatus.NO_CONTENT)
+
+
+class LocalServer(ThreadingHTTPServer):
+    """Answers GET requests of browsers on this machine, one at a time; subclasses say what with, in `respond`."""
 
     daemon_threads = True
     allow_reuse_address = True  # so that an open page does not block the port for the next start
 
-    def __init__(self, runs: list[Run], *, port: int, smoothing: int | None):
+    def __init__(self, port: int):
         """Raises ValueError if the port is not available."""
         load_library()  # fails early if it is missing
-        self.runs, self.smoothing = runs, smoothing
         self.lock = threading.Lock()  # one request at a time reads the runs
         try:
-            super().__init__((HOST, port), CurvesHandler)
+            super().__init__((HOST, port), Handler)
         except OSError as error:
             raise ValueError(f"--port {port}: not available ({error.strerror}): choose another one") from None
 
@@ -34,56 +46,76 @@ class CurvesServer(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{HOST}:{self.server_port}/"
 
-    def make_page(self) -> str:
-        with self.lock:
-            self.read_runs()
-            return make_curves_page(self.runs, smoothing=self.smoothing, is_live=True)
+    def respond(self, path: str, query: dict[str, list[str]]) -> Answer | None:
+        """The answer to a request; None if there is nothing at `path`. ValueError or OSError if a run is gone."""
+        raise NotImplementedError
 
-    def make_data(self, version: str | None) -> str | None:
-        """The page's data; None if unchanged since `version`."""
-        with self.lock:
-            self.read_runs()
-            if version == make_version(self.runs):
-                return None
-            page = describe_page(self.runs, smoothing=self.smoothing, is_live=True)
-        return json.dumps(page, separators=(",", ":"))
+    def serve(self, what: str) -> None:
+        """Serves until Ctrl-C."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # even if this was started with Ctrl-C ignored
+        print(f"{what}: {self.address} (Ctrl-C stops it)", flush=True)
+        try:
+            self.serve_forever()
+        except KeyboardInterrupt:
+            print(flush=True)
 
-    def read_runs(self) -> None:
+
+class CurvesServer(LocalServer):
+    """Serves the page of curves, and its data if changed since the page's version."""
+
+    def __init__(self, runs: list[Run], *, port: int, smoothing: int | None):
+        """Raises ValueError if the port is not available."""
+        super().__init__(port)
+        self.runs, self.smoothing = runs, smoothing
+
+    def respond(self, path: str, query: dict[str, list[str]]) -> Answer | None:
+        if path not in ("/", "/data"):
+            return None
         for run in self.runs:
             run.read()
+        if path == "/":
+            return Answer(make_curves_page(self.runs, smoothing=self.smoothing, is_live=True), "text/html")
+        return respond_with_curves(self.runs, query, smoothing=self.smoothing)
 
 
-class CurvesHandler(BaseHTTPRequestHandler):
+def respond_with_curves(
+    runs: list[Run], query: dict[str, list[str]], *, smoothing: int | None, has_board: bool = False
+) -> Answer:
+    """The data of the page of curves; nothing if it is unchanged since the query's version."""
+    if query.get("version") == [make_version(runs)]:
+        return UNCHANGED
+    page = describe_page(runs, smoothing=smoothing, is_live=True, has_board=has_board)
+    return Answer(json.dumps(page, separators=(",", ":")), "application/json")
+
+
+class Handler(BaseHTTPRequestHandler):
     """Handles one request."""
 
-    server: CurvesServer
+    server: LocalServer
 
     def do_GET(self) -> None:
         # Prevent DNS rebinding: another site whose name resolves to this address sends its own host name.
         if self.headers.get("Host") not in (f"{name}:{self.server.server_port}" for name in (HOST, "localhost")):
-            self.answer(HTTPStatus.FORBIDDEN, "text/plain", f"open {self.server.address}")
+            self.send(Answer(f"open {self.server.address}", status=HTTPStatus.FORBIDDEN))
             return
-        url = urlsplit(self.path)
         try:
-            if url.path == "/":
-                self.answer(HTTPStatus.OK, "text/html", self.server.make_page())
-            elif url.path == "/data":
-                data = self.server.make_data(parse_qs(url.query).get("version", [None])[0])
-                status = HTTPStatus.NO_CONTENT if data is None else HTTPStatus.OK
-                self.answer(status, "application/json", data or "")
-            else:
-                self.answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only one page")
+            url = urlsplit(self.path)
+            with self.server.lock:
+                answer = self.server.respond(url.path, parse_qs(url.query))
         except (ValueError, OSError) as error:  # the run's directory is gone or unreadable
-            self.answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", str(error))
+            answer = Answer(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.send(answer or Answer("there is no such page", status=HTTPStatus.NOT_FOUND))
 
-    def answer(self, status: HTTPStatus, kind: str, text: str) -> None:
-        body = text.encode()
+    def send(self, answer: Answer) -> None:
+        body = answer.text.encode(errors="replace")  # a path need not be UTF-8
         try:
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_response(answer.status)
+            self.send_header("Content-Type", f"{answer.kind}; charset=utf-8")
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
-            if status is not HTTPStatus.NO_CONTENT:
+            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+            self.send_header("Content-Security-Policy", "frame-ancestors 'none'")  # the rest is in the page
+            if answer.status is not HTTPStatus.NO_CONTENT:
                 self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -92,14 +124,3 @@ class CurvesHandler(BaseHTTPRequestHandler):
 
     def log_message(self, form: str, *values: object) -> None:
         """Logs nothing: a line every few seconds would bury the address."""
-
-
-def serve(runs: list[Run], *, port: int | None, smoothing: int | None) -> None:
-    """Serves the page until Ctrl-C."""
-    with CurvesServer(runs, port=DEFAULT_PORT if port is None else port, smoothing=smoothing) as server:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # even if this was started with Ctrl-C ignored
-        print(f"curves: {server.address} (Ctrl-C stops it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print(flush=True)

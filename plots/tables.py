@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from options import TrainOptions, iterate_fields
-from plots.curves import find_best
+from plots.columns import find_best
 from plots.run_files import Run
 
 NO_VALUE = "–"
@@ -31,18 +31,22 @@ def summarise(runs: list[Run]) -> Table:
 
 
 def summarise_run(run: Run) -> list[str]:
-    steps, best = run.steps, find_best(run)
+    steps, best = run.steps, find_best(run.validations)
     if not len(steps):
         return [run.describe_state(), "0", *[NO_VALUE] * 7]
+
+    def last(name: str) -> float:
+        return steps.points(name).last[-1]
+
     return [
         run.describe_state(),
-        f"{steps['step'][-1]:,.0f}",
-        shorten_number(steps["total_tokens_accumulated"][-1]),
-        format_number(steps["loss"][-1], ".4f"),
-        NO_VALUE if best is None else f"{run.validations['loss'][best]:.4f}",
+        f"{last('step'):,.0f}",
+        shorten_number(last("total_tokens_accumulated")),
+        format_number(last("loss"), ".4f"),
+        NO_VALUE if best is None else format_number(run.validations["loss"][best], ".4f"),
         NO_VALUE if best is None else f"{run.validations['step'][best]:,.0f}",
         format_number(median(steps["tokens_per_second"]), ",.0f"),
-        format_number(highest(steps["peak_memory_usage_GB"]), ".2f", " GB"),
+        format_number(highest(steps.points("peak_memory_usage_GB").high), ".2f", " GB"),
         f"{run.hours[-1]:.2f}",
     ]
 

@@ -8,12 +8,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from turns import Floor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would make every test crawl
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Not in the home directory: torch's own default.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+settings.register_profile("any machine", deadline=None)  # an example's time is the machine's, and no property of ours
+settings.load_profile("any machine")
 
 # Several ranks that have to be gone within seconds: nothing else may want the cores.
 ALONE = {"test_faults.py"}

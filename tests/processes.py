@@ -53,6 +53,22 @@ def run(command: list[str], *, timeout: float = 240, env: dict[str, str] | None 
     )
 
 
+def check_serving(command: list[str], what: str) -> None:
+    """The command serves `what` until Ctrl-C, which ends it quietly; a second one is told that the port is taken."""
+    port, pipe = free_port(), subprocess.PIPE
+    command = [*command, "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout.readline() == f"{what}: http://127.0.0.1:{port}/ (Ctrl-C stops it)\n"
+        second = run(command)
+        assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
+    finally:
+        process.kill()
+
+
 def flags(**options: object) -> list[str]:
     """Options as command-line flags."""
     words = []

@@ -16,6 +16,7 @@ from inference import choice
 from lifecycle.choosing import IMPLEMENTED
 from lifecycle.start import open_inputs
 from options import (
+    BoardOptions,
     ContinualOptions,
     EvaluateOptions,
     GenerateOptions,
@@ -47,7 +48,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     ImportConfigOptions: import_config,
     ScoreDataOptions: lambda options: score(options, None),
 }
-WITHOUT_CHOICES = {ContinualOptions, MergeModelsOptions, PlotOptions}
+WITHOUT_CHOICES = {BoardOptions, ContinualOptions, MergeModelsOptions, PlotOptions}
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
 
 

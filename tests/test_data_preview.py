@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_pages import make_sample, make_totals
 from make_tiny_model import train_tokenizer
 
 from chat.labels import IGNORED
-from chat.masking import Chat, ChatMasker
 from corpus.preview import (
     COLOURS,
     NUM_BINS,
@@ -26,7 +26,6 @@ from corpus.preview import (
     write_page,
 )
 from corpus.report import MAX_REASON_KINDS, Totals
-from corpus.writer import TokenizedSample
 from objectives.columns import Task
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $SCRIPT$ & \u2028 \x1b[31m \u202e"
@@ -35,21 +34,6 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $S
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
-
-
-def make_sample(tokenizer, question: str, answer: str, *, place: str = "in.jsonl:1", **extra) -> TokenizedSample:
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **extra}]
-    (tokens,) = ChatMasker(tokenizer).mask([Chat(messages)])
-    return TokenizedSample(place, tokens)
-
-
-def make_totals(samples: list[TokenizedSample], **rows: int) -> Totals:
-    totals = Totals(num_shown=50)
-    totals.rows.update({"in": len(samples) + sum(rows.values()), "kept": len(samples)} | rows)
-    for i, sample in enumerate(samples):
-        totals.add_sample(sample, i)
-        totals.trained_by_role["assistant"] += sample.tokens.num_loss_counted_tokens
-    return totals
 
 
 @given(question=st.text(min_size=1), answer=st.text(min_size=1))

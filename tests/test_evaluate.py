@@ -12,6 +12,7 @@ from browser import Browser, needs_browser
 from evaluations import evaluate_here
 from forked import run_forked
 from in_process import train_here
+from made_pages import HOSTILE, make_results
 from processes import flags
 from scipy import stats
 from sklearn.metrics import f1_score
@@ -360,29 +361,15 @@ def test_data_of_another_tokenizer_is_refused(world, root, files, tmp_path):
         run(world, tmp_path / "out", model=files["base"], data=str(data))
 
 
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> $SCRIPT$ & \u2028"
-
-
 @pytest.fixture(scope="module")
 def page(root, results) -> Path:
     """A page of made-up samples: 30 that two models answer alike, and among them three that they do not."""
-    differing = {7: (1.0, 0.0), 13: (0.0, 1.0), 21: (1.0, 0.0)}
-    scores = [differing.get(i, (1.0, 1.0)) for i in range(30)]
-    metric = compare(Scores("exact_match", np.array(scores).T, np.ones(30)), seed=0, num_resamples=200)
-    shown = [dict(place=f"rows:{i}", prompt=f"question {i} {HOSTILE}", references=["the answer"]) for i in range(30)]
-    samples = [
-        [dict(answer=f"{name} says {i}", finish_reason="stop", scores=dict(exact_match=pair[k]))
-         for i, pair in enumerate(scores)]
-        for k, name in enumerate(("first", "second"))
-    ]  # fmt: skip
-    models = [dict(label="first", name="runs/first"), dict(label=HOSTILE, name="runs/second")]
-    result = dict(
-        models=models, sets=[dict(name="rows", kind="answers", metrics=[metric], extras=[{}, {}]), *results["sets"][2:]]
-    )
+    result, samples = make_results("first", HOSTILE)
     losses = [[dict(scores=dict(loss=loss, token_accuracy=0))] for loss in (1.0, 2.0)]
-    both = [dict(shown=shown, samples=samples), dict(shown=[dict(place="a", prompt="", references=[])], samples=losses)]
+    other = dict(shown=[dict(place="a", prompt="", references=[])], samples=losses)
     path = root / "page.html"
-    path.write_text(make_results_page(result, both), encoding="utf-8")
+    result["sets"] += results["sets"][2:]
+    path.write_text(make_results_page(result, [samples, other]), encoding="utf-8")
     return path
 
 
@@ -397,6 +384,11 @@ def test_the_page_lays_models_side_by_side_and_differences_come_first(page, tmp_
         sides = "[...document.querySelector('.sample').querySelectorAll('.answer')].map(node => node.className)"
         assert browser.ask(sides) == ["answer right", "answer wrong"]
         assert browser.ask("document.querySelector('.mean.best span').textContent") == "first"
+        ticks = "[...document.querySelectorAll('.ticks span')].map(tick => tick.textContent)"
+        assert browser.ask(ticks) == ["0", "0.25", "0.5", "0.75", "1"]
+        shares = browser.ask("[...document.querySelectorAll('.track s')].map(bar => parseFloat(bar.style.width))")
+        told = browser.ask("[...document.querySelectorAll('.told')].map(text => parseFloat(text.textContent))")
+        assert shares == pytest.approx([100 * value for value in told], abs=0.01) and told == [0.9667, 0.9333]
         row = "[...byId('pairs-table').rows[1].cells].map(cell => cell.textContent)"
         first, second, difference, _, better, worse, p = browser.ask(row)
         assert (first, second, difference, better, worse, p) == ("first", HOSTILE, "−0.0333", "1", "2", "1.0000")
@@ -415,6 +407,8 @@ def test_the_page_lays_models_side_by_side_and_differences_come_first(page, tmp_
         # the other set
         browser.ask("byId('sets').children[1].click()")
         assert browser.ask("byId('set').textContent") == "data"
+        losses = list(map(float, browser.ask(ticks)))  # not shares: a scale of their own, without bars from zero
+        assert len(losses) > 1 and min(losses) > 0 and browser.ask("document.querySelectorAll('.track s').length") == 0
         for width, is_dark in ((1280, True), (400, False)):
             browser.open(page.as_uri(), width=width, is_dark=is_dark)
             assert browser.ask("document.documentElement.scrollWidth") <= width

@@ -283,7 +283,7 @@ FLAGS_OF_OTHERS = {
     "max-restarts",  # torchrun
     *("revision", "logdir"),  # hf upload, tensorboard
     *("enable-lora", "lora-modules", "max-logprobs"),  # vllm serve
-    *("no-deps", "only-binary", "python-version"),  # pip
+    *("no-deps", "only-binary", "python-version", "config-settings"),  # pip
     *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
 }
 

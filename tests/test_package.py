@@ -87,7 +87,7 @@ def test_a_wheel_has_one_name_and_every_file_of_the_package(wheel):
     held = {Path(*name.parts[1:]) for name in names if name.parts[0] == "mini_trainer"}
     files = list_files()
     belonging = {path for path in files if len(path.parts) > 1 and path.parts[0] not in OUTSIDE}
-    belonging |= {path for path in files if len(path.parts) == 1 and path.suffix == ".py"}
+    belonging |= {path for path in files if len(path.parts) == 1 and (path.suffix == ".py" or path.name == "py.typed")}
     assert held == belonging
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -22,16 +21,17 @@ from browser import Browser, needs_browser
 from heavy import need
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import ENV, ROOT, free_port, run
+from processes import ENV, ROOT, check_serving, run
 from run_directories import make_sources, write_run
 from tiny_data import write_jsonl
 
 from options import PlotOptions
 from options.problems.tools import find_plot_problems
-from plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, choose_starts, thin
+from plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
+from plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
 from plots.figure import smooth, write_figure
 from plots.page import describe_page, make_curves_page
-from plots.run_files import MetricsReader, Run, name_runs, open_runs
+from plots.run_files import Run, name_runs, open_runs
 from plots.server import CurvesServer
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
@@ -92,6 +92,50 @@ def test_of_a_step_that_is_there_twice_the_later_one_counts(tmp_path):
     reader = MetricsReader(tmp_path / METRICS, ("loss",))
     reader.read()
     assert (reader["step"].tolist(), reader["loss"].tolist()) == ([1, 2], [5, 1])
+
+
+def write_plain_rows(path: Path, losses: np.ndarray, *, first_step: int = 1) -> None:
+    with path.open("a") as file:
+        for step, loss in enumerate(losses.tolist(), first_step):
+            file.write(f'{{"step": {step}, "loss": {loss}, "total_tokens_accumulated": {10 * step}}}\n')
+
+
+def test_of_a_long_file_groups_are_kept_with_their_extremes(tmp_path):
+    losses = np.random.default_rng(0).normal(size=3 * MOST_ROWS)
+    losses[[17, 30_000]] = 99.0, -99.0
+    reader = MetricsReader(tmp_path / METRICS, ("loss", "total_tokens_accumulated"))
+    for part in np.split(losses, 6):
+        write_plain_rows(reader.path, part, first_step=len(reader) + 1)
+        reader.read()
+        assert len(reader.sizes) < MOST_ROWS
+    points, ends = reader.points("loss"), reader.points("step").last.astype(int)
+    assert len(reader) == ends[-1] == len(losses) and np.diff(ends, prepend=0).tolist() == reader.sizes.tolist()
+    groups = np.split(losses, ends[:-1])
+    for found, expected in ((points.low, np.min), (points.high, np.max), (points.mean, np.mean)):
+        assert found == pytest.approx([expected(group) for group in groups])
+    assert points.last == pytest.approx(losses[ends - 1]) and points.count.sum() == len(losses)
+    assert reader.points("total_tokens_accumulated").last.tolist() == (10 * ends).tolist()
+    # Steps that are repeated without a cut replace the groups that hold them.
+    write_plain_rows(reader.path, np.ones(3), first_step=20_000)
+    reader.read()
+    ends = reader.points("step").last
+    assert ends[-3:].tolist() == [20_000, 20_001, 20_002] and 19_980 < ends[-4] < 20_000
+    # A column that comes late has no numbers before.
+    with reader.path.open("a") as file:
+        file.write('{"step": 20003, "loss": 1, "late": 2}\n')
+    reader.read()
+    assert reader.points("late").count.sum() == 1 and len(reader["late"]) == len(reader.sizes)
+
+
+def test_a_file_is_read_in_portions(tmp_path):
+    reader = MetricsReader(tmp_path / METRICS, ("loss",))
+    write_plain_rows(reader.path, np.arange(100.0))
+    portions = []
+    while not portions or reader.is_behind:
+        reader.read(1000)
+        portions.append(len(reader))
+    assert portions == sorted(set(portions)) and len(portions) > 4 and portions[-1] == 100
+    assert reader["loss"].tolist() == list(range(100))
 
 
 def test_sources_become_columns_also_where_they_come_late(tmp_path):
@@ -160,8 +204,8 @@ values_with_gaps = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1
 @given(values=values_with_gaps, max_points=st.integers(1, 50))
 def test_thinning_keeps_extremes_and_means(values, max_points):
     values = np.array(values)
-    starts = choose_starts(len(values), max_points)
-    points = thin(values, starts)
+    starts = choose_starts(np.ones(len(values)), max_points)
+    points = thin(Points.of_steps(values), starts, num_steps=len(values))
     assert len(points["mean"]) == len(starts) == min(len(values), max_points)
     if len(values) <= max_points:
         means = [math.nan if mean is None else mean for mean in points.pop("mean")]
@@ -212,6 +256,20 @@ def test_the_page_has_the_numbers_of_the_files(tmp_path):
     summary = dict(zip(page["tables"]["summary"]["head"], page["tables"]["summary"]["rows"][0], strict=True))
     assert (summary["state"], summary["steps"], summary["tokens"]) == ("finished", "60", "492 k")
     assert summary["best validation"] == f"{min(row['loss'] for row in validations):.4f}"
+
+
+def test_the_best_validation_is_the_one_that_the_run_calls_best(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",))
+    rows = [row | {"is_best": row["step"] in (5, 20)} for row in read_rows(path / VALIDATIONS)]
+    write_jsonl(path / VALIDATIONS, rows)
+    page = describe(path)
+    best = page["runs"][0]["validations"]["best"]
+    assert page["runs"][0]["validations"]["x"]["step"][best] == 20
+    summary = dict(zip(page["tables"]["summary"]["head"], page["tables"]["summary"]["rows"][0], strict=True))
+    assert (summary["best validation"], summary["at step"]) == (f"{rows[best]['loss']:.4f}", "20")
+    write_jsonl(path / VALIDATIONS, [{key: row[key] for key in ("step", "loss")} for row in rows])
+    losses = [row["loss"] for row in rows]
+    assert describe(path)["runs"][0]["validations"]["best"] == losses.index(min(losses))
 
 
 def test_charts_are_there_where_there_is_something_to_draw(tmp_path):
@@ -359,8 +417,8 @@ def test_a_smoothed_point_is_a_mean_of_those_around_it(window):
     decay = (window - 1) / (window + 1)
     weights = np.array([[decay ** abs(i - j) for j in range(5)] for i in range(5)])
     expected = weights @ there / weights.sum(axis=1)
-    assert smooth(values, window)[[0, 2, 3, 4, 5]] == pytest.approx(expected)
-    assert math.isnan(smooth(values, window)[1])
+    assert smooth(values, window, sizes=np.ones(len(values)))[[0, 2, 3, 4, 5]] == pytest.approx(expected)
+    assert math.isnan(smooth(values, window, sizes=np.ones(len(values)))[1])
 
 
 @pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG\r\n"), ("pdf", b"%PDF-"), ("svg", b"<?xml")])
@@ -500,19 +558,8 @@ def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
 
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
-    path, port = write_run(tmp_path / "run", num_steps=5), free_port()
-    command = [sys.executable, "tools/plot_metrics.py", str(path), "--follow", "--port", str(port)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
-    try:
-        assert process.stdout.readline() == f"curves: http://127.0.0.1:{port}/ (Ctrl-C stops it)\n"
-        second = run(command)
-        assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, "")
-    finally:
-        process.kill()
+    path = write_run(tmp_path / "run", num_steps=5)
+    check_serving([sys.executable, "tools/plot_metrics.py", str(path), "--follow"], "curves")
 
 
 # ---- in a browser
@@ -611,6 +658,23 @@ def test_dark_follows_the_system_and_the_button(browser, page):
     browser.set_dark(False)
 
 
+@needs_browser
+@pytest.mark.slow
+def test_axes_have_titles_and_a_constant_rate_is_level(browser, tmp_path):
+    path = write_run(tmp_path / "run", num_steps=50)
+    rounded = [row | {"lr": 1e-5 * (1 + 1e-6 * (row["step"] % 3))} for row in read_rows(path / METRICS)]
+    write_jsonl(path / METRICS, rounded)
+    (tmp_path / "page.html").write_text(make_curves_page(open_runs([path]), smoothing=None))
+    open_page(browser, (tmp_path / "page.html").as_uri())
+    low, high = browser.ask("byId('s lr').layout.yaxis.range")
+    assert low == 0 and 1e-5 < high < 1.3e-5
+    titles = browser.ask("data.charts.map(chart => ['x', 'y'].map(axis =>"
+                         " byId(idOf(chart)).querySelector(`.${axis}title`).textContent))")  # fmt: skip
+    assert titles[0] == ["step", "Loss"] and ["step", "Peak memory (GB)"] in titles
+    low, high = browser.ask("byId('s loss')._fullLayout.yaxis.range")
+    assert low > 0.3  # others fill the chart
+
+
 @pytest.mark.wide
 @needs_browser
 @pytest.mark.slow
@@ -674,7 +738,8 @@ def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     # The script's smoothing is that of the picture.
     browser.ask("view.window = 10")
     smoothed = browser.ask("smoothed(data.runs[0], 'loss')")
-    assert smoothed == pytest.approx(smooth(np.array([row["loss"] for row in rows]), 10).tolist(), rel=1e-4)
+    losses = np.array([row["loss"] for row in rows])
+    assert smoothed == pytest.approx(smooth(losses, 10, sizes=np.ones(len(losses))).tolist(), rel=1e-4)
 
 
 @needs_browser

@@ -1,5 +1,7 @@
 """The Python API: arguments become the scripts' options, and what a caller gets of the processes that it starts."""
 
+import ast
+import dataclasses
 import json
 import os
 import signal
@@ -32,6 +34,7 @@ from mini_trainer.api.commands import (
     make_train_words,
 )
 from mini_trainer.api.errors import ERRORS, BadInputError
+from mini_trainer.api.stub import STUB, make_stub
 from mini_trainer.ranks import children
 from mini_trainer.ranks.children import find_last_words
 from processes import ENV, is_alive, list_children
@@ -81,6 +84,42 @@ def test_every_option_is_a_field_that_reaches_the_command_line(args_class, optio
     defaults = parse(options_class, make_words(args_class(**needed)))
     assert [name for name, value in given.items() if value == defaults[name]] == []
     assert parse(options_class, make_words(args_class(**(needed | given)))) == defaults | given
+
+
+def test_the_stub_is_what_its_generator_makes():
+    assert STUB.read_text() == make_stub(), "run python -m mini_trainer.api.stub"
+
+
+@pytest.mark.parametrize("args_class", [TrainingArgs, DataProcessArgs])
+def test_the_stub_has_every_field_with_its_type_and_its_help(args_class):
+    (node,) = [one for one in ast.parse(STUB.read_text()).body if getattr(one, "name", "") == args_class.__name__]
+    assert ast.get_docstring(node).split() == args_class.__doc__.split()
+    names = [one.target.id for one in node.body[1::2]]
+    helps = [one.value.value for one in node.body[2::2]]
+    assert names == [field.name for field in dataclasses.fields(args_class)] and len(helps) == len(names)
+    assert all(isinstance(text, str) and len(text) > 4 for text in helps)
+    namespace = {"__name__": "mini_trainer.api.stubbed"}
+    exec(compile(STUB.read_text(), str(STUB), "exec"), namespace)
+    stubbed = typing.get_type_hints(namespace[args_class.__name__], namespace)
+
+    def list_parts(kind: object) -> set[str]:
+        found = {str(part).replace("stubbed.", "arguments.") for part in typing.get_args(kind) or (kind,)}
+        return found if typing.get_origin(kind) is not tuple else {str(kind)}
+
+    for field in dataclasses.fields(args_class):
+        if "tuple" not in str(field.type):
+            assert list_parts(field.type) <= list_parts(stubbed[field.name]), field.name
+
+
+def test_the_stub_takes_what_the_arguments_take():
+    fields = {one.target.id: ast.unparse(one.annotation) for one in ast.walk(ast.parse(STUB.read_text()))
+              if isinstance(one, ast.AnnAssign)}  # fmt: skip
+    assert fields["learning_rate"] == "float | Given"
+    assert fields["output_dir"] == "str | Path | Given" and fields["max_steps"] == "int | None | Given"
+    assert fields["teacher_weight"].startswith("float | tuple[float, ...] | list[float]")
+    assert make_train_words(TrainingArgs(**NEEDED | dict(output_dir=Path("o"), data_path=["a", Path("b")])))[-3:] == [
+        "--data-path", "a", "b",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from disk import written_aside
 from plots.figure import write_figure
 from plots.page import choose_smoothing, make_curves_page
 from plots.run_files import Run, iterate_warnings, open_runs
-from plots.server import serve
+from plots.server import DEFAULT_PORT, CurvesServer
 from ranks.ending import exit_with_message
 from ranks.messages import say
 
@@ -34,7 +34,9 @@ def plot_metrics(options: PlotOptions) -> None:
     for warning in iterate_warnings(runs):
         say(f"warning: {warning}", is_error=True)
     if options.follow:
-        serve(runs, port=options.port, smoothing=options.smoothing)
+        port = DEFAULT_PORT if options.port is None else options.port
+        with CurvesServer(runs, port=port, smoothing=options.smoothing) as server:
+            server.serve("curves")
     else:
         write_curves(Path(options.output), runs, smoothing=options.smoothing)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from options import (
+    BoardOptions,
     ContinualOptions,
     EvaluateOptions,
     GenerateOptions,
@@ -17,6 +18,7 @@ from options.problems.methods import find_lora_problems, find_osft_problems, fin
 from options.problems.reporting import find_hub_problems, find_tracking_problems
 from options.problems.rows import find_data_problems
 from options.problems.tools import (
+    find_board_problems,
     find_continual_problems,
     find_evaluate_problems,
     find_generate_problems,
@@ -43,6 +45,7 @@ def find_problems(options: Any) -> list[str]:
         TrainOptions: find_train_problems,
         ProcessDataOptions: find_data_problems,
         PlotOptions: find_plot_problems,
+        BoardOptions: find_board_problems,
         GenerateOptions: find_generate_problems,
         EvaluateOptions: find_evaluate_problems,
         MergeModelsOptions: find_mixing_problems,

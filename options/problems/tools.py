@@ -1,4 +1,4 @@
-"""Problems with the options of tools/plot_metrics.py, generate.py, evaluate_model.py and tools/merge_models.py."""
+"""Problems with the options of the programs other than train.py and process_data.py."""
 
 import dataclasses
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from options import (
+    BoardOptions,
     ContinualOptions,
     EngineOptions,
     EvaluateOptions,
@@ -36,11 +37,22 @@ def find_plot_problems(o: PlotOptions) -> list[str]:
         problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
     if o.port is not None and not o.follow:
         problems.append("--port has no effect without --follow")
-    if o.port is not None and not 1 <= o.port <= 65535:
-        problems.append(f"--port {o.port}: must be from 1 to 65535")
+    if o.port is not None:
+        problems += find_port_problems(o.port)
     if o.smoothing is not None and o.smoothing < 1:
         problems.append(f"--smoothing {o.smoothing}: must be at least 1 (no smoothing)")
     return problems
+
+
+def find_board_problems(o: BoardOptions) -> list[str]:
+    """Problems with the options of tools/board.py."""
+    given = len(o.folder)
+    problems = [] if given == 1 else [f"{given} directories are given: give one, with runs in it, such as their parent"]
+    return problems + find_port_problems(o.port)
+
+
+def find_port_problems(port: int) -> list[str]:
+    return [] if 1 <= port <= 65535 else [f"--port {port}: must be from 1 to 65535"]
 
 
 def find_generate_problems(o: GenerateOptions) -> list[str]:

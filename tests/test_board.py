@@ -1,0 +1,376 @@
+"""The board of all runs: what it says of their files, what its server refuses, and how a browser shows it."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from browser import Browser, needs_browser
+from in_process import train_here
+from processes import ENV, ROOT, Job, check_serving, flags
+from run_directories import make_validation, write_run
+from small_runs import OPTIONS, make_inputs
+from tiny_data import write_jsonl
+
+from plots.board import MOST_COMPARED, Board, BoardServer, estimate_seconds_left, find_runs, find_share, read_tail
+from plots.columns import MOST_ROWS
+
+METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
+HOSTILE = "<img src=x onerror=alert(1)> 'quote' %2e%2e"
+
+
+def read_board(folder: Path) -> dict[str, dict]:
+    """The rows by name."""
+    return {row["name"]: row for row in Board(folder).read()["runs"]}
+
+
+def write_end(path: Path, code: int, name: str, message: str) -> None:
+    (path / "exit.json").write_text(json.dumps({"code": code, "name": name, "message": message}))
+
+
+# ---- what the table says
+
+
+def test_of_a_long_file_only_the_end_is_read(tmp_path):
+    path = tmp_path / METRICS
+    path.write_text(
+        "".join(f'{{"step": {step}, "loss": {step / 2}}}\n' for step in range(1, 60_001)) + '{"step": 60001'
+    )
+    tail = read_tail(path)
+    assert [row["step"] for row in tail] == list(range(59_951, 60_001)) and tail[-1]["loss"] == 30_000
+    assert math.isnan(tail[-1]["tokens_per_second"])
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"st')
+    assert [row["step"] for row in read_tail(path)] == [1, 2]
+    path.write_text('{"step": 7, "text": "' + "x" * 100_000 + '"}\n')  # longer than what is read at first
+    assert [row["step"] for row in read_tail(path)] == [7]
+    path.write_text("")
+    assert read_tail(path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "identity", "share"),
+    [
+        ({"max_steps": 40}, {}, 0.25),
+        ({"max_epochs": 2}, {}, 0.5),
+        ({"max_steps": 40, "max_tokens": 1000}, {}, 0.8),
+        ({"max_samples": 10}, {}, 1.0),
+        ({}, {"number of steps": 20}, 0.5),
+        ({"max_steps": None}, {"number of steps": None}, None),
+        ({"max_steps": "40"}, [], None),
+    ],
+)
+def test_the_share_that_is_done_is_that_of_the_first_end(options, identity, share):
+    row = {"step": 10.0, "epoch": 1.0, "total_samples_accumulated": 80.0, "total_tokens_accumulated": 800.0}
+    found = find_share(row, {"options": options, "identity": identity})
+    assert math.isnan(found) if share is None else found == share
+    assert math.isnan(find_share({}, {"options": {"max_steps": 3}}))
+
+
+def test_the_time_left_is_what_the_last_steps_need():
+    tail = [{"step": float(step), "time_per_batch": 2.0, "data_wait_seconds": 0.5} for step in range(11, 21)]
+    assert estimate_seconds_left(tail, {"options": {"max_steps": 100}}) == pytest.approx(80 * 2.5)
+    assert math.isnan(estimate_seconds_left(tail[:1], {"options": {"max_steps": 100}}))
+    assert math.isnan(estimate_seconds_left(tail, {}))
+
+
+def test_runs_are_found_at_any_depth_but_not_in_runs_or_behind_links(tmp_path):
+    for name in ("a", "sweep/1", "sweep/2/b", ".hidden/run"):
+        write_run(tmp_path / "runs" / name, num_steps=1)
+    write_run(tmp_path / "runs" / "a" / "hf_format" / "inner", num_steps=1)
+    write_run(tmp_path / "outside", num_steps=1)
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "runs" / "empty").mkdir()
+    folder = tmp_path / "runs"
+    assert [path.relative_to(folder).as_posix() for path in find_runs(folder).paths] == ["a", "sweep/1", "sweep/2/b"]
+    assert list(read_board(folder / "a")) == ["a"]  # a run's own directory
+    assert read_board(folder / "empty") == {}
+    with pytest.raises(ValueError, match="no such directory"):
+        Board(folder / "gone")
+
+
+def test_every_state_by_the_files_alone(tmp_path):
+    ends = {"oom": (9, "out_of_memory"), "time": (3, "saved_and_requeue"), "user": (10, "stopped_by_user"),
+            "early": (130, "interrupted")}  # fmt: skip
+    for name, (code, what) in ends.items():
+        write_end(write_run(tmp_path / name, num_steps=3, finished=False), code, what, f"why {name}")
+    write_run(tmp_path / "finished", num_steps=3)
+    write_run(tmp_path / "copied", num_steps=3, finished=False)
+    for name, age in (("running", 0), ("killed", 3600)):
+        lock = write_run(tmp_path / name, num_steps=3, finished=False, options={"max_steps": 6}) / ".lock"
+        lock.touch()
+        os.utime(lock, (time.time() - age,) * 2)
+    (write_run(tmp_path / "torn", num_steps=3, finished=False) / PARAMS).write_text("{")
+    found = {name: (row["state"], row["how"], row["error"]) for name, row in read_board(tmp_path).items()}
+    assert found.pop("killed")[:2] == ("crashed", "no heartbeat")
+    state, how, error = found.pop("torn")
+    assert (state, how) == ("unknown", "end not recorded") and PARAMS in error
+    assert found == {
+        "oom": ("crashed", "out of memory (9)", "why oom"),
+        "time": ("stopped", "saved and requeue (3)", "why time"),
+        "user": ("stopped", "stopped by user (10)", "why user"),
+        "early": ("stopped", "interrupted (130)", "why early"),
+        "finished": ("finished", "", ""),
+        "copied": ("unknown", "end not recorded", ""),
+        "running": ("running", "", ""),
+    }
+    left = {name: row["left"] for name, row in read_board(tmp_path).items() if row["left"] is not None}
+    assert left == {"running": pytest.approx(3 * 0.51)}
+
+
+def test_a_row_has_the_numbers_of_the_last_lines(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=80, sets=("held_out",), options={"max_steps": 160})
+    rows = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
+    losses = [json.loads(line)["loss"] for line in (path / VALIDATIONS).read_text().splitlines()]
+    board = Board(tmp_path)
+    (row,) = board.read()["runs"]
+    assert (row["step"], row["share"], row["loss"], row["best"]) == (80, 0.5, rows[-1]["loss"], min(losses))
+    assert row["speed"] == pytest.approx(16000, rel=0.05) and row["left"] is None
+    version = board.read()["version"]
+    assert board.read()["version"] == version
+    with (path / METRICS).open("a") as file:
+        file.write(json.dumps(rows[-1] | {"step": 81, "loss": 0.5}) + '\n{"step": 82, "lo')
+    write_jsonl(path / VALIDATIONS, [make_validation(80, 80) | {"loss": 0.25, "is_best": True}])
+    data = board.read()
+    assert data["version"] != version and [data["runs"][0][key] for key in ("step", "loss", "best")] == [81, 0.5, 0.25]
+    shutil.rmtree(path)
+    assert board.read()["runs"] == []
+
+
+# ---- the server
+
+
+@pytest.fixture
+def server(tmp_path):
+    for name in ("first", "second"):
+        write_run(tmp_path / "runs" / name, num_steps=20, finished=False)
+    write_run(tmp_path / "secret", num_steps=5)
+    with BoardServer(tmp_path / "runs", port=0) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def fetch(server: BoardServer, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    try:
+        request = urllib.request.Request(server.address + path, headers=headers, method=method)
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def find_ids(server: BoardServer) -> dict[str, str]:
+    return {row["name"]: row["id"] for row in json.loads(fetch(server, "runs")[1])["runs"]}
+
+
+def test_the_page_allows_only_its_own_parts(server):
+    with urllib.request.urlopen(server.address) as answer:
+        page, headers = answer.read().decode(), answer.headers
+    assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-" in page
+    assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin" and headers["X-Content-Type-Options"] == "nosniff"
+    assert server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", ["", "runs", "curves?run=x", "data?run=x"])
+def test_another_hosts_name_is_refused(path, server):
+    port = server.server_port
+    for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1:{port + 1}", "127.0.0.1", f"0.0.0.0:{port}"):
+        assert fetch(server, path, Host=host)[0] == 403
+    assert fetch(server, "runs", Host=f"localhost:{port}")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_get_is_answered(method, server):
+    assert fetch(server, "runs", method)[0] == 501
+
+
+def test_no_path_of_a_request_leads_to_a_file(server):
+    outside = server.board.folder.parent / "secret"
+    names = ["../secret", "..%2fsecret", "%2e%2e/secret", str(outside), "first/../../secret", "first", "", "\0"]
+    for name in names:
+        for page in ("curves", "data"):
+            status, text = fetch(server, f"{page}?{urllib.parse.urlencode({'run': name})}")
+            assert status in (400, 404) and "secret" not in text, name
+    for path in ("../secret/" + METRICS, "runs/../../secret", "first/" + METRICS, "/etc/passwd", "%2e%2e/secret"):
+        assert fetch(server, path)[0] == 404, path
+
+
+def test_a_choice_that_cannot_be_shown_is_refused(server):
+    ids = find_ids(server)
+    assert fetch(server, "curves")[0] == 400
+    status, text = fetch(server, "curves?" + "&".join(f"run={i}" for i in range(MOST_COMPARED + 1)))
+    assert status == 400 and f"from 1 to {MOST_COMPARED}" in text
+    shutil.rmtree(server.board.folder / "first")
+    status, text = fetch(server, f"curves?run={ids['first']}")
+    assert status == 500 and "no such directory" in text and "Traceback" not in text
+    fetch(server, "runs")
+    assert fetch(server, f"curves?run={ids['first']}")[0] == 404
+
+
+def test_curves_follow_the_chosen_runs_while_they_grow(server):
+    ids = find_ids(server)
+    query = "&".join(f"run={ids[name]}" for name in ("second", "first"))
+    status, page = fetch(server, f"curves?{query}")
+    assert status == 200 and '"has_board":true' in page
+    data = json.loads(fetch(server, f"data?{query}")[1])
+    assert [(shown["name"], len(shown["x"]["step"])) for shown in data["runs"]] == [("second", 20), ("first", 20)]
+    version = urllib.parse.quote(data["version"])
+    assert fetch(server, f"data?{query}&version={version}") == (204, "")
+    path = server.board.folder / "first" / METRICS
+    row = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps(row | {"step": 21}) + "\n" + json.dumps(row | {"step": 22})[:40])
+    data = json.loads(fetch(server, f"data?{query}&version={version}")[1])
+    assert [shown["x"]["step"][-1] for shown in data["runs"]] == [20, 21]
+
+
+def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
+    ids, path = find_ids(server), server.board.folder / "first" / METRICS
+    write_jsonl(path, [{"step": step, "loss": 1.0} for step in range(1, 3 * MOST_ROWS)])
+    monkeypatch.setattr("plots.board.BYTES_PER_REQUEST", 400_000)
+    counts, data = [], {"is_behind": True}
+    while data["is_behind"]:
+        data = json.loads(fetch(server, f"data?run={ids['first']}")[1])
+        counts.append(data["runs"][0]["x"]["step"][-1])
+    assert counts == sorted(set(counts)) and len(counts) > 3 and counts[-1] == 3 * MOST_ROWS - 1
+    assert len(data["runs"][0]["x"]["step"]) <= 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone"], "error: gone: no such directory"),
+        (["setup.txt"], "error: setup.txt: not a directory"),
+        ([".", "--port", "0"], "--port 0: must be from 1 to 65535"),
+        ([], "0 directories are given"),
+        (["a", "b"], "2 directories are given"),
+    ],
+)
+def test_what_cannot_be_served_gets_one_message_and_exit_code_2(words, message, tmp_path):
+    (tmp_path / "setup.txt").touch()
+    command = [sys.executable, ROOT / "tools/board.py", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.lower() and "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
+    check_serving([sys.executable, "__main__.py", "board", str(tmp_path)], "board")
+
+
+# ---- runs of the trainer
+
+
+@pytest.mark.slow
+def test_runs_of_the_trainer_are_followed_to_their_ends(world, tmp_path):
+    folder, inputs = tmp_path / "runs", make_inputs(tmp_path, "llama")
+    train_here(world, **inputs, **OPTIONS, max_steps=3, output_dir=str(folder / "done"))
+    options = inputs | OPTIONS | dict(max_steps=100_000, checkpoint_every_steps=100_000, save_final_checkpoint=False)
+    jobs = {name: Job([sys.executable, "train.py", *flags(**options, output_dir=str(folder / name))], folder / name)
+            for name in ("killed", "asked")}  # fmt: skip
+    board = Board(folder)
+
+    def read() -> dict[str, dict]:
+        return {row["name"]: row for row in board.read()["runs"]}
+
+    try:
+        for job in jobs.values():
+            job.wait_for_step(2)
+        before = read()
+        assert {name: row["state"] for name, row in before.items()} == {
+            "done": "finished", "killed": "running", "asked": "running",
+        }  # fmt: skip
+        assert before["done"]["step"] == 3 and before["done"]["share"] == 1
+        jobs["killed"].wait_for_step(int(before["killed"]["step"]) + 2)
+        grown = read()["killed"]
+        assert grown["step"] > before["killed"]["step"] and grown["left"] > 0 and grown["speed"] > 0
+        jobs["killed"].kill()
+        (folder / "asked" / "stop").touch()
+        jobs["asked"].process.wait(timeout=100)
+    finally:
+        for job in jobs.values():
+            job.kill()
+    os.utime(folder / "killed" / ".lock", (time.time() - 60,) * 2)  # as if its last heartbeat were a minute ago
+    rows = read()
+    assert (rows["killed"]["state"], rows["killed"]["how"]) == ("crashed", "no heartbeat")
+    assert (rows["asked"]["state"], rows["asked"]["how"]) == ("stopped", "stopped by user (10)")
+    assert rows["asked"]["error"] == json.loads((folder / "asked" / "exit.json").read_text())["message"]
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+def list_names(browser: Browser) -> list[str]:
+    return browser.ask("[...document.querySelectorAll('tbody .name')].map(cell => cell.textContent)")
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_browser_sorts_filters_and_compares(browser, server):
+    folder = server.board.folder
+    write_end(write_run(folder / HOSTILE, num_steps=7, finished=False), 9, "out_of_memory", "<b>no room</b>")
+    browser.open(server.address)
+    assert sorted(list_names(browser)) == sorted(["first", "second", HOSTILE])
+    assert browser.ask("document.querySelectorAll('tbody img, tbody .error b').length") == 0
+    assert browser.ask("document.querySelector('.crashed .error').textContent") == "<b>no room</b>"
+
+    browser.ask("document.querySelector('th[data-key=step] button').click()")
+    assert list_names(browser)[-1] == HOSTILE
+    browser.ask("document.querySelector('th[data-key=step] button').click()")
+    assert list_names(browser)[0] == HOSTILE
+    assert browser.ask("document.querySelector('th[data-key=step]').ariaSort") == "ascending"
+    states = browser.ask("[...byId('states').children].map(button => button.textContent)")
+    assert states == ["all 3", "crashed 1", "unknown 2"]
+    browser.ask("byId('states').children[1].click()")
+    assert list_names(browser) == [HOSTILE]
+    browser.ask("byId('states').children[0].click()")
+    browser.ask("byId('search').value = 'no ROOM', byId('search').dispatchEvent(new Event('input'))")
+    assert list_names(browser) == [HOSTILE]
+    browser.ask("byId('search').value = '', byId('search').dispatchEvent(new Event('input'))")
+
+    # Numbers that change leave a row, its focus and its choice where they are.
+    browser.ask("document.querySelectorAll('tbody input').forEach(box => box.click())")
+    browser.ask("document.querySelector('tbody tr:last-child input').focus()")
+    path = folder / "first" / METRICS
+    row = json.loads(path.read_text().splitlines()[-1]) | {"step": 20, "loss": 0.1234}
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    browser.wait_until("document.body.textContent.includes('0.1234')")
+    assert browser.ask("document.activeElement === document.querySelector('tbody tr:last-child input')")
+    assert browser.ask("byId('compare').textContent") == "show curves of 3"
+    assert browser.list_complaints() == []
+    assert all(url.startswith(server.address) for url in browser.list_requests())
+
+    browser.ask("byId('compare').click()")
+    browser.wait_until("location.pathname === '/curves' && document.readyState === 'complete'")
+    assert sorted(browser.ask("data.runs.map(run => run.name)")) == sorted(["first", "second", HOSTILE])
+    browser.ask("document.querySelector('.kicker a').click()")
+    browser.wait_until("location.pathname === '/' && document.readyState === 'complete'")
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_narrow_window_scrolls_the_table_alone(browser, server):
+    browser.open(server.address, width=390)
+    assert browser.ask("document.documentElement.scrollWidth") <= 390
+    heights = browser.ask("[...document.querySelectorAll('tbody .number')].map(cell => cell.getClientRects().length)")
+    assert set(heights) == {1}
