@@ -43,6 +43,7 @@ from .tools import (
     ContinualOptions,
     EngineOptions,
     EvaluateOptions,
+    ExportGgufOptions,
     GenerateOptions,
     ImportConfigOptions,
     MergeAdapterOptions,

@@ -91,7 +91,10 @@ def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
     """
     check_model_links(path)
     if (path / "adapter_config.json").exists():
-        raise ValueError(f"{path / 'adapter_config.json'}: an adapter, not a model: merge it with its base first")
+        raise ValueError(
+            f"{path / 'adapter_config.json'}: an adapter, not a model: merge it with its base first: mini-trainer"
+            f" merge-adapter --adapter {path} --output-dir DIRECTORY"
+        )
     code = []
     for name in READ_FILES:
         if (path / name).exists():

@@ -18,6 +18,7 @@ from lifecycle.start import open_inputs
 from options import (
     ContinualOptions,
     EvaluateOptions,
+    ExportGgufOptions,
     GenerateOptions,
     ImportConfigOptions,
     MergeAdapterOptions,
@@ -33,6 +34,7 @@ from options.choices import check_choices, list_choices
 from options.fields import iterate_fields
 from process_data import process_data
 from sampler import RunPosition
+from tools.export_gguf import export_gguf
 from tools.import_config import import_config
 from tools.merge_adapter import merge_adapter
 from tools.score_data import score
@@ -44,6 +46,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     GenerateOptions: lambda options: generate(options, None),
     EvaluateOptions: lambda options: evaluate(options, None),
     MergeAdapterOptions: lambda options: merge_adapter(options, None),
+    ExportGgufOptions: export_gguf,
     ImportConfigOptions: import_config,
     ScoreDataOptions: lambda options: score(options, None),
 }

@@ -18,7 +18,7 @@ LAYERS = [
     {"model", "optim"},
     {"methods", "osft", "scoring"},
     {"lifecycle"},
-    {"plan", "plots", "inference", "importers"},
+    {"plan", "plots", "inference", "importers", "exporters"},
     {"evaluation"},
     {"continual"},
 ]
