@@ -165,7 +165,9 @@ def test_the_root_holds_the_scripts_and_what_the_project_is_known_for():
     listed = [name for name in done.stdout.splitlines() if "/" not in name and (ROOT / name).exists()]
     known_for = {"batch_packer", "sampler", "osft", "command_line", "disk", "__init__"}
     papers = {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Makefile", "pyproject.toml", "tox.ini"}
-    allowed = papers | {"constraints.txt", ".gitignore"} | {f"{name}.py" for name in known_for | SCRIPTS}
+    allowed = (
+        papers | {"constraints.txt", ".gitignore", ".dockerignore"} | {f"{name}.py" for name in known_for | SCRIPTS}
+    )
     assert set(listed) - allowed == set()
 
 
