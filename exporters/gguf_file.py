@@ -1,4 +1,4 @@
-"""Writes a model directory as one GGUF file, tensor by tensor: memory use is that of the largest tensor in fp32."""
+"""Writes a model directory as one GGUF file, tensor by tensor: memory use is twice that of the largest one."""
 
 import math
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ TYPES = {
 }
 F32, F16 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16
 LARGEST_F16 = 65520  # rounds to infinity
+ROW_BYTES = 64 << 20  # fp32 bytes of the rows that are converted at once
 
 
 @dataclass(frozen=True)
@@ -62,46 +63,65 @@ def write_gguf(model_dir: Path, target: Path, dtype: str) -> tuple[int, list[str
     user. ValueError if llama.cpp cannot run the model as transformers does.
     """
     name, (file_type, matrix_type) = str(model_dir), TYPES[dtype]
-    if (settings := find_quantization(find_model(name, revision=None, trust_remote_code=False))) is not None:
-        raise ValueError(
-            f"{MODEL_FLAG} {name}: is quantized ({name_kind(settings)}): export the model it was made from"
-        )
-    find_weights(name, name)
-    config = load_config(name, TextFamily())
-    generation, tokenizer = load_generation_config(name, config), load_tokenizer(name)
+    config = load_unquantized_config(name)
     try:
         architecture = find_architecture(config)
         writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture.arch])
-        writer.add_type(gguf.GGUFType.MODEL)
-        writer.add_name(target.stem)
-        writer.add_file_type(file_type)
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         notes = add_hyperparameters(writer, config, architecture)
-        notes += add_tokenizer(writer, tokenizer, generation, vocab_size=config.vocab_size)
+        generation = load_generation_config(name, config)
+        notes += add_tokenizer(writer, load_tokenizer(name), generation, vocab_size=config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{MODEL_FLAG} {name}: {error}") from None
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(target.stem)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     planned = plan_tensors(name, config, architecture, matrix_type)
-    for tensor in planned:
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, tensor.type)
-    num_bytes = sum(tensor.num_bytes for tensor in planned)
-    kept = [tensor.name for tensor in planned if len(tensor.shape) > 1 and tensor.type != matrix_type]
-    if kept:
-        notes.append(f"{len(kept)} matrices are in f16: their rows are no multiple of {dtype}'s blocks")
+    num_in_f16 = sum(tensor.type not in (F32, matrix_type) for tensor in planned)
+    if num_in_f16:
+        notes.append(f"{num_in_f16} matrices are in f16: their rows are no multiple of {dtype}'s blocks")
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     with written_aside(target) as (aside,):
         try:
-            writer.write_header_to_file(aside)
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for tensor in show_progress(planned, "writing", unit="tensor"):
-                writer.write_tensor_data(
-                    quantize(tensor, convert_tensor(tensor.read(), tensor.name, config, architecture))
-                )
-            writer.close()
-            sync_file(aside)
+            write_tensors(writer, aside, planned, config, architecture)
         except OSError as error:
+            num_bytes = sum(tensor.num_bytes for tensor in planned)
             raise OSError(describe_failed_write(f"the file {target}", error, aside, num_bytes)) from None
     return target.stat().st_size, notes
+
+
+def load_unquantized_config(model_dir: str) -> PreTrainedConfig:
+    """The config of a complete and safe model directory; ValueError for adapters and quantized checkpoints."""
+    find_model(model_dir, revision=None, trust_remote_code=False)
+    settings = find_quantization(model_dir)
+    if settings is not None:
+        raise ValueError(
+            f"{MODEL_FLAG} {model_dir}: is quantized ({name_kind(settings)}): export the model that it was made from"
+        )
+    find_weights(model_dir, model_dir)
+    return load_config(model_dir, TextFamily())
+
+
+def write_tensors(
+    writer: gguf.GGUFWriter,
+    path: Path,
+    planned: list[PlannedTensor],
+    config: PreTrainedConfig,
+    architecture: Architecture,
+) -> None:
+    """Writes the file: header, sizes of all tensors, then each tensor."""
+    for tensor in planned:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, tensor.type)
+    writer.write_header_to_file(path)
+    try:
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in show_progress(planned, "writing", unit="tensor"):
+            converted = convert_tensor(tensor.read(), tensor.name, config, architecture)
+            writer.write_tensor_data(quantize(tensor, converted))
+    finally:
+        writer.close()
+    sync_file(path)
 
 
 def plan_tensors(
@@ -135,8 +155,13 @@ def choose_type(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf
 
 
 def quantize(planned: PlannedTensor, tensor: Tensor) -> np.ndarray:
-    """The numbers in the file's type; ValueError for those beyond its range."""
-    numbers = np.ascontiguousarray(tensor.float().numpy())
-    if planned.type == F16 and np.abs(numbers).max(initial=0) >= LARGEST_F16:
+    """The numbers in the file's type, some rows at a time; ValueError for those beyond its range."""
+    num_rows = max(1, ROW_BYTES * len(tensor) // (4 * tensor.numel()))
+    return np.concatenate([quantize_rows(planned, rows) for rows in tensor.split(num_rows)])
+
+
+def quantize_rows(planned: PlannedTensor, rows: Tensor) -> np.ndarray:
+    numbers = np.ascontiguousarray(rows.float().numpy())
+    if planned.type == F16 and max(numbers.max(), -numbers.min()) >= LARGEST_F16:
         raise ValueError(f"{planned.origin} has numbers beyond the range of f16: use --dtype bf16")
     return gguf.quants.quantize(numbers, planned.type)

@@ -62,6 +62,10 @@ def add_tokenizer(
         writer.add_add_space_prefix(has_space_prefix(stored))
         writer.add_token_scores(score_tokens(tokens, merges))
         notes += check_scores(stored, merges)
+        if (stored["pre_tokenizer"] or {}).get("prepend_scheme") == "first":
+            notes.append(
+                "llama.cpp puts a blank before a text and after each special token, this tokenizer only before"
+            )
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(name_split(stored))

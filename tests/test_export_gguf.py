@@ -86,7 +86,8 @@ def test_transformers_reads_the_same_model(name, models, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0"])
-def test_rounded_weights_are_those_of_the_gguf_package(dtype, models, tmp_path):
+def test_rounded_weights_are_those_of_the_gguf_package(dtype, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("exporters.gguf_file.ROW_BYTES", 2500)  # several pieces of a tensor
     path = export(models["qwen3"], tmp_path / "model.gguf", dtype)
     own = AutoModelForCausalLM.from_pretrained(models["qwen3"])
     for param in own.parameters():
@@ -171,7 +172,7 @@ def read_tokenizer(path: Path):
 
 
 @pytest.mark.parametrize(("family", "tokenizer_class"), [("llama", LlamaTokenizer), ("gemma3", GemmaTokenizer)])
-def test_a_sentencepiece_tokenizer_is_read_back(family, tokenizer_class, tmp_path):
+def test_a_sentencepiece_tokenizer_is_read_back(family, tokenizer_class, tmp_path, capsys):
     config = CONFIGS[family].to_dict() | dict(vocab_size=352)
     path = save(type(CONFIGS[family])(**config), tmp_path / "model")
     tokenizer = make_sentencepiece(tokenizer_class)
@@ -183,6 +184,7 @@ def test_a_sentencepiece_tokenizer_is_read_back(family, tokenizer_class, tmp_pat
     assert back.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(messages, tokenize=False)
     fields = read_fields(tmp_path / "model.gguf")
     assert fields["tokenizer.ggml.add_space_prefix"] is (family == "llama")
+    assert ("note: llama.cpp puts a blank before a text and after" in capsys.readouterr().out) is (family == "llama")
     assert fields["tokenizer.ggml.add_bos_token"] is (tokenizer("a").input_ids[0] == 2)
     types = dict(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True))
     kinds = [types[text] for text in ("the", "<s>", "<think>", "<0x41>", "[PAD351]")]
