@@ -276,7 +276,7 @@ FLAGS_OF_OTHERS = {
     *("nproc-per-node", "nnodes", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),  # torchrun
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
     *("revision", "logdir"),  # hf upload, tensorboard
-    *("enable-lora", "lora-modules", "max-logprobs"),  # vllm serve
+    *("enable-lora", "lora-modules", "max-logprobs", "model-path"),  # vllm serve, sglang
     *("no-deps", "only-binary", "python-version"),  # pip
     *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
 }
