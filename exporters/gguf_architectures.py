@@ -38,7 +38,7 @@ class Architecture:
     has_windows: bool = False
 
 
-SILU = {"hidden_act": (None, "silu")}
+SILU = {"hidden_act": ("silu",)}
 LLAMA = Architecture(gguf.MODEL_ARCH.LLAMA, SILU, ropes=tuple(KEYS_OF_ROPE), interleaves_rope=True)
 ARCHITECTURES = {
     "llama": LLAMA,
@@ -79,7 +79,7 @@ def find_unsupported(config: PreTrainedConfig, architecture: Architecture) -> li
     problems = [
         f"{key} is {getattr(config, key)!r}, supported: {', '.join(map(repr, allowed))}"
         for key, allowed in architecture.supported.items()
-        if getattr(config, key, None) not in allowed
+        if getattr(config, key) not in allowed
     ]
     num_heads, size = config.num_attention_heads, get_head_size(config)
     if architecture.arch is gguf.MODEL_ARCH.QWEN2 and num_heads * size != config.hidden_size:

@@ -103,8 +103,10 @@ def name_split(stored: dict[str, Any]) -> str:
     normalizer, splitter = stored["normalizer"], stored["pre_tokenizer"]
     if normalizer is not None and normalizer["type"] != "NFC":  # llama.cpp normalises nothing; most text is in NFC
         raise ValueError(f"the tokenizer's normalizer {normalizer['type']} does not exist in llama.cpp")
+    if not stored["model"]["merges"]:
+        raise ValueError("the tokenizer has no merges, without which llama.cpp loads no byte-level tokenizer")
     ignores_merges, name = bool(stored["model"].get("ignore_merges")), None
-    match splitter.get("pretokenizers", [splitter]):
+    match splitter and splitter.get("pretokenizers", [splitter]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}] if not ignores_merges:
             name = "gpt-2"
         case [

@@ -49,7 +49,7 @@ TEXTS = ("Hi", " The  answer\n is 1234, isn't it?", "żółw 🚀 한국어", "<
 
 def save(config: PreTrainedConfig, path: Path) -> Path:
     """A model whose norm weights are of bf16, as in an export: then no digit is lost where 1 is added to them."""
-    save_tokenizer(save_model(config, path))
+    train_tokenizer(TEXTS * 9, vocab_size=VOCAB_SIZE - 4).save_pretrained(save_model(config, path))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()
     model.save_pretrained(path)
     return path
@@ -249,7 +249,7 @@ def test_what_cannot_be_exact_is_noted(tmp_path, capsys):
 
 REFUSED = {
     "gpt2": (FAMILIES["gpt2"], "architecture gpt2 cannot be exported to GGUF here, only llama, mistral, qwen2"),
-    "activation": (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act is 'gelu', supported: None, 'silu'"),
+    "activation": (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act is 'gelu', supported: 'silu'"),
     "rope kind": (
         LlamaConfig(**SHAPE, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
         "rope_type of full_attention is 'dynamic', supported: 'default', 'linear', 'yarn', 'llama3'",
@@ -260,6 +260,7 @@ REFUSED = {
         "rope_parameters of full_attention have partial_rotary_factor, which it does not read",
     ),
     "bias": (Qwen3Config(**SHAPE, attention_bias=True), "attention_bias is True, supported: False"),
+    "tokenizer": (LlamaConfig(**SHAPE), "the tokenizer has no merges"),
     "scale": (Gemma3TextConfig(**SHAPE, head_dim=8), "query_pre_attn_scalar is 256, supported: 8"),
 }  # fmt: skip
 
@@ -283,8 +284,9 @@ def test_other_directories_and_tokenizers_are_refused(tmp_path, models):
     splitter = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True)
     cases = [
         ("config.json", dict(quantization_config=dict(quant_method="awq")), "is quantized (awq)"),
-        ("config.json", dict(vocab_size=100), "the token id 258, but the model only 100 embeddings"),
+        ("config.json", dict(vocab_size=100), "the token id 283, but the model only 100 embeddings"),
         ("tokenizer.json", dict(pre_tokenizer=splitter), "no name for how this tokenizer splits text"),
+        ("tokenizer.json", dict(pre_tokenizer=None), "splits text (null, ignore_merges False)"),
         ("tokenizer.json", dict(normalizer=dict(type="Lowercase")), "normalizer Lowercase does not exist in llama.cpp"),
         ("adapter_config.json", None, "merge it with its base first: mini-trainer merge-adapter --adapter"),
     ]
