@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from card_usage import run_usage
 from hub_standin import Hub
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from in_process import train_here
 from small_runs import OPTIONS, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
+from tiny_vision import make_image, save_vision_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lifecycle import hub as hub_module
@@ -141,6 +142,16 @@ def test_the_usage_in_a_card_runs(pushed, monkeypatch, capsys):
     head = ModelCard.load(pushed.run / "hf_format" / "samples_24" / "README.md").data
     assert 'model="me/a-model"' in describe_usage(head, "me/a-model", has_template=True)
     assert 'model="."' in describe_usage(head, "a-model", has_template=True)
+
+
+def test_a_model_that_sees_images_is_used_with_one(tmp_path, monkeypatch, capsys):
+    path = save_vision_model(tmp_path, "llava")
+    make_image(0).save(path / "picture.png")
+    head = ModelCardData(pipeline_tag="image-text-to-text", library_name="transformers")
+    code = describe_usage(head, None, has_template=True)
+    (path / "README.md").write_text(f"```python\nfrom transformers import pipeline\n\n{code}\n```\n")
+    run_usage(path, monkeypatch)
+    assert "What is it?" in capsys.readouterr().out
 
 
 def test_the_curve_is_that_of_the_losses(pushed):
