@@ -134,8 +134,8 @@ def describe_head(name: str, options: TrainOptions, inputs: RunInputs, measured:
 def find_license(model_dir: Path) -> dict[str, str]:
     """The licence that the base model's card names, as metadata; empty if there is none."""
     try:
-        base = ModelCard.load(model_dir / CARD_FILE, ignore_metadata_errors=True).data
-    except (OSError, ValueError, yaml.YAMLError):
+        base = ModelCard((model_dir / CARD_FILE).read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+    except (OSError, ValueError, yaml.YAMLError):  # no card, or one without metadata that can be read
         return {}
     named = {name: getattr(base, name, None) for name in ("license", "license_name", "license_link")}
     return {name: value for name, value in named.items() if isinstance(value, str)}

@@ -97,7 +97,7 @@ def test_a_card_is_true_to_its_run(pushed):
         )
 
 
-def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monkeypatch):
+def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monkeypatch, tmp_path):
     """The user's licence before the base model's, which may be anything; a base and a data set only on the hub."""
     base = pushed.run.parent / "model"
     inputs = SimpleNamespace(
@@ -124,6 +124,11 @@ def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monk
         inputs.model_dir.mkdir(exist_ok=True)
         (inputs.model_dir / "README.md").write_text(text)
         assert {name: value for name, value in describe("org/base").items() if "license" in name} == licence
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    inputs.model_dir = "a-model"  # a directory without a card, which must not be taken for a name on the hub
+    monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", pytest.fail)
+    assert "license" not in describe("a-model")
 
 
 def test_a_card_names_the_files_that_data_was_made_from_without_their_directories():
