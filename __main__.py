@@ -26,6 +26,7 @@ SCRIPTS = {
     "generate": ("generate.py", "a model asked: prompts from files, or a chat in the terminal"),
     "evaluate": ("evaluate_model.py", "models measured side by side: losses, tasks, a page of samples"),
     "merge-models": ("tools/merge_models.py", "models of one architecture mixed, tensor by tensor"),
+    "export-gguf": ("tools/export_gguf.py", "a model in, one GGUF file out, for llama.cpp and Ollama"),
     "import-config": ("tools/import_config.py", "another trainer's configuration in, this one's out"),
     "score-data": (
         "tools/score_data.py",
@@ -46,6 +47,8 @@ OPTIONS = {
     "score-data": "ScoreDataOptions",
     "continual": "ContinualOptions",
     "plot-metrics": "PlotOptions",
+    "export-gguf": "ExportGgufOptions",
+    "board": "BoardOptions",
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
 COMPLETION = "completion"  # the word that is no script: prints what a shell needs to complete the others

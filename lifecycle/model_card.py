@@ -5,29 +5,74 @@ since cards are meant to be published.
 """
 
 import json
+import math
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from huggingface_hub import ModelCardData
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoModelForImageTextToText
 
 from lifecycle.inputs import RunInputs
 from lifecycle.record import read_params
 from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
 from options import TrainOptions, iterate_fields
-from pretrained.files import name_model
+from pretrained.files import CARD_FILE, name_model
 from pretrained.text_tower import is_multimodal
 from sampler import RunPosition
 
-CARD_FILE, CURVE_FILE = "README.md", "loss_curve.svg"
+CURVE_FILE = "loss_curve.svg"
 MAX_POINTS = 300  # maximum points of the curve; each is the mean of equally many steps
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
 LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
-            "continue_from", "track", "track_project", "track_name", "push_to_hub", "hub_private")  # fmt: skip
+            "continue_from", "track", "track_project", "track_name", "push_to_hub", "hub_private",
+            "hub_license")  # fmt: skip
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ training }}
+
+## Usage
+
+```python
+from transformers import pipeline
+
+{{ usage }}
+```
+
+## Data
+
+{{ data }}
+
+## Losses
+
+{{ losses }}
+
+## Options
+
+Those that differ from their defaults:
+
+{{ options }}
+
+## Versions
+
+{{ versions }}
+"""
+# Arguments of a pipeline, by its task, and what is taken of its result.
+CALLS = {
+    "text-generation": '[{"role": "user", "content": "Hello"}], max_new_tokens=64)[0]["generated_text"][-1]["content"]',
+    "image-text-to-text": 'text=[{"role": "user", "content": [{"type": "image", "path": "picture.png"},'
+    ' {"type": "text", "text": "What is it?"}]}], max_new_tokens=64)',
+    "text-classification": '"A text")',
+    "token-classification": '"A text")',
+}
+COMPLETE = '"Hello", max_new_tokens=64)[0]["generated_text"]'  # by a model without a chat template
 
 
 def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, position: RunPosition) -> dict[str, str]:
@@ -35,17 +80,21 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
     params = read_params(output_dir)
     steps = list(read_rows(output_dir / METRICS_FILE, position.step))
     validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
-    parts = [
-        f"---\n{describe_head(options, inputs).to_yaml()}\n---",
-        f"# {output_dir.absolute().name}, after {position.num_samples:,} samples",
-        describe_training(options, inputs, params, position),
-        "## Data\n\n" + "\n".join(describe_data(inputs, params)),
-        "## Losses\n\n" + describe_losses(steps, validations, list(inputs.objective.metrics)),
-        "## Options\n\nThose that differ from their defaults:\n\n" + table(("option", "value"), list_options(options)),
-        "## Versions\n\n" + table(("", ""), list(params["versions"].items())),
-    ]
-    files = {CARD_FILE: "\n\n".join(parts) + "\n"}
-    return files | ({CURVE_FILE: draw_curve(steps, validations)} if steps else {})
+    last = validations[-1] if validations and validations[-1]["step"] == position.step else {}
+    measured = {name: last[name] for name in inputs.objective.metrics if last.get(name) is not None}
+    head = describe_head(output_dir.absolute().name, options, inputs, measured)
+    card = ModelCard.from_template(
+        head,
+        template_str=TEMPLATE,
+        title=f"{head.model_name}, after {position.num_samples:,} samples",
+        training=describe_training(options, inputs, params, position),
+        usage=describe_usage(head, options.hub.push_to_hub, has_template=inputs.tokenizer.chat_template is not None),
+        data="\n".join(describe_data(inputs, params)),
+        losses=describe_losses(steps, measured),
+        options=table(("option", "value"), list_options(options)),
+        versions=table(("", ""), list(params["versions"].items())),
+    )
+    return {CARD_FILE: f"{card}\n"} | ({CURVE_FILE: draw_curve(steps, validations)} if steps else {})
 
 
 def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
@@ -58,23 +107,47 @@ def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def is_on_hub(options: TrainOptions) -> bool:
-    return not Path(options.model.model_name_or_path).exists()
-
-
-def describe_head(options: TrainOptions, inputs: RunInputs) -> ModelCardData:
-    """The card's metadata. It names the base model only if that is on the hub, which would look for it."""
-    config, method = inputs.config, inputs.method
-    base = dict(base_model=options.model.model_name_or_path) if is_on_hub(options) else {}
-    if base:
-        base["base_model_relation"] = method.relation
+def describe_head(name: str, options: TrainOptions, inputs: RunInputs, measured: dict[str, float]) -> ModelCardData:
+    """The card's metadata. Models and data sets are named only if they are on the hub, which would look for them."""
+    config, method, base = inputs.config, inputs.method, options.model.model_name_or_path
+    rows = options.rows.input_dataset
     sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
+    task = "image-text-to-text" if sees_images else inputs.objective.pipeline_tag
+    held_out = ", ".join(inputs.validation_data.names) if measured else ""
+    results = [
+        EvalResult(task_type=task, dataset_type=held_out, dataset_name=held_out, metric_type=metric, metric_value=value)
+        for metric, value in measured.items()
+        if math.isfinite(value)
+    ]
     return ModelCardData(
-        **base,
+        **({} if Path(base).exists() else dict(base_model=base, base_model_relation=method.relation)),
+        **({} if rows is None or Path(rows).exists() else dict(datasets=rows.partition(":")[0])),
+        **(dict(license=options.hub.hub_license) if options.hub.hub_license else find_license(Path(inputs.model_dir))),
         library_name=LIBRARIES[method.relation],
-        pipeline_tag="image-text-to-text" if sees_images else inputs.objective.pipeline_tag,
+        model_name=name,
+        eval_results=results or None,
+        pipeline_tag=task,
         tags=["mini_trainer", *method.tags],
     )
+
+
+def find_license(model_dir: Path) -> dict[str, str]:
+    """The licence that the base model's card names, as metadata; empty if there is none."""
+    try:
+        base = ModelCard((model_dir / CARD_FILE).read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+    except (OSError, ValueError, yaml.YAMLError):  # no card, or one without metadata that can be read
+        return {}
+    named = {name: getattr(base, name, None) for name in ("license", "license_name", "license_link")}
+    return {name: value for name, value in named.items() if isinstance(value, str)}
+
+
+def describe_usage(head: ModelCardData, repository: str | None, *, has_template: bool) -> str:
+    """Python that runs the model by transformers' pipeline: from the hub, or in the export's directory."""
+    where = repository if repository is not None and "/" in repository else "."
+    task = head.pipeline_tag
+    call = COMPLETE if task == "text-generation" and not has_template else CALLS[task]
+    comment = "# needs peft: pip install peft\n" if head.library_name == "peft" else ""
+    return f'{comment}model = pipeline("{task}", model="{where}")\nprint(model({call})'
 
 
 def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
@@ -122,17 +195,14 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
         yield f"\nValidation data: {names}."
 
 
-def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any]], metrics: list[str]) -> str:
-    parts = [f"![training and validation loss]({CURVE_FILE})"] if steps else ["No step has been completed."]
-    if steps:
-        parts.append(f"The last step's training loss is {steps[-1]['loss']:.4f}; the first one's was"
-                     f" {steps[0]['loss']:.4f}.")  # fmt: skip
-    if validations:
-        best = [row for row in validations if row["is_best"]][-1:] or [min(validations, key=lambda row: row["loss"])]
-        names = [name for name in metrics if None not in (best[0].get(name), validations[-1].get(name))]
-        rows = [(what, f"{row['step']:,}", *(format_metric(name, row[name]) for name in names))
-                for what, row in (("best", best[0]), ("last", validations[-1]))]  # fmt: skip
-        parts.append(table(("validation", "step", *(name.replace("_", " ") for name in names)), rows))
+def describe_losses(steps: list[dict[str, Any]], measured: dict[str, float]) -> str:
+    if not steps:
+        return "No step has been completed."
+    parts = [f"![training and validation loss]({CURVE_FILE})"]
+    parts.append(f"Training loss: {steps[0]['loss']:.4f} in the first step, {steps[-1]['loss']:.4f} in the last.")
+    if measured:
+        rows = [(name.replace("_", " "), format_metric(name, value)) for name, value in measured.items()]
+        parts.append(table(("validation", ""), rows))
     return "\n\n".join(parts)
 
 
@@ -159,40 +229,36 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def draw_curve(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
-    """Draws an SVG: training loss as a line, validation losses as points on a second line."""
-    train = np.array([(row["step"], row["loss"]) for row in steps], dtype=np.float64)
-    chunks = np.array_split(train, min(len(train), MAX_POINTS))
-    train = np.array([chunk.mean(axis=0) for chunk in chunks])
-    held_out = np.array([(row["step"], row["loss"]) for row in validations], dtype=np.float64).reshape(-1, 2)
-    both = np.concatenate([train, held_out])
-    both = both[np.isfinite(both).all(axis=1)]
+    """Draws an SVG: training loss as a line, validation losses as a line with points."""
+    train, held_out = (
+        np.array([(row["step"], row["loss"]) for row in rows]).reshape(-1, 2) for rows in (steps, validations)
+    )
+    train = np.array([chunk.mean(axis=0) for chunk in np.array_split(train, min(len(train), MAX_POINTS))])
+    train, held_out = (points[np.isfinite(points).all(axis=1)] for points in (train, held_out))
+    both = np.concatenate([train, held_out, np.zeros((0 if len(train) or len(held_out) else 1, 2))])
     low, high = both.min(axis=0), both.max(axis=0)
-    span = np.where(high > low, high - low, 1.0)
-    size = np.array([WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN])
-
-    def place(points: np.ndarray) -> list[str]:
-        shares = (points[np.isfinite(points).all(axis=1)] - low) / span
-        return [f"{MARGIN + x * size[0]:.1f},{HEIGHT - MARGIN - y * size[1]:.1f}" for x, y in shares]
-
     bottom, right = HEIGHT - MARGIN, WIDTH - MARGIN
-    labels = [(MARGIN - 6, bottom, "end", f"{low[1]:.3g}"), (MARGIN - 6, MARGIN, "end", f"{high[1]:.3g}"),
-              (MARGIN, bottom + 18, "start", f"step {low[0]:,.0f}"),
-              (right, bottom + 18, "end", f"step {high[0]:,.0f}"),
-              (MARGIN, MARGIN - 20, "start", "loss: training (blue), validation (orange)")]  # fmt: skip
-    points = place(held_out)
+    scale = np.array([right - MARGIN, MARGIN - bottom]) / np.where(high > low, high - low, 1.0)
+    paths = [[f"{x:.1f},{y:.1f}" for x, y in (points - low) * scale + (MARGIN, bottom)] for points in (train, held_out)]
+    dots = [point.split(",") for point in paths[1]]
+    labels = [
+        (MARGIN - 6, bottom, "end", f"{low[1]:.3g}"),
+        (MARGIN - 6, MARGIN, "end", f"{high[1]:.3g}"),
+        (MARGIN, bottom + 18, "start", f"step {low[0]:,.0f}"),
+        (right, bottom + 18, "end", f"step {high[0]:,.0f}"),
+        (MARGIN, MARGIN - 20, "start", "loss: training (blue), validation (orange)"),
+    ]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
-            ' font-size="13">',
-            '<rect width="100%" height="100%" fill="white"/>',
-            f'<path d="M{MARGIN},{MARGIN} V{bottom} H{right}" fill="none" stroke="#888"/>',
-            f'<polyline points="{" ".join(place(train))}" fill="none" stroke="#2468b4" stroke-width="1.5"/>',
-            f'<polyline points="{" ".join(points)}" fill="none" stroke="#d9730d" stroke-width="1.5"/>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
+            f'<path d="M0,0H{WIDTH}V{HEIGHT}H0Z" fill="white"/>',
+            f'<path d="M{MARGIN},{MARGIN}V{bottom}H{right}" fill="none" stroke="#888"/>',
             *(
-                f'<circle cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="3" fill="#d9730d"/>'
-                for point in points
+                f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+                for points, color in zip(paths, ("#2468b4", "#d9730d"), strict=True)
             ),
-            *(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>' for x, y, anchor, text in labels),
+            *(f'<circle cx="{x}" cy="{y}" r="3" fill="#d9730d"/>' for x, y in dots),
+            *(f'<text x="{x}" y="{y}" text-anchor="{end}" font-size="13">{text}</text>' for x, y, end, text in labels),
             "</svg>\n",
         ]
     )

@@ -45,6 +45,7 @@ from .tools import (
     ContinualOptions,
     EngineOptions,
     EvaluateOptions,
+    ExportGgufOptions,
     GenerateOptions,
     ImportConfigOptions,
     MergeAdapterOptions,

@@ -99,6 +99,8 @@ class HubOptions:
     """Repository to upload exports to, in the background: NAME or OWNER/NAME; created if missing."""
     hub_private: bool = False
     """Create the repository as private."""
+    hub_license: str | None = None
+    """License of the exports, for their model cards, such as apache-2.0. Default: the one in the base model's card."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,6 +182,21 @@ class MergeModelsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportGgufOptions:
+    """Write a model as one GGUF file for llama.cpp, Ollama and LM Studio."""
+
+    model_name_or_path: str
+    """Directory of a model: an export, or any other in the Hugging Face format."""
+    output: str
+    """File to write (.gguf), which must not exist. Its name without the ending is the model's name."""
+    dtype: Literal["bf16", "f16", "f32", "q8_0"] = "bf16"
+    """Data type of the matrices: q8_0, 8 bits in blocks of 32; smaller types are made from such a file by llama.cpp's
+    llama-quantize."""
+    config: str | None = None
+    """YAML file with any of these options; flags override it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImportConfigOptions:
     """Convert another trainer's configuration to files for process_data.py and train.py."""
 

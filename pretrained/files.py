@@ -15,7 +15,8 @@ from ranks.ending import log
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json")
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]  # a repository's config and tokenizer
+CARD_FILE = "README.md"
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", CARD_FILE]  # config, tokenizer, model card
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 COMMIT = re.compile("[0-9a-f]{40}")
 MODEL_FLAG = "--model-name-or-path"  # for messages, unless a script uses another option
@@ -91,7 +92,10 @@ def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
     """
     check_model_links(path)
     if (path / "adapter_config.json").exists():
-        raise ValueError(f"{path / 'adapter_config.json'}: an adapter, not a model: merge it with its base first")
+        raise ValueError(
+            f"{path / 'adapter_config.json'}: an adapter, not a model: merge it with its base first: mini-trainer"
+            f" merge-adapter --adapter {path} --output-dir DIRECTORY"
+        )
     code = []
     for name in READ_FILES:
         if (path / name).exists():

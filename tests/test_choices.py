@@ -19,6 +19,7 @@ from options import (
     BoardOptions,
     ContinualOptions,
     EvaluateOptions,
+    ExportGgufOptions,
     GenerateOptions,
     ImportConfigOptions,
     MergeAdapterOptions,
@@ -34,6 +35,7 @@ from options.choices import check_choices, list_choices
 from options.fields import iterate_fields
 from process_data import process_data
 from sampler import RunPosition
+from tools.export_gguf import export_gguf
 from tools.import_config import import_config
 from tools.merge_adapter import merge_adapter
 from tools.score_data import score
@@ -45,6 +47,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     GenerateOptions: lambda options: generate(options, None),
     EvaluateOptions: lambda options: evaluate(options, None),
     MergeAdapterOptions: lambda options: merge_adapter(options, None),
+    ExportGgufOptions: export_gguf,
     ImportConfigOptions: import_config,
     ScoreDataOptions: lambda options: score(options, None),
 }

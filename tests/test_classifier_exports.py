@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from card_usage import run_usage
 from forked import run_forked
 from in_process import train_here
 from peft import PeftModel
@@ -107,7 +108,9 @@ def test_what_else_is_missing_is_refused(world, tmp_path):
         ("distilbert", dict(osft=True, osft_unfreeze_rank_ratio=0.5, activation_checkpointing="selective")),
     ],
 )
-def test_an_export_is_loaded_by_pipelines_with_its_labels_and_its_trained_head(family, options, world, tmp_path):
+def test_an_export_is_loaded_by_pipelines_with_its_labels_and_its_trained_head(
+    family, options, world, tmp_path, monkeypatch
+):
     model = save_classifier(CLASSIFIERS[family], tmp_path / "model")
     if "osft" in options:
         options = options | dict(osft_cache_dir=str(tmp_path / "cache"))
@@ -121,14 +124,16 @@ def test_an_export_is_loaded_by_pipelines_with_its_labels_and_its_trained_head(f
     scores = classify(["a", "a longer text"])  # a batch: the model knows what is padding
     assert [sorted(score["label"] for score in of_text) for of_text in scores] == [sorted(NAMES.values())] * 2
     assert "pipeline_tag: text-classification" in (export / "README.md").read_text()
+    run_usage(export, monkeypatch)
 
 
-def test_a_token_classifier_is_loaded_by_pipelines(world, tmp_path):
+def test_a_token_classifier_is_loaded_by_pipelines(world, tmp_path, monkeypatch):
     model = save_base(CLASSIFIERS["electra"], tmp_path / "model")
     export = train(world, model, tmp_path, of_tokens=True)
     tag = pipeline("token-classification", model=str(export))
     assert {found["entity"] for found in tag("some words")} <= set(NAMES.values()) and len(tag("some words")) > 1
     assert AutoModelForTokenClassification.from_pretrained(export).config.id2label == NAMES
+    run_usage(export, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])

@@ -1,6 +1,10 @@
 """Files for clusters: of the schema that they are for, with options that the scripts take."""
 
+import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -9,7 +13,8 @@ from heavy import need
 from command_line import parse_options
 from options import TrainOptions
 
-CLUSTERS = Path(__file__).parent.parent / "clusters"
+ROOT = Path(__file__).parent.parent
+CLUSTERS = ROOT / "clusters"
 
 
 def test_the_train_job_is_one_of_kubeflows_and_its_command_one_of_ours():
@@ -28,3 +33,19 @@ def test_skypilots_task_starts_training_with_options_that_there_are():
     options = parse_options(TrainOptions, words[words.index("train.py") + 1 :])
     (bucket,) = task["file_mounts"]
     assert options.output_dir.startswith(bucket) and all(path.startswith(bucket) for path in options.data.data_path)
+
+
+def test_the_image_installs_the_dependencies_of_the_extras_and_has_every_file_of_the_package():
+    """Its command for the list of requirements, run as the shell in the image would."""
+    text = (CLUSTERS / "Dockerfile").read_text()
+    arguments = dict(re.findall(r"ARG (\w+)=(.*)", text))
+    (program,) = re.findall(r'python -c "(.*?)" >', text, flags=re.DOTALL)
+    for given in (arguments["EXTRAS"], "lora", ""):
+        code = program.replace("\\\n", "").replace("${EXTRAS}", given)
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        extras = [project["optional-dependencies"][name] for name in given.split(",") if name]
+        assert done.stdout.split("\n")[:-1] == sum(extras, project["dependencies"])
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert not {name.removeprefix("mini_trainer.").replace(".", "/") for name in packages} & set(ignored)

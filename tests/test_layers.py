@@ -18,7 +18,7 @@ LAYERS = [
     {"model", "optim"},
     {"methods", "osft", "scoring"},
     {"lifecycle"},
-    {"plan", "plots", "inference", "importers"},
+    {"plan", "plots", "inference", "importers", "exporters"},
     {"evaluation"},
     {"continual"},
 ]
@@ -166,7 +166,8 @@ def test_the_root_holds_the_scripts_and_what_the_project_is_known_for():
     listed = [name for name in done.stdout.splitlines() if "/" not in name and (ROOT / name).exists()]
     known_for = {"batch_packer", "sampler", "osft", "command_line", "disk", "__init__"}
     papers = {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Makefile", "pyproject.toml", "tox.ini"}
-    allowed = papers | {"constraints.txt", ".gitignore", "py.typed"} | {f"{name}.py" for name in known_for | SCRIPTS}
+    others = {"constraints.txt", ".gitignore", ".dockerignore", "py.typed"}
+    allowed = papers | others | {f"{name}.py" for name in known_for | SCRIPTS}
     assert set(listed) - allowed == set()
 
 

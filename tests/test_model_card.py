@@ -10,17 +10,20 @@ from xml.etree import ElementTree
 import huggingface_hub
 import numpy as np
 import pytest
+from card_usage import run_usage
 from hub_standin import Hub
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from in_process import train_here
 from small_runs import OPTIONS, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
-from transformers import AutoModelForCausalLM
+from tiny_vision import make_image, save_vision_model
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lifecycle import hub as hub_module
 from lifecycle.hub import Uploads
-from lifecycle.model_card import MAX_POINTS, describe_data, draw_curve
+from lifecycle.model_card import MAX_POINTS, describe_data, describe_head, describe_usage, draw_curve
+from objectives.next_tokens import CausalLM
 from options import HubOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 
@@ -50,6 +53,7 @@ def pushed(world, tmp_path_factory) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("pushed")
     held_out = write_samples(root / "held_out.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=3))
     options = make_inputs(root, "llama_tied_bias") | OPTIONS
+    (root / "model" / "README.md").write_text("---\nlicense: mit\nlanguage: fr\n---\n# A base model\n")
     options |= dict(output_dir=str(root / "run"), max_steps=3, min_samples_per_checkpoint=8, validate_every_steps=1)
     options |= dict(validation_data_path=(str(held_out),), push_to_hub="a-model", hub_private=True)
     server = Hub()
@@ -66,24 +70,65 @@ def read_rows(path: Path) -> list[dict]:
 
 def test_a_card_is_true_to_its_run(pushed):
     steps = read_rows(pushed.run / "training_metrics_0.jsonl")
+    validations = read_rows(pushed.run / "validation_metrics_0.jsonl")
     identity = json.loads((pushed.run / "training_params.json").read_text())["identity"]
     for step in (1, 3):
         export = pushed.run / "hf_format" / f"samples_{8 * step}"
         card = ModelCard.load(export / "README.md")
+        measured = next(row for row in validations if row["step"] == step)
         assert card.data.to_dict() == {
-            "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mini_trainer"],
+            "license": "mit", "library_name": "transformers", "pipeline_tag": "text-generation",
+            "tags": ["mini_trainer"], "model-index": [{"name": "run", "results": [{
+                "task": {"type": "text-generation"}, "dataset": {"name": "held_out", "type": "held_out"},
+                "metrics": [{"type": name, "value": measured[name]} for name in CausalLM().metrics],
+            }]}],
         }  # fmt: skip
         assert f"after {8 * step} samples" in card.text
-        assert f"last step's training loss is {steps[step - 1]['loss']:.4f}" in card.text
+        assert f"{steps[0]['loss']:.4f} in the first step, {steps[step - 1]['loss']:.4f} in the last." in card.text
         assert f"| tokens | {steps[step - 1]['total_tokens_accumulated']:,}, trained and masked |" in card.text
         assert identity["data"] in card.text and identity["model"] in card.text and "| `data` | 20 |" in card.text
         assert "| `learning_rate` | `0.01` |" in card.text and "full fine-tuning" in card.text
         assert str(pushed.run.parent) not in card.text, "a path of this machine is told"
         listed = json.loads((export / "manifest.json").read_text())["files"]
         assert {"README.md", "loss_curve.svg"} <= listed.keys()
-    best = min(read_rows(pushed.run / "validation_metrics_0.jsonl"), key=lambda row: row["loss"])
-    row = f"| best | {best['step']} | {best['loss']:.4f} | {best['perplexity']:.3f} | {best['token_accuracy']:.2%} |"
-    assert row in card.text and "Validation data: `held_out`." in card.text
+        assert (
+            f"| perplexity | {measured['perplexity']:.3f} |" in card.text
+            and "Validation data: `held_out`." in card.text
+        )
+
+
+def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monkeypatch, tmp_path):
+    """The user's licence before the base model's, which may be anything; a base and a data set only on the hub."""
+    base = pushed.run.parent / "model"
+    inputs = SimpleNamespace(
+        config=LlamaConfig(), method=SimpleNamespace(relation="adapter", tags=["lora"]), objective=CausalLM(),
+        model_dir=str(base),
+    )  # fmt: skip
+    given = dict(data_path=("d",), output_dir="o", input_dataset="org/chats:small")
+
+    def describe(model: str, **options: object) -> dict:
+        options = group_options(TrainOptions, **given, model_name_or_path=model, **options)
+        return describe_head("run", options, inputs, {}).to_dict()
+
+    card = describe("org/base", hub_license="apache-2.0")
+    assert (card["base_model"], card["base_model_relation"]) == ("org/base", "adapter")
+    assert (card["datasets"], card["license"]) == ("org/chats", "apache-2.0")
+    card = describe(str(base))
+    assert card["license"] == "mit" and "base_model" not in card
+    for text, licence in {
+        "": {}, "# No metadata": {}, "---\n[1\n---\n": {}, "---\nlicense: 7\n---\n": {},
+        "---\nlicense: other\nlicense_name: qwen\nlicense_link: https://x.y/LICENSE\n---\n":
+            dict(license="other", license_name="qwen", license_link="https://x.y/LICENSE"),
+    }.items():  # fmt: skip
+        inputs.model_dir = pushed.run.parent / "other"
+        inputs.model_dir.mkdir(exist_ok=True)
+        (inputs.model_dir / "README.md").write_text(text)
+        assert {name: value for name, value in describe("org/base").items() if "license" in name} == licence
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    inputs.model_dir = "a-model"  # a directory without a card, which must not be taken for a name on the hub
+    monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", pytest.fail)
+    assert "license" not in describe("a-model")
 
 
 def test_a_card_names_the_files_that_data_was_made_from_without_their_directories():
@@ -93,6 +138,25 @@ def test_a_card_names_the_files_that_data_was_made_from_without_their_directorie
     inputs = SimpleNamespace(data=data, sidecars=[sidecar], validation_data=None)
     text = "\n".join(describe_data(inputs, dict(identity=dict(data="cd34"))))
     assert "| `rows` | 1 | 4 | 100.0% |" in text and "| `rows.jsonl` | `ab12` |" in text and "/home" not in text
+
+
+def test_the_usage_in_a_card_runs(pushed, monkeypatch, capsys):
+    """In the export's directory, as it is written; from the hub, by the repository's name."""
+    run_usage(pushed.run / "hf_format" / "samples_24", monkeypatch)
+    assert capsys.readouterr().out.strip()
+    head = ModelCard.load(pushed.run / "hf_format" / "samples_24" / "README.md").data
+    assert 'model="me/a-model"' in describe_usage(head, "me/a-model", has_template=True)
+    assert 'model="."' in describe_usage(head, "a-model", has_template=True)
+
+
+def test_a_model_that_sees_images_is_used_with_one(tmp_path, monkeypatch, capsys):
+    path = save_vision_model(tmp_path, "llava")
+    make_image(0).save(path / "picture.png")
+    head = ModelCardData(pipeline_tag="image-text-to-text", library_name="transformers")
+    code = describe_usage(head, None, has_template=True)
+    (path / "README.md").write_text(f"```python\nfrom transformers import pipeline\n\n{code}\n```\n")
+    run_usage(path, monkeypatch)
+    assert "What is it?" in capsys.readouterr().out
 
 
 def test_the_curve_is_that_of_the_losses(pushed):
@@ -127,11 +191,14 @@ def test_an_uploaded_model_loads(pushed, tmp_path):
 
 
 @pytest.mark.parametrize("exports", ["adapter", "both"])
-def test_an_adapters_card_says_so(exports, world, pushed, tmp_path):
+def test_an_adapters_card_says_so_and_how_it_is_used(exports, world, pushed, tmp_path, monkeypatch):
     options = {name: value for name, value in pushed.options.items() if name not in ("push_to_hub", "hub_private")}
     options |= dict(output_dir=str(tmp_path / "run"), max_steps=1, lora=True, lora_export=exports)
     train_here(world, **options)
-    card = ModelCard.load(tmp_path / "run" / "hf_format" / "samples_8" / "README.md")
+    export = tmp_path / "run" / "hf_format" / "samples_8"
+    card = ModelCard.load(export / "README.md")
+    run_usage(export, monkeypatch)
+    assert ("pip install peft" in card.text) is (exports == "adapter")
     assert card.data.library_name == ("peft" if exports == "adapter" else "transformers")
     assert card.data.tags == ["mini_trainer", "lora"] and "| method | LoRA |" in card.text
 

@@ -282,8 +282,9 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "track",  # these three: test_tracking.py
     "track_project",
     "track_name",
-    "push_to_hub",  # these two: test_model_card.py
+    "push_to_hub",  # these three: test_model_card.py
     "hub_private",
+    "hub_license",
     "loss_weighting",  # these: test_teachers.py
     "teacher_weight",
     "teacher_divergence",

@@ -1,0 +1,205 @@
+"""A tokenizer of transformers in a GGUF file: vocabulary, merges or scores, special tokens, chat template.
+
+llama.cpp has its own two algorithms for BPE: "gpt2" for byte-level vocabularies, whose text is first split by an
+expression that is known by name, and "llama" for those made by SentencePiece, which merges by scores of tokens.
+"""
+
+import itertools
+import json
+import re
+from typing import Any
+
+import gguf
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import generate_merges
+
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+SPACE = "\u2581"  # a blank in SentencePiece's vocabularies
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# llama.cpp's names (src/llama-vocab.cpp) by the expression that splits text and whether whole words skip the merges.
+SPLITS = {
+    (LLAMA3, True): "llama-bpe",
+    (LLAMA3, False): "smaug-bpe",
+    (LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), False): "qwen2",
+    (TEKKEN, True): "tekken",
+}
+# Defaults for generating, by their names in a generation config.
+SAMPLING = {
+    "temperature": gguf.GGUFWriter.add_sampling_temp,
+    "top_k": gguf.GGUFWriter.add_sampling_top_k,
+    "top_p": gguf.GGUFWriter.add_sampling_top_p,
+    "min_p": gguf.GGUFWriter.add_sampling_min_p,
+}
+
+
+def add_tokenizer(
+    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, *, vocab_size: int
+) -> list[str]:
+    """Adds the tokenizer and the defaults for generating; returns notes for the user.
+
+    `vocab_size`: rows of the embedding; those beyond the tokenizer's get names. ValueError for a tokenizer that
+    llama.cpp does not have.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json, which GGUF is made from")
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, notes = stored["model"], []
+    if model["type"] != "BPE":
+        raise ValueError(f"the tokenizer is of type {model['type']}, and only BPE is supported in GGUF here")
+    merges = [tuple(pair) for pair in model["merges"]]
+    tokens, types = list_tokens(stored, vocab_size=vocab_size)
+    if model["byte_fallback"]:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_add_space_prefix(has_space_prefix(stored))
+        writer.add_token_scores(score_tokens(tokens, merges))
+        notes += check_scores(stored, merges)
+        if (stored["pre_tokenizer"] or {}).get("prepend_scheme") == "first":
+            notes.append(
+                "llama.cpp puts a blank before a text and after each special token, this tokenizer only before"
+            )
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name_split(stored))
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    notes += add_special_tokens(writer, tokenizer, generation)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(list_templates(tokenizer.chat_template))
+    return notes
+
+
+def list_tokens(stored: dict[str, Any], *, vocab_size: int) -> tuple[list[str], list[gguf.TokenType]]:
+    """Texts and types of all ids, (vocab_size,)."""
+    model = stored["model"]
+    names = {token_id: text for text, token_id in model["vocab"].items()}
+    types = dict.fromkeys(names, gguf.TokenType.NORMAL)
+    if model["byte_fallback"]:
+        types |= {i: gguf.TokenType.BYTE for i, text in names.items() if BYTE.fullmatch(text)}
+    for added in stored["added_tokens"]:
+        text, is_special = added["content"], added["special"]
+        names[added["id"]] = text if is_special else text.replace(SPACE, " ")  # llama.cpp finds these in plain text
+        types[added["id"]] = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
+    if max(names) >= vocab_size:
+        raise ValueError(f"the tokenizer has the token id {max(names)}, but the model only {vocab_size} embeddings")
+    tokens = [names.get(i, f"[PAD{i}]") for i in range(vocab_size)]
+    if len(set(tokens)) < len(tokens):
+        twice = next(text for text in tokens if tokens.count(text) > 1)
+        raise ValueError(f"the token {twice!r} would have two ids in GGUF, which llama.cpp does not load")
+    return tokens, [types.get(i, gguf.TokenType.UNUSED) for i in range(vocab_size)]
+
+
+def name_split(stored: dict[str, Any]) -> str:
+    """llama.cpp's name for how a byte-level tokenizer splits text into words; ValueError if it has none."""
+    normalizer, splitter = stored["normalizer"], stored["pre_tokenizer"]
+    if normalizer is not None and normalizer["type"] != "NFC":  # llama.cpp normalises nothing; most text is in NFC
+        raise ValueError(f"the tokenizer's normalizer {normalizer['type']} does not exist in llama.cpp")
+    if not stored["model"]["merges"]:
+        raise ValueError("the tokenizer has no merges, without which llama.cpp loads no byte-level tokenizer")
+    ignores_merges, name = bool(stored["model"].get("ignore_merges")), None
+    match splitter and splitter.get("pretokenizers", [splitter]):
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}] if not ignores_merges:
+            name = "gpt-2"
+        case [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        ] if not ignores_merges:
+            name = "smollm"
+        case [
+            {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            name = SPLITS.get((expression, ignores_merges))
+    if name is None:
+        raise ValueError(
+            f"llama.cpp has no name for how this tokenizer splits text ({json.dumps(splitter)}, ignore_merges"
+            f" {ignores_merges}); supported here: gpt-2, smollm, {', '.join(SPLITS.values())}"
+        )
+    return name
+
+
+def has_space_prefix(stored: dict[str, Any]) -> bool:
+    """Whether a SentencePiece tokenizer puts a blank before a text; ValueError if it changes text in other ways."""
+    normalizer, splitter = stored["normalizer"], stored["pre_tokenizer"]
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    match normalizer and normalizer.get("normalizers", [normalizer]), splitter:
+        case None, {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": scheme}:
+            return scheme != "never"
+        case [{"type": "Prepend", "prepend": "\u2581"}, last], None if last == replaces:
+            return True
+        case [only], None | {"type": "Split", "pattern": {"String": " "}} if only == replaces:
+            return False  # nothing is left to split
+    raise ValueError(
+        f"llama.cpp does not change text as this tokenizer does: normalizer {json.dumps(normalizer)}, pre_tokenizer"
+        f" {json.dumps(splitter)}"
+    )
+
+
+def score_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
+    """Scores by which llama.cpp merges as `merges` do: minus the rank of the first that makes a token."""
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    return [-float(ranks.get(text, len(merges))) for text in tokens]
+
+
+def check_scores(stored: dict[str, Any], merges: list[tuple[str, str]]) -> list[str]:
+    """A note if scores cannot express the merges: any two neighbours whose texts make a token merge by them."""
+    vocab = stored["model"]["vocab"]
+    never_merged = {added["content"] for added in stored["added_tokens"]} | {
+        text for text in vocab if BYTE.fullmatch(text)
+    }
+    differing = set(generate_merges(vocab, dict.fromkeys(vocab, 0.0), never_merged)) ^ set(merges)
+    results = [text for text, _ in itertools.groupby(left + right for left, right in merges)]
+    if not differing and len(set(results)) == len(results):
+        return []
+    return [
+        f"llama.cpp merges this vocabulary by scores, which do not express its {len(merges):,} merges exactly"
+        f" ({len(differing):,} differ): some words may become other tokens"
+    ]
+
+
+def add_special_tokens(
+    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
+) -> list[str]:
+    stops = generation.eos_token_id
+    stops = stops if isinstance(stops, list) else [stops]
+    # Without one, llama.cpp takes a token of any text for it.
+    bos = generation.bos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    eos = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    # llama.cpp ends an answer at any of three.
+    others = [stop for stop in stops if stop not in (eos, None)]
+    for add, token_id in [
+        (writer.add_bos_token_id, bos),
+        (writer.add_eos_token_id, eos),
+        (writer.add_unk_token_id, tokenizer.unk_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+        *zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False),
+    ]:
+        if token_id is not None:
+            add(token_id)
+    ids = tokenizer("a").input_ids
+    writer.add_add_bos_token(ids[0] == bos)
+    writer.add_add_eos_token(ids[-1] == eos)
+    for name, add in SAMPLING.items() if generation.do_sample else ():
+        if (value := getattr(generation, name)) is not None:
+            add(writer, value)
+    if len(others) > 2:
+        left_out = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(others[2:])))
+        return [f"llama.cpp has room for three stop tokens, and recognises a few by their text; left out: {left_out}"]
+    return []
+
+
+def list_templates(template: str | dict[str, str]) -> str | list[dict[str, str]]:
+    if isinstance(template, str):
+        return template
+    return [{"name": name, "template": text} for name, text in template.items()]

@@ -1,0 +1,63 @@
+"""Writes a model as one GGUF file, which llama.cpp, Ollama and LM Studio run.
+
+    python tools/export_gguf.py --model-name-or-path runs/chats/hf_format/best --output chats.gguf --dtype q8_0
+
+Llama, Mistral, Qwen 2, Qwen 3 and Gemma 3 (text), with tokenizer, chat template and stop tokens. Tensor by tensor, on
+the CPU. Needs the package gguf.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
+
+from command_line import parse_options
+from options import ExportGgufOptions
+from ranks.garbage import pause_collector, resume_collector
+
+if __name__ == "__main__":
+    options = parse_options(ExportGgufOptions)  # before the slow imports: --help and typos answer at once
+    pause_collector()
+
+from options.choices import check_choices
+from pretrained.files import MODEL_FLAG
+from ranks.ending import ExitCode, exit_with_message
+from ranks.messages import say
+
+
+def export_gguf(options: ExportGgufOptions) -> None:
+    """Writes the file; ValueError or OSError for user errors."""
+    try:
+        from exporters.gguf_file import TYPES, write_gguf
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        raise ValueError(
+            "GGUF files are written by the package gguf, which is not installed: pip install gguf"
+        ) from None
+    check_choices(options, {"dtype": TYPES})
+    model_dir, output = Path(options.model_name_or_path), Path(options.output)
+    if not model_dir.is_dir():
+        raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")
+    if output.suffix != ".gguf":
+        raise ValueError(f"--output {output}: must end in .gguf")
+    if output.exists():
+        raise ValueError(f"--output {output}: already exists; choose a new one")
+    num_bytes, notes = write_gguf(model_dir, output, options.dtype)
+    for note in notes:
+        say(f"note: {note}")
+    say(f"wrote {output}: {num_bytes / 1e9:,.2f} GB, {options.dtype}")
+
+
+def main(options: ExportGgufOptions) -> None:
+    try:
+        export_gguf(options)
+    except (ValueError, OSError) as error:
+        exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message("interrupted; no output is left", code=ExitCode.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    resume_collector()
+    main(options)
