@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "merge-adapter": (groups.MergeAdapterOptions, dict(adapter="runs/a", output_dir="merged")),
     "merge-models": (groups.MergeModelsOptions, dict(model=("a", "b"), output_dir="mixed")),
     "export-gguf": (groups.ExportGgufOptions, dict(model_name_or_path="M", output="model.gguf")),
-    "board": (groups.BoardOptions, dict(directory="runs")),
+    "board": (groups.BoardOptions, dict(folder="runs")),
     "import-config": (groups.ImportConfigOptions, dict(config_file="axolotl.yaml")),
 }
 # Values to try for an option of a type, until one is accepted alone.
