@@ -125,6 +125,8 @@ def describe_versions() -> str:
     wanted: dict[str, dict[str, list[str]]] = {}
     for extra, packages in {"": project["dependencies"], **project["optional-dependencies"]}.items():
         for package in packages:
+            if package.startswith(project["name"]):  # another extra
+                continue
             name, least = package.split(">=")
             wanted.setdefault(name, {}).setdefault(least, []).append(f"`{extra}`" if extra else "always")
     lines = [
