@@ -30,7 +30,7 @@ class Layout:
         return [part.flatten(-3, -2) for part in parts]
 
     def list_shapes(self, weight: Tensor) -> list[torch.Size]:
-        """Of each of its matrices, one expert's if there are several: (outputs, inputs)."""
+        """Shapes of its matrices, one expert's if there are several: (outputs, inputs)."""
         return [part.shape for part in self.cut(torch.empty(weight.shape[-2:], device="meta"))]
 
     def join(self, matrices: list[Tensor]) -> Tensor:

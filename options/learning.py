@@ -157,7 +157,7 @@ class OptimizationOptions:
     layer_lr_decay: float | None = None
     """Learning rate of each block as a multiple of the one above it; embeddings come last."""
     weight_average: Literal["none", "ema", "tail"] = "none"
-    """Keep an average of what trains beside the weights, in fp32, and export it, too, as average_NAME. ema:
+    """Keep an average of what trains beside the weights, in fp32, and export it as average_NAME. ema:
     exponential, from the start on; tail: the mean of the weights after each of the last steps."""
     ema_decay: float | None = None
     """ema only: share of the average that a step leaves, such as 0.999."""
