@@ -38,7 +38,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def count_flops(shape: torch.Size) -> int:
-    """FLOPs of `orthogonalize` for one matrix: two multiplications of it by a square one, and the square one's square."""
+    """FLOPs of `orthogonalize` for one matrix: two products with a square one, and that one's square."""
     return NUM_ITERATIONS * (4 * math.prod(shape) * min(shape) + 2 * min(shape) ** 3)
 
 
