@@ -327,7 +327,7 @@ def test_a_rank_that_only_plans_ends_all_at_once(planning_rank, root, tmp_path):
 @pytest.mark.slow
 def test_a_mistyped_flag_of_one_rank_is_told_once(root, tmp_path):
     stderr = run_differing(root, tmp_path, [], ["--sed", "7"], data_path=root / "data.arrow", max_steps=1)
-    assert "[rank 1] error: these flags cannot be read" in stderr
+    assert "[rank 1] error: unknown option --sed; did you mean --seed?" in stderr
     assert len(re.findall(r"--sed\b", stderr)) == 1, stderr
 
 
