@@ -93,8 +93,9 @@ class Exports:
         names = [path.name.removeprefix("samples_") for path in self.directory.glob("samples_*")]
         numbers = [int(name) for name in names if name.isdecimal()]
         for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
-            for prefix in ("", AVERAGE):
-                remove_directory(self.directory / f"{prefix}samples_{number}")
+            for export in (f"{AVERAGE}samples_{number}", f"samples_{number}"):
+                if (self.directory / export).exists():  # an average is not there with every export
+                    remove_directory(self.directory / export)
 
     def finish_uploads(self, *, is_done: bool) -> None:
         if self.uploads is not None:
