@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -145,6 +145,17 @@ def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoRetu
     where = "" if rank in (None, "0") else f"[rank {rank}] "
     say(f"{where}error: {message}", is_error=True)
     os._exit(code)  # not sys.exit: threads and process groups must not delay the exit of a failed rank
+
+
+@contextlib.contextmanager
+def ending_with_message(*, when_interrupted: str) -> Iterator[None]:
+    """User errors (ValueError, OSError) and Ctrl-C inside of it end this process with one message."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message(when_interrupted, code=ExitCode.INTERRUPTED)
 
 
 def dump_stacks(head: str, path: Path | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
-from ranks.ending import ExitCode, RunError, describe_error, exit_with_message, log
+from ranks.ending import ExitCode, RunError, describe_error, ending_with_message, log
 from ranks.meeting import START_TIMEOUT, count_local_ranks, meet
 from ranks.messages import CleanFormatter
 from ranks.monitor import RunControl
@@ -148,12 +148,8 @@ def call_with_world(
     """Runs `work` for a script without a run directory; user errors and Ctrl-C end it with one message."""
     setup_logging("WARNING")
     world = init_world()
-    try:
+    with ending_with_message(when_interrupted=when_interrupted):
         work(world)
-    except (ValueError, OSError) as error:
-        exit_with_message(str(error))
-    except KeyboardInterrupt:
-        exit_with_message(when_interrupted, code=ExitCode.INTERRUPTED)
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from options.choices import check_choices
 from pretrained.files import MODEL_FLAG
-from ranks.ending import ExitCode, exit_with_message
+from ranks.ending import ending_with_message
 from ranks.messages import say
 
 
@@ -49,15 +49,7 @@ def export_gguf(options: ExportGgufOptions) -> None:
     say(f"wrote {output}: {num_bytes / 1e9:,.2f} GB, {options.dtype}")
 
 
-def main(options: ExportGgufOptions) -> None:
-    try:
-        export_gguf(options)
-    except (ValueError, OSError) as error:
-        exit_with_message(str(error))
-    except KeyboardInterrupt:
-        exit_with_message("interrupted; no output is left", code=ExitCode.INTERRUPTED)
-
-
 if __name__ == "__main__":
     resume_collector()
-    main(options)
+    with ending_with_message(when_interrupted="interrupted; no output is left"):
+        export_gguf(options)

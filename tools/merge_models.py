@@ -21,7 +21,7 @@ if __name__ == "__main__":
     pause_collector()
 
 from model.merging import merge_into, open_models
-from ranks.ending import ExitCode, exit_with_message
+from ranks.ending import ending_with_message
 from ranks.messages import say
 
 
@@ -38,15 +38,7 @@ def merge_models(options: MergeModelsOptions) -> None:
     say(f"wrote {output_dir}: {how}")
 
 
-def main(options: MergeModelsOptions) -> None:
-    try:
-        merge_models(options)
-    except (ValueError, OSError) as error:
-        exit_with_message(str(error))
-    except KeyboardInterrupt:
-        exit_with_message("interrupted; no output is left", code=ExitCode.INTERRUPTED)
-
-
 if __name__ == "__main__":
     resume_collector()
-    main(options)
+    with ending_with_message(when_interrupted="interrupted; no output is left"):
+        merge_models(options)
