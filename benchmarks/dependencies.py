@@ -36,7 +36,7 @@ def fits(file_name: str) -> bool:
 
 
 def find_licence(info: dict[str, Any]) -> str:
-    """As the release states it, in SPDX's names where it uses them; of a long list, or of a whole text, the first."""
+    """The licence that the release states, by its SPDX name if it has one; only the first of several."""
     classifiers = [each.rpartition(" :: ")[2] for each in info["classifiers"] if each.startswith("License ::")]
     stated = info.get("license_expression") or next(iter(classifiers), None) or (info.get("license") or "").strip()
     if not stated:

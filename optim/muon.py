@@ -81,7 +81,8 @@ class Muon(CompactAdamW):
     """AdamW (`CompactAdamW` in fp32) that updates the weights of `layouts` by Muon, as torch.optim.Muon does.
 
     The caller sets each group's "lr" and "step" (0-based) before every step. Gradients have to be the same on all
-    replicas of a shard. Matrices are orthogonalized in `compute_dtype`, by default bf16 on CUDA, else fp32.
+    replicas of a shard; a matrix without one counts as having zeros. Matrices are orthogonalized in `compute_dtype`, by
+    default bf16 on CUDA, else fp32.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Muon(CompactAdamW):
     ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, is_8bit=False, seed=0)
         self.layouts, self.momentum, self.scale = layouts, momentum, SCALES[scale]
+        self.groups = {param: group for group in self.param_groups for param in group["params"]}
         param = next(iter(layouts))
         self.compute_dtype = compute_dtype or (torch.bfloat16 if param.is_cuda else torch.float32)
         (dim,) = [i for i, placement in enumerate(param.placements) if placement.is_shard()]
@@ -119,7 +121,6 @@ class Muon(CompactAdamW):
     @torch.no_grad()
     def step(self) -> None:
         super().step()  # AdamW's
-        self.groups = {param: group for group in self.param_groups for param in group["params"]}
         for unit in self.whole:
             self.apply(unit, self.orthogonalize(unit, self.find_direction(unit)))
         for unit, update in self.exchange():
@@ -128,12 +129,14 @@ class Muon(CompactAdamW):
     def update(self, param: DTensor, group: dict, generator: torch.Generator) -> None:
         if param not in self.layouts:
             super().update(param, group, generator)
-        elif not self.state[param]:
-            self.init_state(param)
 
     def find_direction(self, unit: Unit) -> Tensor:
         """This rank's rows of the momentum, one step ahead (Nesterov's), after the gradient has entered it."""
-        gradient, average = unit.local(unit.param.grad), unit.local(self.state[unit.param]["momentum_buffer"])
+        param = unit.param
+        if not self.state[param]:
+            self.init_state(param)
+        gradient = unit.local(torch.zeros_like(param) if param.grad is None else param.grad)
+        average = unit.local(self.state[param]["momentum_buffer"])
         average.lerp_(gradient, 1 - self.momentum)
         return gradient.lerp(average, self.momentum).to(self.compute_dtype)
 

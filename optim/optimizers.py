@@ -1,6 +1,5 @@
 """The optimizer: construction, per-step settings, state sizes and gradient clipping."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedConfig
 from optim.compact_adamw import BLOCK_SIZE, CompactAdamW
 from optim.matrices import Layout, find_family, find_matrices
 from optim.muon import Muon, count_flops
-from optim.rates import choose_rates
+from optim.rates import BLOCK, choose_rates, name_of_file
 from options import OptimizationOptions
 from ranks.ending import log
 
@@ -67,7 +66,7 @@ def find_layouts(model: nn.Module, options: OptimizationOptions) -> dict[str, La
 
 def describe_muon(params: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]) -> str:
     """Which weights Muon updates, and which AdamW, by their names without the blocks' numbers."""
-    kinds = {name: re.sub(r"\.\d+\.", ".*.", name.removeprefix("model.")) for name in params}
+    kinds = {name: BLOCK.sub(".*.", name_of_file(name)) for name in params}
     counts = Counter(kinds[name] for name in layouts)
     large = dict.fromkeys(kinds[name] for name, param in params.items() if name not in layouts and param.ndim >= 2)
     num_small = sum(param.ndim < 2 for param in params.values())

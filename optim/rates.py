@@ -20,7 +20,7 @@ def choose_rates(
     """
     peak, adam = options.learning_rate, options.adam_learning_rate
     patterns = dict(map(parse_rate, options.learning_rate_for))
-    names = {name: name.removeprefix("model.") for name in params}  # as in the model's own files
+    names = {name: name_of_file(name) for name in params}
     depths = find_depths(names.values()) if options.layer_lr_decay is not None else {}
     rates, unused = {}, dict(patterns)
     for name, own in names.items():
@@ -38,6 +38,11 @@ def choose_rates(
             f" has; they are like {', '.join(list(names.values())[:3])}"
         )
     return rates
+
+
+def name_of_file(name: str) -> str:
+    """A parameter's name in the model's own files, by its name in the model that is trained."""
+    return name.removeprefix("model.")
 
 
 def find_depths(names: Collection[str]) -> dict[str, int]:

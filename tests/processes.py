@@ -54,7 +54,7 @@ def run(command: list[str], *, timeout: float = 240, env: dict[str, str] | None 
 
 
 def check_serving(command: list[str], what: str) -> None:
-    """The command serves `what` until Ctrl-C, which ends it quietly; a second one is told that the port is taken."""
+    """Checks that the command serves `what` and ends quietly on Ctrl-C, and that a second one finds the port taken."""
     port, pipe = free_port(), subprocess.PIPE
     command = [*command, "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)

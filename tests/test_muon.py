@@ -1,4 +1,4 @@
-"""Muon is torch's on every matrix, whatever weight holds it and however it is sharded; rates of parts of a model."""
+"""Muon equals torch's for every matrix, in fused weights and sharded ones too; learning rates of parts of a model."""
 
 import inspect
 from pathlib import Path
@@ -80,6 +80,16 @@ def test_it_is_torchs_in_fp32_without_the_cast(world, monkeypatch):
     monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", names["_zeropower_via_newtonschulz"])
     for own, other in step_both(world, dtype=torch.float32, scale="match-rms-adamw"):
         torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_matrix_without_a_gradient_only_decays(world):
+    start = torch.randn(24, 16)
+    param = torch.nn.Parameter(DTensor.from_local(start.clone(), world.mesh, [Shard(0)]))
+    muon = Muon([{"params": [param], "weight_decay": 0.5}], {param: Layout()}, lr=0.0, betas=(0.9, 0.95), eps=1e-8,
+                momentum=0.9, scale="original")  # fmt: skip
+    set_step(muon, step=0, learning_rate=0.1)
+    muon.step()
+    torch.testing.assert_close(param.to_local(), start * 0.95)
 
 
 @pytest.mark.parametrize("model_type", sorted(matrices.FAMILIES))
