@@ -64,14 +64,13 @@ Those that differ from their defaults:
 
 {{ versions }}
 """
-# Arguments of a pipeline, by its task, and what is taken of its result.
+# Arguments of a pipeline, by its task, and what is taken of its result; other tasks take a text.
 CALLS = {
     "text-generation": '[{"role": "user", "content": "Hello"}], max_new_tokens=64)[0]["generated_text"][-1]["content"]',
     "image-text-to-text": 'text=[{"role": "user", "content": [{"type": "image", "path": "picture.png"},'
     ' {"type": "text", "text": "What is it?"}]}], max_new_tokens=64)',
-    "text-classification": '"A text")',
-    "token-classification": '"A text")',
 }
+TEXT = '"A text")'
 COMPLETE = '"Hello", max_new_tokens=64)[0]["generated_text"]'  # by a model without a chat template
 
 
@@ -145,7 +144,7 @@ def describe_usage(head: ModelCardData, repository: str | None, *, has_template:
     """Python that runs the model by transformers' pipeline: from the hub, or in the export's directory."""
     where = repository if repository is not None and "/" in repository else "."
     task = head.pipeline_tag
-    call = COMPLETE if task == "text-generation" and not has_template else CALLS[task]
+    call = COMPLETE if task == "text-generation" and not has_template else CALLS.get(task, TEXT)
     comment = "# needs peft: pip install peft\n" if head.library_name == "peft" else ""
     return f'{comment}model = pipeline("{task}", model="{where}")\nprint(model({call})'
 
