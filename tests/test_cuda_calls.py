@@ -92,7 +92,8 @@ def add_up_as_cuda_does(
     assert mat1.dim() == mat2.dim() == 2 and mat1.shape[1] == mat2.shape[0]
     assert mat1.dtype == mat2.dtype == torch.bfloat16 and out_dtype == out.dtype == torch.float32
     assert self.dtype in (out_dtype, mat1.dtype) and self.shape == out.shape
-    return out.copy_(beta * self + alpha * (mat1.float() @ mat2.float()))
+    product = alpha * (mat1.float() @ mat2.float())
+    return out.copy_(beta * self + product if beta else product)  # with beta 0, NaN in `self` does not spread
 
 
 @pytest.mark.parametrize("release", RELEASES["torch"])
