@@ -94,8 +94,9 @@ class Handler(BaseHTTPRequestHandler):
     server: LocalServer
 
     def do_GET(self) -> None:
-        # Prevent DNS rebinding: another site whose name resolves to this address sends its own host name.
-        if self.headers.get("Host") not in (f"{name}:{self.server.server_port}" for name in (HOST, "localhost")):
+        # Prevent DNS rebinding: another site whose name resolves to this address sends its own host name. The port may
+        # be a tunnel's, and is left out where it is 80.
+        if self.headers.get("Host", "").partition(":")[0].lower() not in (HOST, "localhost"):
             self.send(Answer(f"open {self.server.address}", status=HTTPStatus.FORBIDDEN))
             return
         try:
