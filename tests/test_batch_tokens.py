@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import train_here, train_on
-from small_runs import NUM_SAMPLES, OPTIONS, make_inputs, read_rows
-from test_resume import check_same, copy_until
+from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import write_samples
 
 import sampler

@@ -107,7 +107,9 @@ EFFECTS = {
     "batch_size": (dict(batch_size=5), lambda r, b: r.column("num_samples") == [5] * STEPS),
     "batch_tokens": (
         dict(batch_size=None, batch_tokens=100),
-        lambda r, b: max(r.column("num_samples")) < BATCH_SIZE and sum(r.column("num_total_tokens")) >= 100 * STEPS,
+        lambda r, b: (
+            len(set(r.column("num_samples"))) > 1 and 0 <= sum(r.column("num_total_tokens")) - 100 * STEPS < 40
+        ),
     ),
     "max_tokens_per_gpu": (
         dict(max_tokens_per_gpu=40),
