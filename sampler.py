@@ -26,7 +26,7 @@ from ranks.world import World
 
 Item = TypeVar("Item")
 
-BLOCK = 256  # samples of an epoch between two of which the tokens before are kept
+BLOCK = 256  # samples between the positions of an epoch for which cumulated tokens are kept
 CHUNK = 4096 * BLOCK  # samples whose lengths are summed at once
 
 
@@ -121,7 +121,8 @@ class StreamTokens:
             cumulate_epochs(data.lengths, kept, seed=source_seed)
             for kept, source_seed in zip(data.kept_of, stream_seeds(data, seed), strict=True)
         ]
-        self.mean_length = float(data.shares @ [data.lengths[kept].mean() for kept in data.kept_of])  # of those drawn
+        means = [count(len(kept)) / len(kept) for count, kept in zip(self._counts, data.kept_of, strict=True)]
+        self.mean_length = float(data.shares @ means)  # of the samples that are drawn
 
     def count(self, num_samples: int) -> int:
         """Number of tokens of the first `num_samples` of the stream."""
@@ -130,16 +131,14 @@ class StreamTokens:
             for count, drawn in zip(self._counts, count_drawn(self.data, num_samples).tolist(), strict=True)
         )
 
-    def find(self, num_tokens: int) -> int:
-        """The first position of the stream at which `num_tokens` have been read."""
-        expected, width = int(num_tokens / self.mean_length), 1024
+    def find(self, num_tokens: int, *, start: int = 0) -> int:
+        """The first position of the stream at which `num_tokens`, at least one, have been read; sought from `start`."""
+        expected = start + int((num_tokens - self.count(start)) / self.mean_length)
+        width = 64  # doubled until the position is less than this far from the expected one
         while self.count(max(0, expected - width)) >= num_tokens or self.count(expected + width) < num_tokens:
             width *= 2
-        return self.find_within(max(0, expected - width), expected + width, num_tokens)
-
-    def find_within(self, first: int, last: int, num_tokens: int) -> int:
-        """`find`, for a result known to be from `first` to `last`."""
-        return first + bisect.bisect_left(range(first, last), num_tokens, key=self.count)
+        first = max(0, expected - width)
+        return first + bisect.bisect_left(range(first, expected + width), num_tokens, key=self.count)
 
 
 def cumulate_epochs(lengths: np.ndarray, kept: np.ndarray, *, seed: tuple[int, ...]) -> Callable[[int], int]:
@@ -150,7 +149,7 @@ def cumulate_epochs(lengths: np.ndarray, kept: np.ndarray, *, seed: tuple[int, .
     def cumulate_blocks(epoch: int) -> np.ndarray:  # (blocks,) int64
         """Tokens of the epoch before each `BLOCK`-th sample."""
         order, sums = permute(epoch), []
-        for start in range(0, len(order), CHUNK):  # as numpy holds the interpreter during each
+        for start in range(0, len(order), CHUNK):  # in parts, between which the training thread can run
             part = lengths[kept[order[start : start + CHUNK]]]
             sums.append(np.add.reduceat(part, np.arange(0, len(part), BLOCK), dtype=np.int64))
         of_blocks = np.concatenate(sums)
@@ -209,10 +208,10 @@ class TokenBatches:
     """Batches of about `size` tokens: t is the samples whose first token lies in [t * size, (t + 1) * size) of the
     stream's cumulated tokens.
 
-    First tokens of neighbours are at most one sample apart, and no sample is longer than `size`: so none of these
-    intervals is skipped, and every batch has a sample. A batch has more than `size` minus the longest sample's tokens,
-    and fewer than `size` plus them; the first t batches have at least t * size, and fewer than one sample more.
-    A batch is found from its first position alone, so that is all there is to resume from.
+    No sample is longer than `size`. So no batch is empty: the first tokens of neighbours are at most `size` apart, and
+    none of the intervals lies between two of them. The first t batches have at least t * size tokens, and fewer than
+    one sample more; a single batch has `size` tokens to within one sample. A batch is found from its first position
+    alone, so that is all there is to resume from.
     """
 
     size: int
@@ -230,8 +229,7 @@ class TokenBatches:
         return f"{self.size:,} tokens, {self.mean_samples:,.1f} samples on average"
 
     def find_end(self, start: int, *, num_batches: int = 1) -> int:
-        end = (self.stream.count(start) // self.size + num_batches) * self.size
-        return self.stream.find_within(start + 1, start + num_batches * self.size, end)  # a sample has a token or more
+        return self.stream.find((self.stream.count(start) // self.size + num_batches) * self.size, start=start)
 
     def count(self, start: int, end: int) -> int:
         if end <= start:
