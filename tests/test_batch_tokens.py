@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from in_process import train_here, train_on
 from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import write_samples
+from tiny_models import save_tokenizer
+from tiny_pairs import write_pairs
 
 import sampler
 from corpus.mixture import Mixture
@@ -165,6 +167,19 @@ def test_a_sample_longer_than_a_batch_is_named(folder):
         choose_batching(data, DataOptions(batch_tokens=10))
     data.fit_to(9, drop_overlong=True)  # a sample that is dropped is no obstacle
     assert choose_batching(data, DataOptions(batch_tokens=9)).size == 9
+
+
+def test_a_pair_counts_both_of_its_sequences(folder):
+    model = save_tokenizer(folder / "model")
+    data = Mixture([TokenizedData(write_pairs(folder / "pairs.arrow", model))])
+    of_pairs = data.list_sequences(data.kept)
+    assert (data.lengths == of_pairs.sum_by_row(of_pairs.lengths)).all() and (of_pairs.counts == 2).all()
+    options = DataOptions(batch_tokens=int(data.lengths.max()) + 20)
+    expected = divide(
+        data.lengths[sampler.draw_samples(data, seed=42, start=0, count=90)].tolist(), options.batch_tokens
+    )
+    found = itertools.islice(draw_batches(data, options, start=0), len(expected))
+    assert [len(rows) for rows in found] == [len(batch) for batch in expected]
 
 
 def test_without_it_a_batch_is_a_number_of_samples(folder):

@@ -206,6 +206,16 @@ def test_a_state_that_was_forged_is_refused(position, start, finished, tmp_path)
         start(output_dir, max_steps=6)
 
 
+def test_a_checkpoint_from_before_batches_by_tokens_is_resumed(start, finished, tmp_path):
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    directory = output_dir / "checkpoints" / "step_3"
+    state = json.loads((directory / "state.json").read_text())
+    assert state["position"].pop("num_in_step") == 8 and state["identity"].pop("batch-tokens") is None
+    write_manifest(directory, forge(directory, position=state["position"], identity=state["identity"]))
+    start(output_dir, max_steps=6)
+    check_same(finished, output_dir, step=6)
+
+
 def test_a_manifest_that_was_forged_is_refused(start, finished, tmp_path):
     output_dir = copy_until(finished, 1, tmp_path / "run")
     directory = output_dir / "checkpoints" / "step_1"
