@@ -133,6 +133,8 @@ def find_preset_words(words: list[str], options_class: type) -> list[str]:
     names += [word.removeprefix("--preset=") for word in words if word.startswith("--preset=")]
     values = PRESETS.get(names[-1], {}) if names else {}  # tyro refuses a name that is none
     types = list_types(TrainOptions)
+    if any(word.partition("=")[0].replace("_", "-") == "--batch-tokens" for word in words):  # replaces a preset's size
+        values = {name: value for name, value in values.items() if name != "batch_size"}
     return [word for name, value in values.items() for word in flag_for(name, value, field_type=types[name])]
 
 

@@ -7,11 +7,12 @@ table of micro-batches without communication, and then reads only its own rows.
 import bisect
 import functools
 import gc
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from ranks.world import World
 
 Item = TypeVar("Item")
 
+BLOCK = 256  # samples between the positions of an epoch for which cumulated tokens are kept
+CHUNK = 4096 * BLOCK  # samples whose lengths are summed at once
+
 
 @dataclass(frozen=True)
 class RunPosition:
@@ -33,6 +37,7 @@ class RunPosition:
     step: int = 0
     num_samples: int = 0  # also the position in the stream
     num_tokens: int = 0
+    num_in_step: int = 0  # samples of the last step
 
     def after(self, batch: "Batch") -> "RunPosition":
         """The position after training `batch`."""
@@ -40,6 +45,7 @@ class RunPosition:
             step=batch.step + 1,
             num_samples=self.num_samples + len(batch.sample_ids),
             num_tokens=self.num_tokens + int(batch.lengths.sum()),
+            num_in_step=len(batch.sample_ids),
         )
 
     def __str__(self) -> str:
@@ -51,8 +57,8 @@ class Batch:
     """One optimizer step: the global batch of all ranks, and this rank's part of it."""
 
     step: int
-    sample_ids: np.ndarray  # (batch_size,) rows of the data set
-    lengths: np.ndarray  # (batch_size,) tokens
+    sample_ids: np.ndarray  # (samples,) rows of the data set
+    lengths: np.ndarray  # (samples,) tokens
     num_loss_tokens: int  # trained targets, over all ranks
     divisors: dict[str, float]  # of sums over the global batch, by name (see `Objective.weigh`)
     table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids; table[k][group] if ranks share rows
@@ -103,38 +109,171 @@ def count_drawn(data: Mixture, num_samples: int) -> np.ndarray:  # (sources,)
     return interleave(data.shares, start=num_samples, count=0)[1]
 
 
-def count_tokens(data: Mixture, num_samples: int, *, seed: int) -> int:
-    """Number of tokens of the first `num_samples` of the stream."""
-    total = 0
-    for kept, drawn, source_seed in zip(
-        data.kept_of, count_drawn(data, num_samples).tolist(), stream_seeds(data, seed), strict=True
-    ):
-        num_epochs, rest = divmod(drawn, len(kept))
-        rows = draw_from(kept, seed=source_seed, start=num_epochs * len(kept), count=rest)
-        total += num_epochs * int(data.lengths[kept].sum(dtype=np.int64)) + int(data.lengths[rows].sum(dtype=np.int64))
-    return total
+class StreamTokens:
+    """Cumulated tokens of the stream, for any position without a walk over the ones before.
+
+    Holds the tokens of every `BLOCK` samples for two epochs of each data set: 16 / `BLOCK` bytes a sample.
+    """
+
+    def __init__(self, data: Mixture, *, seed: int):
+        self.data = data
+        self._counts = [
+            cumulate_epochs(data.lengths, kept, seed=source_seed)
+            for kept, source_seed in zip(data.kept_of, stream_seeds(data, seed), strict=True)
+        ]
+        means = [count(len(kept)) / len(kept) for count, kept in zip(self._counts, data.kept_of, strict=True)]
+        self.mean_length = float(data.shares @ means)  # of the samples that are drawn
+
+    def count(self, num_samples: int) -> int:
+        """Number of tokens of the first `num_samples` of the stream."""
+        return sum(
+            count(drawn)
+            for count, drawn in zip(self._counts, count_drawn(self.data, num_samples).tolist(), strict=True)
+        )
+
+    def find(self, num_tokens: int, *, start: int = 0) -> int:
+        """The first position of the stream at which `num_tokens`, at least one, have been read; sought from `start`."""
+        expected = start + int((num_tokens - self.count(start)) / self.mean_length)
+        width = 64  # doubled until the position is less than this far from the expected one
+        while self.count(max(0, expected - width)) >= num_tokens or self.count(expected + width) < num_tokens:
+            width *= 2
+        first = max(0, expected - width)
+        return first + bisect.bisect_left(range(first, expected + width), num_tokens, key=self.count)
 
 
-def find_position(data: Mixture, num_tokens: int, *, seed: int) -> int:
-    """The first position of the stream at which `num_tokens` have been read."""
-    mean_length = float(data.shares @ [data.lengths[kept].mean() for kept in data.kept_of])
-    expected, width = int(num_tokens / mean_length), 1024
-    count = functools.partial(count_tokens, data, seed=seed)
-    while count(max(0, expected - width)) >= num_tokens or count(expected + width) < num_tokens:
-        width *= 2
-    first = max(0, expected - width)
-    return first + bisect.bisect_left(range(first, expected + width), num_tokens, key=count)
+def cumulate_epochs(lengths: np.ndarray, kept: np.ndarray, *, seed: tuple[int, ...]) -> Callable[[int], int]:
+    """Returns the function from a number of draws from one data set's rows `kept` to the number of their tokens."""
+    total, permute = int(lengths[kept].sum(dtype=np.int64)), epoch_permutations(seed, len(kept))
+
+    @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
+    def cumulate_blocks(epoch: int) -> np.ndarray:  # (blocks,) int64
+        """Tokens of the epoch before each `BLOCK`-th sample."""
+        order, sums = permute(epoch), []
+        for start in range(0, len(order), CHUNK):  # in parts, between which the training thread can run
+            part = lengths[kept[order[start : start + CHUNK]]]
+            sums.append(np.add.reduceat(part, np.arange(0, len(part), BLOCK), dtype=np.int64))
+        of_blocks = np.concatenate(sums)
+        return np.cumsum(of_blocks) - of_blocks
+
+    def count(num_drawn: int) -> int:
+        epoch, offset = divmod(num_drawn, len(kept))
+        if offset == 0:
+            return epoch * total
+        block = offset // BLOCK
+        rest = lengths[kept[permute(epoch)[block * BLOCK : offset]]]
+        return epoch * total + int(cumulate_blocks(epoch)[block]) + int(rest.sum(dtype=np.int64))
+
+    return count
+
+
+class Batching(Protocol):
+    """The rule that divides the stream into global batches, one after another."""
+
+    flag: str  # the option that sets it, with its value
+    mean_samples: float  # of a batch
+
+    def find_end(self, start: int, *, num_batches: int = 1) -> int:
+        """The position after `num_batches` batches, the first of which begins at position `start`."""
+
+    def count(self, start: int, end: int) -> int:
+        """Number of batches from the one that begins at position `start` to the one that reaches `end`."""
+
+
+@dataclass(frozen=True)
+class SampleBatches:
+    """Batches of `size` samples: t is positions [t * size, (t + 1) * size) of the stream."""
+
+    size: int
+
+    @property
+    def flag(self) -> str:
+        return f"--batch-size {self.size}"
+
+    @property
+    def mean_samples(self) -> float:
+        return self.size
+
+    def __str__(self) -> str:
+        return f"{self.size:,} samples"
+
+    def find_end(self, start: int, *, num_batches: int = 1) -> int:
+        return start + num_batches * self.size
+
+    def count(self, start: int, end: int) -> int:
+        return max(0, -(-(end - start) // self.size))
+
+
+@dataclass(frozen=True)
+class TokenBatches:
+    """Batches of about `size` tokens: t is the samples whose first token lies in [t * size, (t + 1) * size) of the
+    stream's cumulated tokens.
+
+    No sample is longer than `size`. So no batch is empty: the first tokens of neighbours are at most `size` apart, and
+    none of the intervals lies between two of them. The first t batches have at least t * size tokens, and fewer than
+    one sample more; a single batch has `size` tokens to within one sample. A batch is found from its first position
+    alone, so that is all there is to resume from.
+    """
+
+    size: int
+    stream: StreamTokens
+
+    @property
+    def flag(self) -> str:
+        return f"--batch-tokens {self.size}"
+
+    @property
+    def mean_samples(self) -> float:
+        return self.size / self.stream.mean_length
+
+    def __str__(self) -> str:
+        return f"{self.size:,} tokens, {self.mean_samples:,.1f} samples on average"
+
+    def find_end(self, start: int, *, num_batches: int = 1) -> int:
+        return self.stream.find((self.stream.count(start) // self.size + num_batches) * self.size, start=start)
+
+    def count(self, start: int, end: int) -> int:
+        if end <= start:
+            return 0
+        return self.stream.count(end - 1) // self.size - self.stream.count(start) // self.size + 1
+
+
+def choose_batching(data: Mixture, options: DataOptions) -> Batching:
+    """The rule of --batch-size or --batch-tokens. ValueError for a sample longer than --batch-tokens."""
+    if options.batch_tokens is None:
+        return SampleBatches(options.samples_per_step)
+    longest = int(data.kept[data.lengths[data.kept].argmax()])
+    if data.lengths[longest] > options.batch_tokens:
+        path, row = data.locate(longest)
+        raise ValueError(
+            f"--batch-tokens {options.batch_tokens}: the longest sample, row {row} of {path}, has"
+            f" {data.lengths[longest]} tokens: raise it to at least that, or drop long samples with process_data.py"
+            " --max-sample-num-tokens"
+        )
+    return TokenBatches(options.batch_tokens, StreamTokens(data, seed=options.seed))
+
+
+def draw_batches(data: Mixture, options: DataOptions, *, start: int) -> Iterator[np.ndarray]:
+    """Yields the rows of each global batch, endlessly, from the one that begins at position `start`."""
+    batching = choose_batching(data, options)
+    while True:
+        end = batching.find_end(start)
+        yield draw_samples(data, seed=options.seed, start=start, count=end - start)
+        start = end
 
 
 def count_steps(
     data: Mixture, options: DataOptions, end: EndOptions, *, start: RunPosition = RunPosition()
 ) -> int | None:
-    """The run's number of steps, including those before `start`, up to the first given end; None without an end."""
-    epoch_length = len(data.kept)
+    """The run's number of steps, including those before `start`, up to the first given end; None without an end.
+
+    Computed, not counted: with C(n) tokens in the stream's first n samples, a run from its beginning to its n-th sample
+    takes ceil(n / --batch-size) steps, or floor(C(n - 1) / --batch-tokens) + 1.
+    """
+    epoch_length, batching = len(data.kept), choose_batching(data, options)
     num_samples = [n for n in (end.max_samples, None if end.max_epochs is None else end.max_epochs * epoch_length) if n]
     if end.max_tokens is not None:
-        num_samples.append(find_position(data, end.max_tokens, seed=options.seed))
-    ends = [start.step + max(0, -(-(n - start.num_samples) // options.batch_size)) for n in num_samples]
+        num_samples.append(StreamTokens(data, seed=options.seed).find(end.max_tokens))
+    ends = [start.step + batching.count(start.num_samples, n) for n in num_samples]
     ends += [] if end.max_steps is None else [end.max_steps]
     return min(ends, default=None)
 
@@ -155,11 +294,11 @@ def iterate_batches(
     world: World | Place,
 ) -> Iterator[Batch]:
     """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches."""
-    step, num_drawn, num_sharing = start.step, start.num_samples, count_sharing(world.row_group)
+    num_drawn, num_sharing = start.num_samples, count_sharing(world.row_group)
     cap, own = options.max_tokens_per_gpu * num_sharing, world.rank // num_sharing
     num_rows = world.world_size // num_sharing
-    while num_steps is None or step < num_steps:
-        sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
+    steps = itertools.count(start.step) if num_steps is None else range(start.step, num_steps)
+    for step, sample_ids in zip(steps, draw_batches(data, options, start=num_drawn), strict=False):
         lengths = data.lengths[sample_ids]
         table = pack_batch(data.sizes[sample_ids], cap, num_rows, attention_cost, data.load_of(sample_ids))
         micro_batches = []
@@ -168,12 +307,12 @@ def iterate_batches(
             micro_batches.append(
                 read_micro_batch(data, sample_ids[row[own]], objective, row_group=world.row_group, draws=draws)
             )
-        counts = data.num_loss_tokens[sample_ids]  # (batch_size,)
+        counts = data.num_loss_tokens[sample_ids]  # (samples,)
         num_targets, num_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
         divisors = objective.weigh(num_targets, num_tokens, map(data.read, sample_ids.tolist()))
         data.release_pages()
         yield Batch(step, sample_ids, lengths, num_targets, divisors, table, micro_batches, data, num_sharing)
-        step, num_drawn = step + 1, num_drawn + options.batch_size
+        num_drawn += len(sample_ids)
 
 
 def read_micro_batch(

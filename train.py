@@ -76,7 +76,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         options, inputs, world, load_start=lambda model: run.load_start(model, inputs), progress=control.progress
     )
     optimizer = build_optimizer(model, options.optimization, seed=options.data.seed)
-    average = make_average(model, options.optimization, batch_size=options.data.batch_size, end=inputs.last_step)
+    average = make_average(model, options.optimization, end=inputs.last_step)
     state = TrainState(model, inputs.method, optimizer, world, inputs.num_steps_before, average)
     settled, run.auto_settings = settle_auto_options(
         options, state, inputs, start=run.start, previous=run.auto_settings, progress=control.progress

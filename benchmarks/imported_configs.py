@@ -4,7 +4,7 @@
 
 The reading below is its own: keys and defaults as the trainers' sources have them, none of the importer's rules. Each
 written pair is parsed as the scripts do, then compared by field. A difference counts as reported if the importer's
-notes name one of the field's keys. Files that count packs are imported with lengths drawn once, of about 220 tokens.
+notes name one of the field's keys.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import numpy as np
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,7 +24,6 @@ from options.problems.finding import find_problems
 from tools.import_config import describe_file
 
 GPUS = 8
-LENGTHS = np.clip(np.random.default_rng(0).lognormal(5.3, 0.4, 2000), 20, 500).astype(int)  # about GSM8K's
 # (key of the batch, length's key with its default, epochs' key with its default, default warm-up)
 PEERS = {
     "axolotl": ("micro_batch_size", 1, "sequence_len", 512, "num_epochs", 1),
@@ -34,7 +32,7 @@ PEERS = {
 }
 # By field, the keys in whose notes a difference may be reported.
 NOTED = {
-    "rows of a step": ("batch_size",),
+    "rows of a step": ("batch_size", "batch_tokens"),
     "length": ("sequence_len", "max_length", "cutoff_len", "datasets", "pretraining_dataset"),
     "epochs or steps": ("num_epochs", "num_train_epochs", "max_epochs", "max_steps"),
     "warm-up": ("warmup", "warmup_ratio", "warmup_steps"),
@@ -91,7 +89,8 @@ def expect(given: dict, trainer: str) -> dict:
     lora = {"axolotl": get("adapter") in ("lora", "qlora"), "llama-factory": get("finetuning_type", "lora") == "lora",
             "trl": bool(get("use_peft"))}[trainer]  # fmt: skip
     said = {
-        "rows of a step": ("packs" if packs else "samples", int(rows * accumulated * gpus)),
+        "rows of a step": ("tokens", int(rows * accumulated * gpus) * length) if packs
+        else ("samples", int(rows * accumulated * gpus)),
         "length": length,
         "epochs or steps": ("steps", steps) if steps > 0 else ("epochs", number(get(epochs_key, epochs_default))),
         "warm-up": warmup,
@@ -273,7 +272,7 @@ def read_ours(train: TrainOptions, sources: list[ProcessDataOptions]) -> dict:
     warmup = ("share", t["warmup_ratio"]) if t["warmup_ratio"] else ("steps", t["num_warmup_steps"])
     templates = {row["chat_template"] for row in rows}
     return {
-        "rows of a step": ("samples", t["batch_size"]),
+        "rows of a step": ("samples", t["batch_size"]) if t["batch_tokens"] is None else ("tokens", t["batch_tokens"]),
         "length": rows[0]["block_size"] or rows[0]["max_sample_num_tokens"],
         "epochs or steps": steps,
         "warm-up": warmup,
@@ -305,8 +304,6 @@ def check_file(path: Path) -> tuple[str, str, list[str], list[str]]:
         return "none", str(error), [], []
     try:
         to = convert(given, trainer, num_gpus=GPUS)
-        counts_packs = to.needs_data is not None
-        to = convert(given, trainer, num_gpus=GPUS, lengths=LENGTHS)
     except ValueError as error:
         return trainer, str(error), [], []
     notes = {line.partition(":")[0] for line in list_differences(to)}
@@ -314,9 +311,9 @@ def check_file(path: Path) -> tuple[str, str, list[str], list[str]]:
     theirs, ours = expect(given, trainer), read_ours(train, sources)
     reported, silent = [], []
     for field, said in theirs.items():
-        if said == ours[field] or (field == "rows of a step" and said[0] == "samples" and said[1] == ours[field][1]):
+        if said == ours[field]:
             continue
-        is_noted = any(key in notes for key in NOTED[field]) and (field != "rows of a step" or counts_packs)
+        is_noted = any(key in notes for key in NOTED[field])
         (reported if is_noted else silent).append(f"{field}: {said} / {ours[field]}")
     silent += [f"problem: {line}" for line in find_problems(train) + [p for s in sources for p in find_problems(s)]]
     return trainer, "written", reported, silent

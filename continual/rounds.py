@@ -23,7 +23,7 @@ from disk import hash_file, remove, written_aside
 from evaluation.kept import read_lines
 from evaluation.models import EXPORTS
 from inference.prompts import join_content
-from options import DataOptions, OptimizationOptions
+from options import DEFAULT_BATCH_SIZE, OptimizationOptions
 
 EXPORT = Path(EXPORTS, "last")
 
@@ -42,7 +42,7 @@ class Round:
 def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, options: Values) -> Path:
     """Trains on a task's prompts, and returns the run of the last round."""
     settings = context.settings.self_distillation
-    batch_size = options.get("batch_size", DataOptions.batch_size)
+    batch_size = options.get("batch_size") or DEFAULT_BATCH_SIZE
     epochs = options.pop("max_epochs")
     parts = cut(draw_rows(context, task, epochs=epochs), settings.rounds)
     steps = [math.ceil(len(part) / batch_size) for part in parts]

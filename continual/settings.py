@@ -486,6 +486,11 @@ def check_rounds(settings: Settings) -> None:
         values = settings.train_options(task)
         if values.get("max_epochs") is None or any(values.get(f"max_{end}") for end in ("steps", "samples", "tokens")):
             raise ValueError(f"self_distillation: {task.name}: the end of train must be given by max_epochs alone")
+        if values.get("batch_tokens") is not None:
+            raise ValueError(
+                f"self_distillation: {task.name}: not together with train: batch_tokens, as answers have no length"
+                " before they are generated; give batch_size"
+            )
         if values.get("teacher_weight") is not None:
             raise ValueError(f"self_distillation: {task.name}: has its own teacher; leave out train: teacher_weight")
     if settings.replay is not None:

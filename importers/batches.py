@@ -1,4 +1,4 @@
-"""Conversion of batch sizes that count packs, and of fractional epochs, to samples."""
+"""Conversion of batch sizes that count packs to tokens, and of fractional epochs to samples."""
 
 import bisect
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 from importers.rules import DIFFERS, MISSING, Conversion
 
-MOST_LENGTHS = 20_000  # maximum number of samples to pack; with more, the ratio no longer changes
+MOST_LENGTHS = 20_000  # maximum number of samples to pack; with more, the share no longer changes
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def multiply_rows(
 
 
 def count_batch(to: Conversion, describe_batch: Callable[[Conversion], PeerBatch]) -> None:
-    """Sets `batch_size` from the other trainer's batch. Packs are converted to samples with tokenized data; without it,
-    `needs_data` is set."""
+    """Sets `batch_size` from the other trainer's batch, or `batch_tokens` if its rows are packs: as many tokens as
+    these have on average, if there is tokenized data, else as many as they can hold."""
     try:
         batch = describe_batch(to)
     except ValueError as error:
@@ -48,26 +48,26 @@ def count_batch(to: Conversion, describe_batch: Callable[[Conversion], PeerBatch
         to.train["batch_size"] = batch.rows
         to.told["batch_size"] = f"batch_size: {batch.rows} ({batch.product})"
         return
+    packs = f"{batch.rows} packs of {batch.pack_length:,} tokens ({batch.product})"
     if to.lengths is None:
-        to.needs_data = (
-            f"batches count packs: {batch.rows} packs ({batch.product}) of {batch.pack_length:,} tokens per step. How"
-            " many samples that is depends on your data"
-        )
-        return
-    num_samples, num_packs = count_packs(to.lengths, batch.pack_length)
-    a_pack = num_samples / num_packs
-    to.train["batch_size"] = max(1, round(batch.rows * a_pack))
-    to.told["batch_size"] = (
-        f"batch_size: {to.train['batch_size']}; {DIFFERS}: {batch.rows} packs of {batch.pack_length:,} tokens"
-        f" ({batch.product}) hold {a_pack:.1f} samples each on the tokenized data, by best-fit packing"
+        to.train["batch_tokens"] = batch.rows * batch.pack_length
+        how_full = "all of them full; --tokenized-data measures how full they are"
+    else:
+        fill, longest = measure_packs(to.lengths, batch.pack_length)
+        to.train["batch_tokens"] = max(longest, round(batch.rows * batch.pack_length * fill))
+        how_full = f"which are {fill:.1%} full on the tokenized data, by best-fit packing"
+    to.told["batch_tokens"] = (
+        f"batch_tokens: {to.train['batch_tokens']}; {DIFFERS}: samples with as many tokens as {packs}, {how_full}"
     )
 
 
-def count_packs(lengths: np.ndarray, pack_length: int) -> tuple[int, int]:
-    """Number of samples no longer than a pack (at most MOST_LENGTHS), and of packs they fill by best-fit decreasing."""
+def measure_packs(lengths: np.ndarray, pack_length: int) -> tuple[float, int]:
+    """Share of tokens in the packs that best-fit decreasing fills with the samples no longer than a pack (at most
+    MOST_LENGTHS of them), and the longest of these."""
     fitting = lengths[lengths <= pack_length]
     if len(fitting) == 0:
         raise ValueError(f"no sample of the tokenized data fits a pack of {pack_length:,} tokens")
+    longest = int(fitting.max())
     if len(fitting) > MOST_LENGTHS:
         fitting = np.random.default_rng(0).choice(fitting, MOST_LENGTHS, replace=False)
     room: list[int] = []  # tokens left in each pack, ascending
@@ -75,7 +75,7 @@ def count_packs(lengths: np.ndarray, pack_length: int) -> tuple[int, int]:
         place = bisect.bisect_left(room, length)
         left = room.pop(place) if place < len(room) else pack_length
         bisect.insort(room, left - length)
-    return len(fitting), len(room)
+    return int(fitting.sum()) / (len(room) * pack_length), longest
 
 
 def count_epochs(to: Conversion) -> None:

@@ -17,7 +17,7 @@ TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl, **tr
 
 
 def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:
-    """Options for every key. `lengths`: tokens of the user's samples, to count packs as samples.
+    """Options for every key. `lengths`: tokens of the user's samples, to measure packs and count epochs.
 
     Raises ValueError with all reasons where the file asks for something that cannot be trained here.
     """

@@ -32,7 +32,6 @@ class Conversion:
     files: dict[str, str] = field(default_factory=dict)  # other files to write, by name
     told: dict[str, str] = field(default_factory=dict)  # the outcome of every key, as printed
     epochs: int | float | None = None
-    needs_data: str | None = None  # why the batch size cannot be determined without tokenized data
 
     @property
     def row_format(self) -> str | None:
@@ -206,9 +205,9 @@ def convert_revision(to: Conversion, key: str, value: Any) -> str:
 
 
 def counts_rows(to: Conversion, key: str, value: Any) -> str:
-    """Rule for the factors whose product is the number of rows per step."""
+    """Rule for the factors whose product is the number of rows, or packs, per step."""
     read_number(key, value)
-    return f"{NEEDLESS}: included in batch_size"
+    return f"{NEEDLESS}: included in the batch"
 
 
 OPTIMIZERS = (

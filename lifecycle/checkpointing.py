@@ -374,7 +374,8 @@ def check_state(state: Any, name: str) -> None:
     """ValueError if `state` does not have the form that train.py saves, or its step differs from the one in `name`."""
     try:
         position = state["position"]
-        is_sound = position.keys() == {"step", "num_samples", "num_tokens"} and isinstance(state["identity"], dict)
+        keys = position.keys() - {"num_in_step"}  # which older versions did not write
+        is_sound = keys == {"step", "num_samples", "num_tokens"} and isinstance(state["identity"], dict)
         counts = [*position.values(), state.get("num_steps_before", 0)]
         is_sound &= all(isinstance(count, int) and count >= 0 for count in counts)
     except (KeyError, TypeError, AttributeError):

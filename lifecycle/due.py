@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from options import ExportOptions, TrainOptions, ValidationOptions
 from ranks.ending import ExitCode
 from ranks.monitor import Flag, stop_reason
-from sampler import RunPosition
+from sampler import Batching, RunPosition
 
 
 @dataclass(frozen=True)
@@ -27,36 +27,24 @@ def find_due(
     every = options.checkpoints.checkpoint_every_steps
     is_checkpoint_step = every is not None and (position.step % every == 0 or is_last)
     return Due(
-        validation=is_validation_due(
-            position,
-            options.validation,
-            batch_size=options.data.batch_size,
-            epoch_length=epoch_length,
-            is_last=is_last,
-        ),
+        validation=is_validation_due(position, options.validation, epoch_length=epoch_length, is_last=is_last),
         checkpoint=is_checkpoint_step or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
-        export=is_export_due(
-            position, options.exports, batch_size=options.data.batch_size, epoch_length=epoch_length, is_last=is_last
-        ),
+        export=is_export_due(position, options.exports, epoch_length=epoch_length, is_last=is_last),
         stop=stop,
     )
 
 
-def is_export_due(
-    position: RunPosition, options: ExportOptions, *, batch_size: int, epoch_length: int, is_last: bool
-) -> bool:
+def is_export_due(position: RunPosition, options: ExportOptions, *, epoch_length: int, is_last: bool) -> bool:
     """Whether the step that ended at `position` crossed one of the thresholds, or was the last."""
     every = options.min_samples_per_checkpoint
     return (
         (is_last and options.save_final_checkpoint)
-        or (every is not None and has_crossed(position, every, batch_size=batch_size))
-        or (options.checkpoint_at_epoch and has_crossed(position, epoch_length, batch_size=batch_size))
+        or (every is not None and has_crossed(position, every))
+        or (options.checkpoint_at_epoch and has_crossed(position, epoch_length))
     )
 
 
-def is_validation_due(
-    position: RunPosition, options: ValidationOptions, *, batch_size: int, epoch_length: int, is_last: bool
-) -> bool:
+def is_validation_due(position: RunPosition, options: ValidationOptions, *, epoch_length: int, is_last: bool) -> bool:
     """Whether the model is to be validated at `position`, the end of a step."""
     if not options.is_asked:
         return False
@@ -64,7 +52,7 @@ def is_validation_due(
     return (
         is_last
         or (every is not None and position.step % every == 0)
-        or (options.validate_at_epoch and has_crossed(position, epoch_length, batch_size=batch_size))
+        or (options.validate_at_epoch and has_crossed(position, epoch_length))
     )
 
 
@@ -78,6 +66,21 @@ def count_validations(step: int, options: ValidationOptions, *, num_steps: int, 
     return 1 + count(num_steps - 1) - count(step - 1) if options.is_asked else 0
 
 
-def has_crossed(position: RunPosition, every: int, *, batch_size: int) -> bool:
+def count_exports(
+    options: ExportOptions, batching: Batching, *, start: RunPosition, num_steps: int, epoch_length: int
+) -> int:
+    """Number of exports from the step after `start` to the last of `num_steps`."""
+    intervals = [options.min_samples_per_checkpoint, epoch_length if options.checkpoint_at_epoch else None]
+    intervals = [every for every in intervals if every is not None]
+    position, step, steps = start.num_samples, start.step, {num_steps} if options.save_final_checkpoint else set()
+    while intervals and step < num_steps:  # from one step that crosses a threshold to the next one
+        threshold = min((position // every + 1) * every for every in intervals)
+        num_batches = batching.count(position, threshold)
+        position, step = batching.find_end(position, num_batches=num_batches), step + num_batches
+        steps.add(step)
+    return sum(start.step < step <= num_steps for step in steps)
+
+
+def has_crossed(position: RunPosition, every: int) -> bool:
     """Whether the last step's samples reached another multiple of `every`."""
-    return position.num_samples // every > (position.num_samples - batch_size) // every
+    return position.num_samples // every > (position.num_samples - position.num_in_step) // every

@@ -18,6 +18,7 @@ from model.method import Method
 from objectives.objective import SELF, Objective
 from options import DataOptions, ModelOptions, TrainOptions
 from pretrained.files import find_weights
+from sampler import Batching
 
 Result = TypeVar("Result")
 
@@ -66,6 +67,7 @@ class RunInputs:
     objective: Objective | None = None
     other_models: dict[str, ModelSource] = field(default_factory=dict)  # that it reads and does not train, by option
     teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
+    batching: Batching | None = None  # None without data, or if a sample is longer than a batch
     num_steps: int | None = None  # None: no end
     origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
     schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end

@@ -158,7 +158,7 @@ def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str
         ("base model", f"{base}, fingerprint `{params['identity']['model']}`"),
         ("objective", inputs.objective.title),
         ("method", inputs.method.title),
-        ("steps", f"{position.step:,} of {options.data.batch_size:,} samples"),
+        ("steps", f"{position.step:,} of {inputs.batching}"),
         ("samples", f"{position.num_samples:,}"),
         ("tokens", f"{position.num_tokens:,}, trained and masked"),
         ("ranks", f"{params['world_size']} x {params['device']}"),

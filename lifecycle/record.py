@@ -54,7 +54,7 @@ def identify_run(
     `data_sources` is what the sidecars say of the files that the data was made from, `others` are digests of further
     files by name; `num_steps` is None unless the learning rate depends on it.
     """
-    values = flatten_options(options)
+    values = flatten_options(options) | {"batch_size": options.data.samples_per_step}
     digests = [
         fingerprint_data(source.path, source=made_from, lengths=source.lengths, kept=source.kept)
         for source, made_from in zip(data.sources, data_sources, strict=True)

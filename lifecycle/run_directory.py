@@ -131,7 +131,7 @@ class RunDirectory:
         if self.world.rank > 0:
             return TrainingLog([])
         first_step, num_steps = self.start.step, inputs.num_steps
-        steps_per_epoch = len(inputs.data.kept) / self.options.data.batch_size
+        steps_per_epoch = len(inputs.data.kept) / inputs.batching.mean_samples
         count = partial(
             count_validations, options=self.options.validation, num_steps=num_steps, steps_per_epoch=steps_per_epoch
         )
@@ -140,7 +140,7 @@ class RunDirectory:
             first_step=first_step,
             num_steps=num_steps,
             count_validations=count,
-            validation_steps=num_validated / self.options.data.batch_size,
+            validation_steps=num_validated / inputs.batching.mean_samples,
         )
         return TrainingLog(
             [

@@ -31,7 +31,7 @@ from options.choices import check_choices
 from pretrained.files import find_model
 from pretrained.text_tower import text_config
 from ranks.ending import log
-from sampler import RunPosition, count_steps
+from sampler import RunPosition, choose_batching, count_steps
 
 
 def open_inputs(
@@ -82,6 +82,8 @@ def open_inputs(
     inputs.objective = objective and replace(objective, family=inputs.family)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))
+        inputs.batching = inputs.errors.attempt(lambda: choose_batching(inputs.data, options.data))
+    if inputs.batching is not None:
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
         inputs.schedule_steps = options.optimization.schedule_steps or inputs.num_steps
         inputs.errors.attempt(lambda: check_schedule(inputs, options))

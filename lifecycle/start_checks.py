@@ -55,10 +55,10 @@ def check_schedule(inputs: RunInputs, options: TrainOptions) -> None:
 
 def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) -> None:
     """Adds warnings about valid but unlikely settings. `num_rows`: rows packed at the same time."""
-    batch_size, num_warmup_steps = options.data.batch_size, options.optimization.num_warmup_steps
+    num_warmup_steps, batching = options.optimization.num_warmup_steps, inputs.batching
     data, num_steps = inputs.data, inputs.num_steps
-    if data is not None and batch_size > len(data.kept):
-        inputs.warnings.append(f"--batch-size {batch_size}: each step draws the {len(data.kept)} samples repeatedly")
+    if batching is not None and batching.mean_samples > len(data.kept):
+        inputs.warnings.append(f"{batching.flag}: each step draws the {len(data.kept)} samples repeatedly")
     if data is not None and inputs.validation_data is not None and not options.validation.validate_training_data:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
@@ -66,11 +66,11 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) ->
                 inputs.warnings.append(
                     f"--validation-data-path {source.path} is also trained on: its loss says nothing about other data"
                 )
-    if batch_size < num_rows:
+    if batching is not None and batching.mean_samples < num_rows:
         sharing = options.sharding.context_parallel
         ranks = "ranks" if sharing is None else f"groups of --context-parallel {sharing} ranks"
         inputs.warnings.append(
-            f"--batch-size {batch_size} is smaller than the {num_rows} {ranks}: some of them will be idle"
+            f"{batching.flag}: fewer samples a step than the {num_rows} {ranks}: some of them will be idle"
         )
     if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
         inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")

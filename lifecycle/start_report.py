@@ -26,7 +26,7 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
     log.info(
         f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
         f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu{sources}\n"
-        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.data_options.batch_size} samples"
+        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.batching}"
         f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )
 

@@ -75,7 +75,7 @@ def train_step(
         raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums))
     max_grad_norm = options.optimization.max_grad_norm
     clip_gradients(local_gradients(state.model), grad_norm=sums.grad_norm, max_grad_norm=max_grad_norm)
-    update_weights(state, step=step, lr=lr)
+    update_weights(state, step=step, lr=lr, num_samples=len(batch.sample_ids))
     return sums
 
 
@@ -107,14 +107,14 @@ def run_backward(
     return loss_sum.detach()
 
 
-def update_weights(state: TrainState, *, step: int, lr: float) -> None:
-    """Applies the accumulated gradients in optimizer step `step` (0-based), then clears them."""
+def update_weights(state: TrainState, *, step: int, lr: float, num_samples: int) -> None:
+    """Applies the gradients of `num_samples`, accumulated in optimizer step `step` (0-based), then clears them."""
     set_step(state.optimizer, step=step, learning_rate=lr)
     with memory_kind("optimizer"):
         state.optimizer.step()
     state.method.constrain_weights()
     if state.average is not None:
-        state.average.update(step)
+        state.average.update(step, num_samples=num_samples)
     state.optimizer.zero_grad()
 
 

@@ -169,7 +169,7 @@ def prepare_statistics(
     batch = next(
         iterate_batches(
             Mixture([data]),
-            replace(options, batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept))),
+            replace(options, batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept)), batch_tokens=None),
             objective=objective,
             num_steps=1,
             attention_cost=0.0,

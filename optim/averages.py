@@ -20,23 +20,27 @@ class WeightAverage:
     `first_step` on; before, it stays behind.
     """
 
-    def __init__(self, model: nn.Module, *, decay: float | None, first_step: int = 0):
-        """`decay`: of ema; None is tail. `first_step`: the first optimizer step, 0-based, that enters it."""
+    def __init__(
+        self, model: nn.Module, *, decay: float | None = None, half_life: int | None = None, first_step: int = 0
+    ):
+        """`decay`: of ema, or `half_life`, in samples; without both it is tail. `first_step`: the first optimizer step,
+        0-based, that enters it."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         with memory_kind("optimizer"):
             self.values: dict[str, DTensor] = {name: param.detach().clone() for name, param in self.params.items()}
-        self.decay, self.first_step = decay, first_step
+        self.decay, self.half_life, self.first_step = decay, half_life, first_step
 
     def has_begun(self, num_steps: int) -> bool:
         """Whether any of the first `num_steps` steps has entered it."""
         return num_steps > self.first_step
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Adds the weights after optimizer step `step` (0-based)."""
+    def update(self, step: int, *, num_samples: int) -> None:
+        """Adds the weights after optimizer step `step` (0-based), which took `num_samples`."""
         if step < self.first_step:
             return
-        share = 1 / (step - self.first_step + 1) if self.decay is None else 1 - self.decay
+        decay = self.decay if self.half_life is None else 0.5 ** (num_samples / self.half_life)
+        share = 1 / (step - self.first_step + 1) if decay is None else 1 - decay
         for name, param in self.params.items():
             weight, average = param.to_local(), self.values[name].to_local()
             if share == 1:
@@ -62,19 +66,14 @@ class WeightAverage:
             average.copy_(held)
 
 
-def make_average(
-    model: nn.Module, options: OptimizationOptions, *, batch_size: int, end: int | None
-) -> WeightAverage | None:
+def make_average(model: nn.Module, options: OptimizationOptions, *, end: int | None) -> WeightAverage | None:
     """The average that the options ask for, or None. `end`: optimizer steps up to the run's end, which tail needs."""
     match options.weight_average:
         case "none":
             return None
         case "ema":
-            decay = options.ema_decay
-            if decay is None:
-                decay = 0.5 ** (batch_size / options.ema_half_life)
-            return WeightAverage(model, decay=decay)
+            return WeightAverage(model, decay=options.ema_decay, half_life=options.ema_half_life)
         case "tail":
-            return WeightAverage(model, decay=None, first_step=max(0, end - options.tail_steps))
+            return WeightAverage(model, first_step=max(0, end - options.tail_steps))
         case name:
             raise ValueError(f"--weight-average {name}: is not implemented")

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+DEFAULT_BATCH_SIZE = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
@@ -17,8 +19,12 @@ class DataOptions:
     once."""
     data_weights_by: Literal["samples", "tokens"] = "samples"
     """Unit of the weights: samples drawn, or their tokens."""
-    batch_size: int = 128
-    """Samples per optimizer step, over all ranks."""
+    batch_size: int | None = None
+    """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""
+    batch_tokens: int | None = None
+    """Instead of --batch-size: tokens (trained or masked) per optimizer step, over all ranks; at least the longest
+    sample's. Samples stay whole: step t takes those whose first token is one of the stream's tokens from t times this
+    number on, up to the next step's."""
     max_tokens_per_gpu: int | Literal["auto"] = 8192
     """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: the largest value that
     fits with a margin, measured at the start."""
@@ -28,6 +34,13 @@ class DataOptions:
     """Random seed for the sample order and dropout."""
     subset: str | None = None
     """Use a random subset of each data set, validation sets included: a number of samples (10) or a share (1%)."""
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples of every step; None if steps are counted in tokens."""
+        if self.batch_tokens is not None:
+            return None
+        return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

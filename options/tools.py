@@ -207,8 +207,8 @@ class ImportConfigOptions:
     num_gpus: int = 1
     """Number of GPUs, to convert samples per GPU to samples per step."""
     tokenized_data: tuple[str, ...] = ()
-    """Your data sets, written by process_data.py. Their lengths are used to convert batches of packs to batches of
-    samples, and fractional epochs to samples."""
+    """Your data sets, written by process_data.py. Their lengths are used to convert batches of packs to tokens, as far
+    as packs are filled, and fractional epochs to samples."""
     trainer: (
         Literal["axolotl", "llama-factory", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward"] | None
     ) = None

@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Options that determine a run's numbers: single ones and whole groups, except for paths.
-IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
+IDENTIFYING_OPTIONS = ("batch_size", "batch_tokens", "seed", "float8", "data_weights", "data_weights_by", "freeze")
 
 IDENTIFYING_GROUPS = (
     *(OptimizationOptions, ClassificationOptions, PreferenceOptions, TeacherOptions, OSFTOptions, LoRAOptions),

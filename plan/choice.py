@@ -4,6 +4,7 @@ One decision for runs, which measure on the built model, and for plans, which si
 a micro-batch of some tokens.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from corpus.mixture import Mixture
 from options import DataOptions, ShardingOptions
 from ranks.memory import GIB
-from sampler import RunPosition, draw_samples
+from sampler import RunPosition, draw_batches
 
 NUM_BATCHES = 50  # global batches to look ahead when choosing a micro-batch size
 TOKEN_MULTIPLE = 64  # the chosen number of tokens is a multiple of this
@@ -142,9 +143,8 @@ def count_useful_tokens(data: Mixture, options: DataOptions, *, start: RunPositi
 
     Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
     """
-    batch_size = options.batch_size
-    drawn = draw_samples(data, seed=options.seed, start=start.num_samples, count=NUM_BATCHES * batch_size)
-    largest = int(data.sizes[drawn].reshape(-1, batch_size).sum(axis=1).max())
+    batches = itertools.islice(draw_batches(data, options, start=start.num_samples), NUM_BATCHES)
+    largest = max(int(data.sizes[rows].sum()) for rows in batches)
     longest = data.longest
     return longest, min(largest, -(-largest // world_size) + longest)
 

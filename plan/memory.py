@@ -41,7 +41,7 @@ def plan_memory(
     options: TrainOptions, target: Target, run: PlannedRun, findings: Findings
 ) -> tuple[TrainOptions, Packing | None, bool]:
     """Adds what the model is and what memory it needs; returns the options without auto and, if known, the packing."""
-    if run.model is None or run.inputs.data is None:
+    if run.model is None or run.inputs.batching is None:
         options = settle_mode(options)
         if run.model is not None:
             describe_model(options, run.model, findings)

@@ -1,5 +1,6 @@
 """How the next batches of a run fall into micro-batches."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from model.flops import FlopCount
 from objectives.objective import Objective
 from options import DataOptions
 from plan.choice import NUM_BATCHES
-from sampler import RunPosition, draw_samples
+from sampler import RunPosition, draw_batches
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,8 @@ def pack_next_batches(
     """The next `NUM_BATCHES` global batches, or as many as the run has."""
     num_left = NUM_BATCHES if num_steps is None else num_steps - start.step
     rows = []
-    for i in range(max(1, min(NUM_BATCHES, num_left))):
-        first = start.num_samples + i * options.batch_size
-        ids = draw_samples(data, seed=options.seed, start=first, count=options.batch_size)
+    batches = draw_batches(data, options, start=start.num_samples)
+    for ids in itertools.islice(batches, max(1, min(NUM_BATCHES, num_left))):
         sizes, trained = data.sizes[ids], data.num_loss_tokens[ids]
         load = data.load_of(ids)
         table = pack_batch(sizes, cap, world_size, flops.attention_cost, load)

@@ -20,7 +20,7 @@ from disk import SPARE_BYTES, read_json
 from lifecycle.agreement import describe_start
 from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import Checkpoint, check_state, read_origin
-from lifecycle.due import is_export_due
+from lifecycle.due import count_exports
 from lifecycle.inputs import RunInputs
 from lifecycle.raw_rows import find_data
 from lifecycle.record import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
@@ -215,12 +215,12 @@ def describe_run(target: Target, run: PlannedRun, options: TrainOptions, finding
         size = f", {target.limit / GIB / (1 - MARGIN):,.1f} GiB each, of which {MARGIN:.0%} stay free"
     findings.lines.append(f"plan for {target.ranks.world_size} x {target.name}{size}")
     data, num_steps = run.inputs.data, run.inputs.num_steps
-    if data is not None:
+    if run.inputs.batching is not None:
         steps = "no end" if num_steps is None else f"{num_steps:,} steps"
         done = f", {run.start.step:,} of them done" if run.start.step else ""
         findings.lines.append(
             f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens, the longest"
-            f" {data.longest:,}\nrun: {steps} of {options.data.batch_size} samples{done}"
+            f" {data.longest:,}\nrun: {steps} of {run.inputs.batching}{done}"
         )
         findings.lines += describe_schedule(run.inputs, options, start=run.start)
 
@@ -234,7 +234,15 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
     num_exported = run.model.num_params + run.model.meta.left_out.num_params
     model_bytes = num_exported * DTYPES[options.exports.export_dtype].itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
-    num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
+    num_exports, inputs = 1, run.inputs
+    if inputs.num_steps is not None:
+        num_exports = count_exports(
+            options.exports,
+            inputs.batching,
+            start=run.start,
+            num_steps=inputs.num_steps,
+            epoch_length=len(inputs.data.kept),
+        )
     if options.validation.is_asked and options.validation.export_best:
         num_exports += 2  # the best, and a better one that is being written
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
@@ -253,19 +261,3 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
             f"--output-dir {output_dir}: checkpoints and exports need {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB"
             " are free: free some, lower --keep-checkpoints, or export less often"
         )
-
-
-def count_exports(options: TrainOptions, run: PlannedRun) -> int:
-    """How many models the run will still have exported at its end."""
-    batch_size, num_steps = options.data.batch_size, run.inputs.num_steps
-    position, count = run.start, 0
-    for step in range(run.start.step, num_steps):
-        position = RunPosition(step + 1, position.num_samples + batch_size)
-        count += is_export_due(
-            position,
-            options.exports,
-            batch_size=batch_size,
-            epoch_length=len(run.inputs.data.kept),
-            is_last=step + 1 == num_steps,
-        )
-    return count

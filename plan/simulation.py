@@ -172,12 +172,12 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         for tensor in tensors:
             counter.count(tensor, "weights" if tensor.requires_grad else "frozen")
         optimizer = build_optimizer(packed_model, options.optimization)
-        average = make_average(packed_model, options.optimization, batch_size=options.data.batch_size, end=0)
+        average = make_average(packed_model, options.optimization, end=0)
         state = TrainState(packed_model, planned.method, optimizer, world, average=average)
         make_gradients(params, counter)
         counter.reset_peak()
         planned.method.constrain_gradients()
-        update_weights(state, step=0, lr=0.0)
+        update_weights(state, step=0, lr=0.0, num_samples=1)
         peaks = [counter.peak]
 
         # Forward and backward of half and of all tokens. Where whole gradients or weights stay until the last

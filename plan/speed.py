@@ -64,10 +64,10 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
         counted = [count(rows, inputs.data, inputs.objective) for count in (flops.of_rows, flops.of_scores)]
         measured.append((*np.diff(times), *counted))
     trained, scored, trained_flops, scored_flops = np.sum(measured[1:], axis=0).tolist()
-    update_weights(state, step=0, lr=0.0)  # makes the optimizer's state
+    update_weights(state, step=0, lr=0.0, num_samples=1)  # makes the optimizer's state
     run_backward(model, micro_batch, batch.divisors)
     begin = now(world)
-    update_weights(state, step=1, lr=0.0)
+    update_weights(state, step=1, lr=0.0, num_samples=1)
     return Speed(trained / trained_flops, scored / scored_flops, now(world) - begin)
 
 

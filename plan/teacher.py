@@ -1,5 +1,8 @@
 """What a teacher that reads each micro-batch adds to a run."""
 
+import itertools
+
+import numpy as np
 import torch
 
 from lifecycle.inputs import TEACHER_MODEL, RunInputs
@@ -12,7 +15,7 @@ from plan.findings import PlannedTeacher, Target
 from plan.memory import simulated_compute
 from plan.simulation import PlannedModel
 from ranks.devices import DTYPES
-from sampler import draw_samples
+from sampler import draw_batches
 
 
 def plan_teacher(
@@ -20,7 +23,7 @@ def plan_teacher(
 ) -> PlannedTeacher | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
     objective, data, o = inputs.objective, inputs.data, options.data
-    if model is None or data is None or objective is None or objective.teacher_model is None:
+    if model is None or inputs.batching is None or objective is None or objective.teacher_model is None:
         return None
     source = inputs.other_models.get(TEACHER_MODEL)
     if source is None:  # the model as the run starts: copies of what trains
@@ -30,7 +33,7 @@ def plan_teacher(
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
         flops = count_flops(other)
         num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
-    rows = draw_samples(data, seed=o.seed, start=0, count=NUM_BATCHES * o.batch_size)
+    rows = np.concatenate(list(itertools.islice(draw_batches(data, o, start=0), NUM_BATCHES)))
     on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
     read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers
     return PlannedTeacher(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)

@@ -1,11 +1,13 @@
 """Runs of a tiny model on a tiny data set, and what they leave to compare."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 from hand_made import make_sample
+from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
@@ -62,3 +64,33 @@ def read_rows(output_dir: Path) -> list[dict]:
     rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def copy_until(finished: Path, step: int, output_dir: Path) -> Path:
+    """The run as it would lie there had it ended after `step`, while it was writing the next line of its metrics."""
+    shutil.copytree(finished, output_dir)
+    for path in (output_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(output_dir / "hf_format")
+    params = output_dir / "training_params.json"
+    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
+    metrics = output_dir / "training_metrics_0.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[: step + 1]) + lines[-1][:20])
+    return output_dir
+
+
+def check_same(one: Path, other: Path, *, step: int) -> None:
+    """The checkpoints of `step`, all metrics and the export are the same, to the last bit."""
+    assert read_rows(one) == read_rows(other)
+    tensors = [load_checkpoint(path / "checkpoints" / f"step_{step}") for path in (one, other)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert any(name.startswith("optimizer/exp_avg_sq/") for name in tensors[0])
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+    for path in (one / "hf_format").iterdir():
+        weights = [
+            load_file(path / "model.safetensors"),
+            load_file(other / "hf_format" / path.name / "model.safetensors"),
+        ]
+        assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

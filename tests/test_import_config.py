@@ -20,7 +20,7 @@ from typeguard import check_type
 from command_line import parse_options
 from corpus.hub_rows import find_dataset
 from corpus.reader import TokenizedData
-from importers.batches import count_packs
+from importers.batches import measure_packs
 from importers.conversion import TRAINERS, convert, follow
 from importers.recognition import OTHER_OBJECTIVES, recognize
 from importers.rules import DIFFERS, MISSING, Conversion, Refusal
@@ -430,25 +430,31 @@ def test_every_data_set_keeps_its_type_its_split_and_its_place():
 @pytest.mark.parametrize("seed", range(5))
 def test_packs_hold_every_sample_once_and_are_nearly_full(seed):
     lengths = np.random.default_rng(seed).integers(1, 400, 500)
-    num_samples, num_packs = count_packs(lengths, 512)
-    fewest = -(-int(lengths.sum()) // 512)
-    assert num_samples == 500 and fewest <= num_packs <= 1.05 * fewest + 1
-    assert count_packs(np.full(10, 300), 512) == (10, 10)
-    assert count_packs(np.array([256] * 8 + [600]), 512) == (8, 4)
+    fill, longest = measure_packs(lengths, 512)
+    num_packs, fewest = int(lengths.sum()) / (fill * 512), -(-int(lengths.sum()) // 512)
+    assert num_packs == pytest.approx(round(num_packs)) and fewest <= round(num_packs) <= 1.05 * fewest + 1
+    assert longest == lengths.max()
+    assert measure_packs(np.full(10, 300), 512) == (300 / 512, 300)
+    assert measure_packs(np.array([256] * 8 + [600]), 512) == (1, 256)
 
 
-def test_batches_of_packs_need_the_users_data_and_become_samples_of_it(tmp_path, tiny_data):
+def test_batches_of_packs_become_tokens_as_many_as_packs_hold_on_the_users_data(tmp_path, tiny_data):
     packed = AXOLOTL.replace("sample_packing: false", "sample_packing: true").replace(
         "num_epochs: 1", "num_epochs: 1.5"
     )
     first = run_import(tmp_path, packed)
-    assert first.returncode == 2 and "batches count packs: 8 packs (2 x 4 x 1 GPUs) of 2,048 tokens" in first.stderr
-    assert (tmp_path / "data.yaml").exists() and not (tmp_path / "train.yaml").exists()
-    data, lengths = tiny_data
-    second = run_import(tmp_path, packed, "--tokenized-data", str(data))
-    assert second.returncode == 0, second.stderr
+    assert first.returncode == 0, first.stderr
     train, _ = read_options(tmp_path)
-    assert train["batch_size"] == pytest.approx(8 * 2048 / np.mean(lengths), rel=0.15)
+    assert train["batch_tokens"] == 8 * 2048 and train["batch_size"] is None
+    told = "differs: samples with as many tokens as 8 packs of 2,048 tokens (2 x 4 x 1 GPUs)"
+    assert f"batch_tokens: 16384; {told}, all of them full; --tokenized-data" in first.stdout
+    assert told in (tmp_path / "train.yaml").read_text()
+    (tmp_path / "on_data").mkdir()
+    data, lengths = tiny_data
+    second = run_import(tmp_path / "on_data", packed, "--tokenized-data", str(data))
+    assert second.returncode == 0, second.stderr
+    train, _ = read_options(tmp_path / "on_data")
+    assert train["batch_tokens"] == round(8 * 2048 * measure_packs(np.array(lengths), 2048)[0]) < 8 * 2048
     assert train["max_samples"] == round(1.5 * len(lengths)) and train["data_path"] == (str(data),)
 
 
@@ -540,7 +546,7 @@ def test_preferences_have_their_loss_and_its_numbers(trainer, given, train):
 )  # fmt: skip
 def test_rows_are_pairs_and_both_sequences_of_one_fit(trainer, given):
     to = convert(given | dict(gradient_accumulation_steps=4, packing=True, sample_packing=True), trainer, num_gpus=8)
-    assert to.train["batch_size"] == 2 * 4 * 8 and to.needs_data is None
+    assert to.train["batch_size"] == 2 * 4 * 8 and "batch_tokens" not in to.train
     assert to.train["max_tokens_per_gpu"] == 2 * 2 * 128 and to.sources[0]["max_sample_num_tokens"] == 2 * 128
 
 

@@ -18,7 +18,7 @@ from corpus.mixture import Mixture, interleave
 from corpus.reader import TokenizedData
 from options import TrainOptions, group_options
 from options.problems.finding import find_problems
-from sampler import count_drawn, count_tokens, draw_samples, find_position
+from sampler import StreamTokens, count_drawn, draw_samples
 
 SIZES, WEIGHTS = dict(a=30, b=11, c=5), (0.5, 0.3, 0.2)
 STEPS = 6
@@ -91,9 +91,10 @@ def test_weights_can_count_tokens(inputs):
 def test_the_position_at_which_tokens_have_been_read(inputs, weights):
     data = open_mixture(inputs, weights=weights)
     ends = np.cumsum(data.lengths[draw_samples(data, seed=7, start=0, count=2000)])
-    assert count_tokens(data, 0, seed=7) == 0 and count_tokens(data, 2000, seed=7) == ends[-1]
+    stream = StreamTokens(data, seed=7)
+    assert stream.count(0) == 0 and stream.count(2000) == ends[-1]
     for num_tokens in (1, int(ends[0]), int(ends[0]) + 1, int(ends[45]), 9999):
-        assert find_position(data, num_tokens, seed=7) == np.searchsorted(ends, num_tokens) + 1
+        assert stream.find(num_tokens) == np.searchsorted(ends, num_tokens) + 1
 
 
 @pytest.fixture(scope="module")

@@ -187,8 +187,10 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
     ):
         assert text.count(f"{problem}") == 1, f"{problem}\n{text}"
     assert "5 problems found" in text
-    assert "warning: --batch-size 8 is smaller than the 16 ranks" in text
+    assert "warning: --batch-size 8: fewer samples a step than the 16 ranks" in text
     assert "warning: --num-warmup-steps 9: the run of 5 steps" in text
+    code, text = plan(batch_size=None, batch_tokens=20, max_steps=5)
+    assert code == ExitCode.BAD_INPUT and "1 problem found" in text and "--batch-tokens 20: the longest sample" in text
     code, text = plan(num_warmup_steps=9)
     assert code == ExitCode.DONE and "warning: --num-warmup-steps 9" in text  # of which a run only warns, too
     code, text = plan(output_dir=str(tmp_path / "full"))

@@ -43,6 +43,19 @@ def test_a_preset_says_what_neither_flags_nor_yaml_say(tmp_path):
     assert parse("--preset", "full", "--max-epochs", "1") == parse("--max-epochs", "1") | dict(preset="full")
 
 
+def test_batch_tokens_take_the_place_of_a_presets_batch_size_and_of_none_that_is_given(tmp_path, capsys):
+    sizes = dict(batch_size=None, batch_tokens=512)
+    assert parse("--preset", "sanity", "--batch-tokens", "512").items() >= sizes.items()
+    assert parse("--batch_tokens=512", "--max-steps", "1").items() >= sizes.items()
+    config = tmp_path / "c.yaml"
+    config.write_text("batch_size: 128\nmax_steps: 1\n")
+    given = ["--config", str(config), "--batch-tokens", "512"]
+    assert parse(*given, "--batch-size", "None").items() >= sizes.items()
+    with pytest.raises(SystemExit):
+        parse(*given)
+    assert "--batch-size 128 and --batch-tokens 512 both set the size of a step: give only" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
     values = parse("--preset", preset, "--max-epochs", "1")

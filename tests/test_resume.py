@@ -13,7 +13,7 @@ from forked import run_forked
 from in_process import train_here, train_on
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from small_runs import NUM_SAMPLES, OPTIONS, load_checkpoint, make_inputs, read_rows
+from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
@@ -46,36 +46,6 @@ def finished(inputs, world, tmp_path_factory) -> Path:
     output_dir = tmp_path_factory.mktemp("finished") / "run"
     train_here(world, **(inputs | OPTIONS | dict(output_dir=str(output_dir), max_steps=6)))
     return output_dir
-
-
-def copy_until(finished: Path, step: int, output_dir: Path) -> Path:
-    """The run as it would lie there had it ended after `step`, while it was writing the next line of its metrics."""
-    shutil.copytree(finished, output_dir)
-    for path in (output_dir / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step_")) > step:
-            shutil.rmtree(path)
-    shutil.rmtree(output_dir / "hf_format")
-    params = output_dir / "training_params.json"
-    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
-    metrics = output_dir / "training_metrics_0.jsonl"
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    metrics.write_bytes(b"".join(lines[: step + 1]) + lines[-1][:20])
-    return output_dir
-
-
-def check_same(one: Path, other: Path, *, step: int) -> None:
-    """The checkpoints of `step`, all metrics and the export are the same, to the last bit."""
-    assert read_rows(one) == read_rows(other)
-    tensors = [load_checkpoint(path / "checkpoints" / f"step_{step}") for path in (one, other)]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert any(name.startswith("optimizer/exp_avg_sq/") for name in tensors[0])
-    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
-    for path in (one / "hf_format").iterdir():
-        weights = [
-            load_file(path / "model.safetensors"),
-            load_file(other / "hf_format" / path.name / "model.safetensors"),
-        ]
-        assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
@@ -234,6 +204,16 @@ def test_a_state_that_was_forged_is_refused(position, start, finished, tmp_path)
     write_manifest(directory, forge(directory, position=position))
     with pytest.raises(NoValidCheckpoint, match=r"only damaged_step_1"):
         start(output_dir, max_steps=6)
+
+
+def test_a_checkpoint_from_before_batches_by_tokens_is_resumed(start, finished, tmp_path):
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    directory = output_dir / "checkpoints" / "step_3"
+    state = json.loads((directory / "state.json").read_text())
+    assert state["position"].pop("num_in_step") == 8 and state["identity"].pop("batch-tokens") is None
+    write_manifest(directory, forge(directory, position=state["position"], identity=state["identity"]))
+    start(output_dir, max_steps=6)
+    check_same(finished, output_dir, step=6)
 
 
 def test_a_manifest_that_was_forged_is_refused(start, finished, tmp_path):

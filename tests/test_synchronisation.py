@@ -63,5 +63,5 @@ def test_no_micro_batch_and_no_update_waits_for_the_gpu(kind, world, tmp_path):
         for step, micro_batch in enumerate(micro_batches):
             run_backward(model, micro_batch.to(world.device), {"targets": 1, "tokens": 1})
             clip_gradients(local_gradients(model), grad_norm=2.0, max_grad_norm=1.0)
-            update_weights(state, step=step, lr=1e-3)
+            update_weights(state, step=step, lr=1e-3, num_samples=1)
     torch.cuda.set_sync_debug_mode("default")

@@ -19,13 +19,11 @@ def make_options(every: int | None, *, at_epoch: bool = False) -> ValidationOpti
 
 def list_due(options: ValidationOptions, *, num_steps: int, epoch_length: int) -> list[int]:
     """The steps after which train.py validates."""
-    positions = [RunPosition(step, step * BATCH_SIZE) for step in range(1, num_steps + 1)]
+    positions = [RunPosition(step, step * BATCH_SIZE, num_in_step=BATCH_SIZE) for step in range(1, num_steps + 1)]
     return [
         at.step
         for at in positions
-        if is_validation_due(
-            at, options, batch_size=BATCH_SIZE, epoch_length=epoch_length, is_last=at.step == num_steps
-        )
+        if is_validation_due(at, options, epoch_length=epoch_length, is_last=at.step == num_steps)
     ]
 
 

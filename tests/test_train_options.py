@@ -105,6 +105,12 @@ def has_profile(output_dir: Path, *, num_steps: int) -> bool:
 # For every option: a change, and what must differ from the base run.
 EFFECTS = {
     "batch_size": (dict(batch_size=5), lambda r, b: r.column("num_samples") == [5] * STEPS),
+    "batch_tokens": (
+        dict(batch_size=None, batch_tokens=100),
+        lambda r, b: (
+            len(set(r.column("num_samples"))) > 1 and 0 <= sum(r.column("num_total_tokens")) - 100 * STEPS < 40
+        ),
+    ),
     "max_tokens_per_gpu": (
         dict(max_tokens_per_gpu=40),
         lambda r, b: sum(r.column("grad_accum")) > sum(b.column("grad_accum")),

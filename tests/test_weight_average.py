@@ -42,6 +42,7 @@ def average_of(weights: list[np.ndarray], start: np.ndarray, shares: list[float]
 CASES = {
     "decay": (dict(weight_average="ema", ema_decay=0.7), [1 - 0.7] * STEPS),
     "half-life": (dict(weight_average="ema", ema_half_life=16), [1 - 0.5 ** (8 / 16)] * STEPS),
+    "half-life, by tokens": (dict(weight_average="ema", ema_half_life=16, batch_size=None, batch_tokens=90), None),
     "tail": (dict(weight_average="tail", tail_steps=3), [0, 0, 1, 1 / 2, 1 / 3]),
 }
 
@@ -52,6 +53,9 @@ def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, 
     options, shares = CASES[case]
     run = train(world, inputs, tmp_path, num_ranks=num_ranks, **options)
     steps = read_steps(run)
+    if shares is None:  # of the samples of each step
+        shares = [1 - 0.5 ** (row["num_samples"] / 16) for row in read_rows(run)]
+        assert len(set(shares)) > 1
     start = load_file(Path(inputs["model_name_or_path"]) / "model.safetensors")
     (export,) = (run / "hf_format").glob("average_samples_*")
     exported = load_file(export / "model.safetensors")

@@ -4,7 +4,7 @@
 
 Writes data.yaml (one per kind of rows) and train.yaml, and prints for every key the option that replaces it, or that
 none is needed, or that it has no counterpart, or how it differs. Configurations that do not fine-tune on answers are
-refused. If batches count packs, run process_data.py, then this again with --tokenized-data, which writes train.yaml.
+refused. If batches count packs, --tokenized-data measures how full these are, and so the batch that is equivalent.
 """
 
 import sys
@@ -44,12 +44,6 @@ def import_config(options: ImportConfigOptions) -> None:
     say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     print_outcomes(to)
     say(f"wrote {' and '.join(map(str, outputs))}")
-    if to.needs_data is not None:
-        data = " ".join(str(output_dir / name) for name in name_data_files(to))
-        raise ValueError(
-            f"{path}: {to.needs_data}: train.yaml was not written. Run process_data.py with {data}, then run this again"
-            f" with --tokenized-data {' '.join(to.list_outputs())}"
-        )
 
 
 def print_outcomes(to: Conversion) -> None:
@@ -86,9 +80,8 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
         if source.get("chat_template") in to.files:
             source["chat_template"] = str(output_dir / source["chat_template"])
         texts[output_dir / name] = describe_file(ProcessDataOptions, source, head)
-    if to.needs_data is None:
-        notes = "".join(f"# {line}\n" for line in list_differences(to))
-        texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
+    notes = "".join(f"# {line}\n" for line in list_differences(to))
+    texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
     there = [str(path) for path, text in texts.items() if path.exists() and path.read_text() != text]
     if there:
         raise ValueError(f"{', '.join(there)}: already exists with other contents; choose another --output-dir")

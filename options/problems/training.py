@@ -29,7 +29,7 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
         if not condition:
             problems.append(f"{flag_name(name)} {values[name]}: {allowed}")
 
-    for name in ("batch_size", "max_tokens_per_gpu", "max_image_tokens_per_gpu",
+    for name in ("batch_size", "batch_tokens", "max_tokens_per_gpu", "max_image_tokens_per_gpu",
                  "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "start_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
@@ -98,6 +98,11 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
         problems.append("--data-weights has no effect on a single data set: give several with --data-path")
     if not weights and o.data_weights_by != "samples":
         problems.append("--data-weights-by has no effect without --data-weights")
+    if o.batch_size is not None and o.batch_tokens is not None:
+        problems.append(
+            f"--batch-size {o.batch_size} and --batch-tokens {o.batch_tokens} both set the size of a step: give only"
+            " one of them; --batch-size None overrides a file's"
+        )
     if o.subset is not None:
         try:
             parse_subset(o.subset)
