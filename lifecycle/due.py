@@ -37,7 +37,8 @@ def find_due(
         checkpoint=is_checkpoint_step or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
         export=is_export_due(
             position, options.exports, batch_size=options.data.batch_size, epoch_length=epoch_length, is_last=is_last
-        ),
+        )
+        or bool(flags & Flag.EXPORT_DUE),
         stop=stop,
     )
 
