@@ -1,4 +1,4 @@
-"""Callbacks: the base class of those given by --callbacks, and the answers of their hooks (docs/tasks/callbacks.md)."""
+"""Callbacks: the base class of those given by --callbacks, and the answers of their hooks (docs/callbacks.md)."""
 
 import difflib
 import inspect
@@ -94,6 +94,8 @@ def check_callback(given: Any, name: str) -> None:
     unknown = sorted(hook for hook in dir(given) if hook.startswith("on_") and hook not in dir(Callback))
     if unknown:
         raise ValueError(f"{name}: {'; '.join(map(describe_unknown_hook, unknown))}; hooks are {', '.join(HOOKS)}")
+    if all(getattr(given, hook) is getattr(Callback, hook) for hook in HOOKS):
+        raise ValueError(f"{name}: overrides no hook; hooks are {', '.join(HOOKS)}")
     try:
         inspect.signature(given).bind()
     except TypeError as error:

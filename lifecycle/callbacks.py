@@ -1,6 +1,6 @@
 """Callbacks (--callbacks) as a sink: importing the classes, calling their hooks, and their answers as the step's flags.
 
-A callback is named by its import path, package.module:Class (docs/tasks/callbacks.md).
+A callback is named by its import path, package.module:Class (docs/callbacks.md).
 """
 
 import copy
@@ -50,13 +50,14 @@ def load_callbacks(paths: Sequence[str]) -> Classes:
     """Imports the classes; ValueError with all problems. Modules are also looked for in the current directory."""
     if not paths:
         return {}
+    api = import_api()  # before the modules, which import it by its name
     folders = [os.getcwd(), *filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))]
     sys.path += [folder for folder in folders if folder not in sys.path]
     classes, problems = {}, []
     for path in paths:
         try:
             classes[path] = find_class(path)
-            import_api().check_callback(classes[path], f"--callbacks {path}")
+            api.check_callback(classes[path], f"--callbacks {path}")
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -87,9 +88,10 @@ def find_class(path: str) -> Any:
 
 
 def describe_raised(error: BaseException) -> str:
-    """The exception, and the line that raised it."""
+    """The exception, and the line that raised it; a syntax error says that by itself."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{describe(error)} ({frame.filename}, line {frame.lineno})"
+    place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
+    return f"{describe(error)}{place}"
 
 
 class Callbacks(Sink):

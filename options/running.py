@@ -93,7 +93,7 @@ class TrackingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackOptions:
-    """Callbacks: your own code at a run's events (docs/tasks/callbacks.md)."""
+    """Callbacks: your own code at a run's events (docs/callbacks.md)."""
 
     callbacks: tuple[str, ...] = ()
     """Classes derived from mini_trainer.Callback, as package.module:Class. Modules are found like installed ones, on
