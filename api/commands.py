@@ -327,7 +327,7 @@ def find_callback_folders(args: TrainingArgs) -> list[str]:
     """Folders from which this process has imported the callbacks that are given as classes."""
     folders = []
     for callback in list_callbacks(args.callbacks):
-        file = None if isinstance(callback, str) else getattr(sys.modules[callback.__module__], "__file__", None)
+        file = None if isinstance(callback, str) else getattr(sys.modules.get(callback.__module__), "__file__", None)
         if file is not None:
             num_parts = callback.__module__.count(".") + (Path(file).name == "__init__.py")
             folders.append(str(Path(file).absolute().parents[num_parts]))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from api.callbacks import Answer, Callback
 
 PACKAGE = "mini_trainer"
+FLAGS = {"SAVE": Flag.CHECKPOINT_DUE, "EXPORT": Flag.EXPORT_DUE, "STOP": Flag.CALLBACK_STOP}  # by the answer's name
 
 Classes = Mapping[str, type["Callback"]]  # by import path
 Stop = tuple[ExitCode, str]
@@ -107,7 +108,7 @@ class Callbacks(Sink):
         if classes:
             run = import_api().StartedRun(**vars(run))  # of the module that callbacks import
         self.callbacks: dict[str, Callback] = {}
-        self.pending: list[tuple[str, Flag]] = []  # since the last step's reduction: who asks, and for what
+        self.pending: list[tuple[str, Answer]] = []  # since the last step's reduction: who asks, and for what
         self.asked: list[str] = []  # who asked for a stop
         self.failed: list[str] = []  # what has raised, with --callback-errors stop
         self.logged: set[tuple[str, str, type]] = set()  # kinds of errors
@@ -119,7 +120,7 @@ class Callbacks(Sink):
                     raise ValueError(f"--callbacks {path}: its constructor raised {describe_raised(error)}") from None
         self._call("on_start", run)
         if self.failed:
-            raise RunError(ExitCode.FAILED, f"{FLAG_NAMES[Flag.CALLBACK_FAILED]} ({self.failed[0]}); nothing trained")
+            raise RunError(ExitCode.FAILED, f"{FLAG_NAMES[Flag.CALLBACK_FAILED]} ({self.failed[0]}); no step was taken")
 
     def write(self, metrics: dict[str, Any]) -> None:
         self.step = metrics["step"]
@@ -136,16 +137,17 @@ class Callbacks(Sink):
 
     def write_end(self, reason: str | None) -> None:
         self._call("on_end", reason)
-        late = [f"{who} asked for {flag.name}" for who, flag in self.pending if flag != Flag.CALLBACK_STOP]
+        missed = {"EXPORT"} if reason is not None else {"EXPORT", "SAVE"}  # a run that is stopped is saved
+        late = [f"{who} asked for {answer.name}" for who, answer in self.pending if answer.name in missed]
         if late:
             log.warning(f"warning: too late, since answers need another step: {'; '.join(late)}")
 
     def take_flags(self) -> int:
         """This rank's flags for the step's reduction: the answers and errors since the last one."""
         flags = Flag(0)
-        for who, flag in self.pending:
-            flags |= flag
-            self.asked += [who] if flag == Flag.CALLBACK_STOP else []
+        for who, answer in self.pending:
+            flags |= FLAGS[answer.name]
+            self.asked += [who] if answer.name == "STOP" else []
         self.pending = []
         return flags | (Flag.CALLBACK_FAILED if self.failed else 0)
 
@@ -160,12 +162,11 @@ class Callbacks(Sink):
 
     def _call(self, hook: str, argument: Any) -> None:
         for path, callback in list(self.callbacks.items()):
-            if isinstance(argument, dict):
-                argument = MappingProxyType(copy.deepcopy(argument))
+            received = MappingProxyType(copy.deepcopy(argument)) if isinstance(argument, dict) else argument
             who = f"{path}, {hook} after step {self.step}"
             with self.control.slow(f"{hook} of the callback {path}"):
                 try:
-                    self._take(who, getattr(callback, hook)(argument))
+                    self._take(who, getattr(callback, hook)(received))
                 except (Exception, SystemExit) as error:
                     self._fail(who, path, hook, error)
 
@@ -175,8 +176,7 @@ class Callbacks(Sink):
             return
         if not isinstance(answer, known):
             raise TypeError(f"a hook returned {answer!r}: must be None or a mini_trainer.Answer")
-        flags = {known.SAVE: Flag.CHECKPOINT_DUE, known.EXPORT: Flag.EXPORT_DUE, known.STOP: Flag.CALLBACK_STOP}
-        self.pending += [(who, flags[one]) for one in answer]
+        self.pending += [(who, one) for one in answer]
 
     def _fail(self, who: str, path: str, hook: str, error: BaseException) -> None:
         """Handles an exception by --callback-errors; the log gets its whole traceback, on any rank."""

@@ -29,9 +29,7 @@ class ExitCode(IntEnum):
     """How a script ended. train.py also writes the code to exit.json, since torchrun itself always returns 1."""
 
     DONE = 0
-    FAILED = (
-        1  # a bug, ours or a library's: a traceback shows where; or an exception in a callback, with the state saved
-    )
+    FAILED = 1  # a bug, ours, a library's or, with the state saved, a callback's: a traceback shows where
     BAD_INPUT = 2  # an error in options, data or model that the user can fix
     SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: run it again to resume
     NO_VALID_CHECKPOINT = 4  # checkpoints exist, but all are corrupt

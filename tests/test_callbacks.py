@@ -113,7 +113,7 @@ def test_a_checkpoint_and_an_export_are_made_once_after_the_next_step(play, undi
         "start 0/4", "step 1", "export samples_8", "step 2", "checkpoint step_2", "step 3", "checkpoint step_3",
         "export samples_24", "step 4", "checkpoint step_4", "end None",
     ]  # fmt: skip
-    late = f"too late, since answers need another step: {SCRIPTED}, on_step after step 4 asked for EXPORT_DUE"
+    late = f"too late, since answers need another step: {SCRIPTED}, on_step after step 4 asked for EXPORT"
     assert late in caplog.text and "STOP" not in caplog.text
     check_equal(run, undisturbed)
 
@@ -142,7 +142,7 @@ def test_an_error_ends_the_run_with_a_checkpoint_and_the_resumed_run_is_the_same
     assert read_calls(run) == ["start 0/4", "step 1"]  # what has raised is not called again
     assert list_checkpoints(run) == {"step_2"}
     assert "Traceback" in caplog.text and f"{SCRIPTED}, on_step after step 1 raised" in caplog.text
-    assert play({}, checkpoint_every_steps=STEPS)[1] == ExitCode.DONE
+    assert play({}, checkpoint_every_steps=STEPS, callbacks=())[1] == ExitCode.DONE
     check_equal(run, undisturbed)
 
 
@@ -156,7 +156,7 @@ def test_an_error_is_logged_once_per_kind_and_training_continues(play, undisturb
 
 
 def test_an_error_at_the_start_trains_nothing_and_one_at_the_end_is_no_success(play, inputs, tmp_path):
-    with pytest.raises(RunError, match=r"on_start after step 0: LookupError.*; nothing trained") as raised:
+    with pytest.raises(RunError, match=r"on_start after step 0: LookupError.*; no step was taken") as raised:
         play({"start 0/4": "raise"}, "start")
     assert raised.value.code == ExitCode.FAILED and read_calls(tmp_path / "start") == ["start 0/4"]
     for call in ("end None", "checkpoint step_4"):
