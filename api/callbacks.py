@@ -83,14 +83,14 @@ HOOKS = tuple(name for name in vars(Callback) if inspect.isfunction(getattr(Call
 
 def check_callback(given: Any, name: str) -> None:
     """ValueError, beginning with `name`, unless `given` is a class whose hooks a run can call."""
-    if not isinstance(given, type):
-        advice = f": give the class {type(given).__name__} itself; each rank makes its own object of it"
-        raise ValueError(f"{name}: is not a class{advice if isinstance(given, Callback) else ''}")
-    if not issubclass(given, Callback):
+    kind = given if isinstance(given, type) else type(given)
+    if not issubclass(kind, Callback):
         raise ValueError(
             f"{name}: is not derived from mini_trainer.Callback (docs/coming_from.md has the names of other trainers'"
             " hooks)"
         )
+    if given is not kind:
+        raise ValueError(f"{name}: is an object: give its class, {kind.__name__}, of which each rank makes its own")
     unknown = sorted(hook for hook in dir(given) if hook.startswith("on_") and hook not in dir(Callback))
     if unknown:
         raise ValueError(f"{name}: {'; '.join(map(describe_unknown_hook, unknown))}; hooks are {', '.join(HOOKS)}")

@@ -132,8 +132,9 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     give_sharding(values, args)
     give_validation(values, args)
     give_trackers(values, given)
-    if "callbacks" in given:
-        given["callbacks"] = tuple(map(name_callback, list_callbacks(given["callbacks"])))
+    callbacks = tuple(map(name_callback, list_callbacks(given.pop("callbacks", None))))
+    if callbacks:
+        given["callbacks"] = callbacks
     if args.keep_last_checkpoint_only:
         values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
     if args.disable_flash_attn:
