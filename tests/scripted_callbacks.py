@@ -64,6 +64,11 @@ class OnAllRanks(Scripted):
     on_all_ranks = True
 
 
+class Unmakeable(Scripted):
+    def __init__(self):
+        raise OSError("no disk")
+
+
 def read_calls(output_dir: Path, *, rank: int = 0) -> list[str]:
     return [call for call, _ in map(json.loads, (output_dir / f"calls_{rank}.jsonl").read_text().splitlines())]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
-from in_process import end_here
+from in_process import end_here, print_plan
 from mini_trainer import Answer, Callback, TorchrunArgs, TrainingArgs, run_training
 from mini_trainer.api.callbacks import FOLDERS, HOOKS, NAMES_ELSEWHERE, check_callback
 from mini_trainer.api.commands import make_environment, make_train_words
@@ -23,6 +23,7 @@ from ranks.ending import ExitCode, RunError
 
 STEPS = 4
 SCRIPTED, ON_ALL = "scripted_callbacks:Scripted", "scripted_callbacks:OnAllRanks"
+UNMAKEABLE = "scripted_callbacks:Unmakeable"
 BASE = OPTIONS | dict(max_steps=STEPS, checkpoint_every_steps=2, save_final_checkpoint=False)
 RUN_TIMES = {*TIMES, "mfu", "seconds"}
 
@@ -222,6 +223,15 @@ def test_a_callback_that_cannot_be_imported_ends_the_start_with_one_message(inpu
     assert "error: --callbacks nowhere:Hook: there is no module nowhere" in done.stderr
     assert "\n  --callbacks scripted_callbacks:Hook: " in done.stderr
     assert "Traceback" not in done.stderr and "model: " not in done.stderr  # the model is not loaded yet
+
+
+def test_a_plan_reports_it_and_makes_no_object(inputs, elsewhere, play):
+    options = inputs | BASE | dict(output_dir="unused")
+    code, text = elsewhere(print_plan, options | dict(callbacks=("nowhere:Hook", UNMAKEABLE)))
+    assert code == ExitCode.BAD_INPUT and "--callbacks nowhere:Hook: there is no module nowhere" in text
+    assert elsewhere(print_plan, options | dict(callbacks=(UNMAKEABLE,)))[0] == ExitCode.DONE
+    with pytest.raises(ValueError, match=f"--callbacks {UNMAKEABLE}: its constructor raised OSError: no disk .*, line"):
+        play({}, callbacks=(UNMAKEABLE,))
 
 
 def test_callbacks_import_this_program_and_not_another_one_that_is_installed(tmp_path):
