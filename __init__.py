@@ -17,6 +17,7 @@ from .api.arguments import (
     TorchrunArgs,
     TrainingArgs,
 )
+from .api.callbacks import Answer, Callback, StartedRun
 from .api.errors import TrainingError
 from .api.launch import TrainingResult, process_data, run_training
 from .options import OSFTOptions
@@ -24,6 +25,8 @@ from .options import OSFTOptions
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answer",
+    "Callback",
     "DataProcessArgs",
     "DeepSpeedOptions",
     "DistributedBackend",
@@ -33,6 +36,7 @@ __all__ = [
     "PretrainingConfig",
     "QuantizeDataType",
     "ShardingStrategies",
+    "StartedRun",
     "TorchrunArgs",
     "TrainingArgs",
     "TrainingError",

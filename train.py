@@ -101,8 +101,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     epoch_length, position, due = len(inputs.data.kept), run.start, None
     peak = peak_flops(world.device, inputs.compute_dtype)
     meter = StepMeter(epoch_length, options.data.max_tokens_per_gpu, flops, peak, inputs.objective)
-    exports = Exports(options, inputs, world, control)
     training_log = run.open_log(inputs, num_validations=validations.num_done)
+    exports = Exports(options, inputs, world, control, training_log)
     if run.checkpoint and exports.is_missing(position, epoch_length=epoch_length, num_steps=num_steps):
         exports.write(state, position)
     if validations.is_first_missing:
@@ -130,14 +130,13 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         control.step_done(position.step)
         run.finish_write(sums.flags)
         if due.checkpoint:
-            run.save(state, position, training_log, validation=validations.describe())
+            run.save(state, position, validation=validations.describe())
         if due.export:
             exports.write(state, position)
         if due.stop is not None or position.step == num_steps:
             break
         step_end = time.monotonic()
-    stop = None if due is None else due.stop
-    run.close(training_log, exports, is_done=stop is None)
+    stop = run.close(exports, stop=None if due is None else due.stop)
     if stop is not None:
         code, reason = stop
         return code, f"stopped after step {position.step}: {reason}; saved", describe_continuing(options)

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, iterate_fields
+from .callbacks import Callback
 
 
 class Given(Enum):
@@ -165,6 +166,9 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     disable_flash_attn: bool = False
     """`attention="sdpa"`."""
 
+    callbacks: type[Callback] | str | tuple[type[Callback] | str, ...] | Given = NOTHING
+    """Classes derived from `Callback`, or their import paths, package.module:Class."""
+
     mlflow_tracking_uri: str | None = None
     """Track with MLflow at this address."""
     mlflow_experiment_name: str | None = None
@@ -191,8 +195,6 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     on_demand_checkpointing: Any = NOTHING
     """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
     pretraining_config: Any = NOTHING
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    callbacks: Any = NOTHING
     """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
 
 

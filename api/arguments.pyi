@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..options import OSFTOptions
+from .callbacks import Callback
 
 class Given(Enum):
     """Type of `NOTHING`, which marks a field without a value: the option's own default applies."""
@@ -402,6 +403,11 @@ class TrainingArgs:
     """Project, or MLflow experiment. Default: from the tracker's environment, else mini_trainer."""
     track_name: str | Path | None | Given = ...
     """Name of the run. Default: the name of OUTPUT_DIR."""
+    callbacks: type[Callback] | str | Path | tuple[type[Callback] | str | Path, ...] | list[type[Callback] | str | Path] | Given = ...
+    """Classes derived from `Callback`, or their import paths, package.module:Class."""
+    callback_errors: Literal['stop', 'log'] | Given = ...
+    """After an exception in a callback. stop: end the run with a checkpoint and exit code 1; log: log each kind once
+    and continue."""
     push_to_hub: str | Path | None | Given = ...
     """Repository to upload exports to, in the background: NAME or OWNER/NAME; created if missing."""
     hub_private: bool | Given = ...
@@ -601,8 +607,6 @@ class TrainingArgs:
     on_demand_checkpointing: Any = ...
     """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
     pretraining_config: Any = ...
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    callbacks: Any = ...
     """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
 
 @dataclass(kw_only=True)

@@ -4,12 +4,15 @@ Arguments that no option can express are refused here, by the name that the user
 """
 
 import dataclasses
+import os
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, iterate_fields
 from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, TorchrunArgs, TrainingArgs
+from .callbacks import FOLDERS, check_callback
 from .errors import BadInputError
 
 DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
@@ -47,7 +50,6 @@ NO_COUNTERPART = {
     "on_demand_checkpointing": "every run saves its state when asked to stop (SIGTERM, SIGINT, SIGUSR1)",
     "pretraining_config": 'tokenize documents with process_data(DataProcessArgs(format="document", block_size=...)) and'
     " train on the result with process_data=False",
-    "callbacks": "every step writes a line to training_metrics_0.jsonl",
 }
 # InstructLab's tracker fields: the tracker that each enables, and the option that it sets, if any.
 TRACKER_NAMES = {
@@ -130,6 +132,9 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     give_sharding(values, args)
     give_validation(values, args)
     give_trackers(values, given)
+    callbacks = tuple(map(name_callback, list_callbacks(given.pop("callbacks", None))))
+    if callbacks:
+        given["callbacks"] = callbacks
     if args.keep_last_checkpoint_only:
         values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
     if args.disable_flash_attn:
@@ -295,10 +300,46 @@ def give_trackers(values: Values, given: dict[str, Any]) -> None:
         values.give("track", tuple(asked), by="the trackers' fields")
 
 
+def list_callbacks(given: Any) -> list[Any]:
+    """The callbacks in the field's value: one, several, or none."""
+    if given is NOTHING or given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def name_callback(callback: Any) -> str:
+    """A callback's import path; BadInputError for one that the processes of the run cannot import."""
+    if isinstance(callback, str):
+        return callback
+    try:
+        check_callback(callback, f"callbacks: {callback!r}")
+    except ValueError as error:
+        raise make_bad_input(str(error)) from None
+    path = f"{callback.__module__}:{callback.__qualname__}"
+    if callback.__module__ == "__main__" or "<locals>" in path:
+        raise make_bad_input(
+            f"callbacks: {path}: the processes of the run cannot import it: move the class to the top level of a module"
+            " of its own, such as hooks.py (in a notebook: a cell that begins with %%writefile hooks.py), and import it"
+        )
+    return path
+
+
+def find_callback_folders(args: TrainingArgs) -> list[str]:
+    """Folders from which this process has imported the callbacks that are given as classes."""
+    folders = []
+    for callback in list_callbacks(args.callbacks):
+        file = None if isinstance(callback, str) else getattr(sys.modules.get(callback.__module__), "__file__", None)
+        if file is not None:
+            num_parts = callback.__module__.count(".") + (Path(file).name == "__init__.py")
+            folders.append(str(Path(file).absolute().parents[num_parts]))
+    return list(dict.fromkeys(folders))
+
+
 def make_environment(args: TrainingArgs) -> dict[str, str]:
-    """Environment variables for tracker fields that have no option."""
+    """Environment variables for fields of trackers that have no option, and for where callbacks are."""
     pairs = ((variable, getattr(args, name)) for name, variable in TRACKER_VARIABLES.items())
-    return {variable: value for variable, value in pairs if value is not None}
+    folders = {FOLDERS: os.pathsep.join(find_callback_folders(args)) or None}
+    return {variable: value for variable, value in [*pairs, *folders.items()] if value is not None}
 
 
 def to_plain(value: Any) -> Any:

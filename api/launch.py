@@ -1,7 +1,8 @@
 """Runs the scripts as child processes: streams their output, forwards Ctrl-C, and leaves no process behind."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from ..disk import identify_file
 from ..ranks.children import run_child
 from ..ranks.ending import EXIT_FILE, ExitCode
 from .arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
+from .callbacks import Callback
 from .commands import (
+    list_callbacks,
     make_data_args,
     make_data_words,
     make_environment,
@@ -43,6 +46,7 @@ def run_training(
     *,
     torch_args: TorchrunArgs | None = None,
     train_args: TrainingArgs | None = None,
+    callbacks: Sequence[type[Callback] | str] | None = None,
 ) -> TrainingResult:
     """Tokenizes (unless `process_data` is False) and trains, in child processes whose output is streamed.
 
@@ -52,6 +56,7 @@ def run_training(
     Args:
         torchrun_args: Processes to start; None: one. InstructLab's name `torch_args` is also accepted.
         training_args: Training options. `train_args` is also accepted.
+        callbacks: Classes derived from `Callback`, or their import paths: the field of `training_args` of this name.
 
     Raises:
         TrainingError: the subclass for the cause (`api.errors`).
@@ -61,6 +66,9 @@ def run_training(
     training_args = choose_one(training_args, train_args, "training_args and train_args")
     if training_args is None:
         raise TypeError("run_training() needs training_args")
+    if callbacks is not None:
+        choose_one(list_callbacks(training_args.callbacks) or None, callbacks, "callbacks and those of training_args")
+        training_args = replace(training_args, callbacks=tuple(callbacks))
     words = [*make_torchrun_words(torchrun_args), *make_train_words(training_args)]  # refused before anything starts
     if tokenizes_first(training_args):
         Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)

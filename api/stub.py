@@ -30,7 +30,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..options import OSFTOptions'''
+from ..options import OSFTOptions
+from .callbacks import Callback'''
 
 
 def make_stub() -> str:
@@ -97,6 +98,8 @@ def list_alternatives(kind: Any) -> list[str]:
         item = " | ".join(dict.fromkeys(items))
         rest = [f"tuple[{item}, ...]", f"list[{item}]"]
         return [*items, *rest] if get_args(kind)[-1] is ... else rest
+    if get_origin(kind) is type:
+        return [f"type[{get_args(kind)[0].__name__}]"]
     if kind is str:
         return ["str", "Path"]
     if kind is type(None):

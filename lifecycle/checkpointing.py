@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,10 +78,20 @@ class Checkpointer:
 
     With `is_async`, `save` returns as soon as the state has been copied to the CPU, and a thread writes the copy:
     `is_writing` tells each rank whether its write is still in progress, and `finish` waits for it and commits it.
+    `committed` is called with the directory of each checkpoint, once it is complete.
     """
 
-    def __init__(self, directory: Path, *, world: World, num_kept: int, is_async: bool):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        world: World,
+        num_kept: int,
+        is_async: bool,
+        committed: Callable[[Path], None] = lambda path: None,
+    ):
         self.directory, self.world, self.num_kept, self.is_async = directory, world, num_kept, is_async
+        self.committed = committed
         self.staging: dict[str, Tensor] = {}
         # The same threads for all writes: memory may be too low to start others later.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -125,6 +135,7 @@ class Checkpointer:
         """Gathers every rank's `outcome`, and commits on rank 0."""
         outcomes = gather_on_rank0(self.world, outcome)
         call_on_rank0(self.world, lambda: self._commit(outcomes))
+        self.committed(self.target)
 
     def _stage(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies the tensors to the CPU, into memory that later copies reuse."""

@@ -36,6 +36,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "activation_checkpointing": ("auto", *MODES),
     "attention": ("auto", *BACKENDS),
     "base_quantization": BASE_QUANTIZATIONS,
+    "callback_errors": ("stop", "log"),
     "compute_dtype": ("auto", *DTYPES),
     "data_weights_by": WEIGHED_BY,
     "export_dtype": DTYPES,

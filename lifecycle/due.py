@@ -29,7 +29,8 @@ def find_due(
     return Due(
         validation=is_validation_due(position, options.validation, epoch_length=epoch_length, is_last=is_last),
         checkpoint=is_checkpoint_step or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
-        export=is_export_due(position, options.exports, epoch_length=epoch_length, is_last=is_last),
+        export=is_export_due(position, options.exports, epoch_length=epoch_length, is_last=is_last)
+        or bool(flags & Flag.EXPORT_DUE),
         stop=stop,
     )
 

@@ -13,6 +13,7 @@ from lifecycle.hub import BEST, MAIN, Uploads
 from lifecycle.inputs import RunInputs
 from lifecycle.model_card import make_card
 from lifecycle.step import TrainState
+from lifecycle.training_log import TrainingLog
 from options import TrainOptions
 from ranks.devices import DTYPES
 from ranks.monitor import RunControl
@@ -28,8 +29,8 @@ BEST_FILE = "validation.json"  # in the best model's export: its line of validat
 class Exports:
     """The exports in `--output-dir`, and, on rank 0, their uploads. All ranks call every public method."""
 
-    def __init__(self, options: TrainOptions, inputs: RunInputs, world: World, control: RunControl):
-        self.options, self.inputs, self.world, self.control = options, inputs, world, control
+    def __init__(self, options: TrainOptions, inputs: RunInputs, world: World, control: RunControl, log: TrainingLog):
+        self.options, self.inputs, self.world, self.control, self.log = options, inputs, world, control, log
         self.output_dir = Path(options.output_dir)
         self.directory = self.output_dir / EXPORTS_DIR
         is_uploading = world.rank == 0 and options.hub.push_to_hub is not None
@@ -84,6 +85,7 @@ class Exports:
         export_model(state.model, export_dir, parts, world=self.world)
         if self.options.exports.check_export:
             check_export(state.model, export_dir, parts, objective=self.inputs.objective, world=self.world)
+        self.log.write_export(export_dir)
 
     def remove_old(self, position: RunPosition) -> None:
         """Applies --keep-exports; keeps exports of later positions, from before a resume."""

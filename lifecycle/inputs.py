@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from corpus.mixture import Mixture
 from disk import hash_json
 from families.family import Family
+from lifecycle.callbacks import Classes
 from lifecycle.checkpointing import Checkpoint
 from lifecycle.record import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
 from model.config import ModelSource
@@ -71,6 +72,7 @@ class RunInputs:
     num_steps: int | None = None  # None: no end
     origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
     schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end
+    callbacks: Classes = field(default_factory=dict)
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 

@@ -14,8 +14,8 @@ from ranks.ending import log
 from ranks.terminal import shows_progress
 
 
-class LiveLine:
-    """A progress bar with loss, validation loss, tokens/s and time left (see `lifecycle.training_log.Sink`)."""
+class LiveLine(Sink):
+    """A progress bar with loss, validation loss, tokens/s and time left."""
 
     def __init__(self, time_left: TimeLeft, *, shown: Sequence[str]):
         ends = time_left.num_steps is not None
@@ -46,9 +46,6 @@ class LiveLine:
         self.parts[name] = text
         in_order = sorted(self.parts, key=lambda name: name == "left")  # last, whenever it is first known
         self.bar.set_postfix_str("  ".join(self.parts[name] for name in in_order), refresh=False)
-
-    def flush_to_disk(self) -> None:
-        pass
 
     def close(self) -> None:
         """Leaves the line on the screen after the last step."""

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from api.callbacks import StartedRun
 from disk import MADE, remove_leftovers
+from lifecycle.callbacks import Callbacks
 from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer, read_origin
 from lifecycle.due import count_validations
@@ -28,10 +31,10 @@ from lifecycle.record import (
 from lifecycle.step import TrainState
 from lifecycle.time_left import TimeLeft
 from lifecycle.tracker_packages import open_trackers
-from lifecycle.training_log import MetricsFile, TrainingLog
+from lifecycle.training_log import MetricsFile, Sink, TrainingLog
 from objectives.packed_model import PackedModel
 from options import TrainOptions, flatten_options
-from ranks.ending import log
+from ranks.ending import ExitCode, log
 from ranks.monitor import Flag, RunControl
 from ranks.world import World, call_on_rank0
 from sampler import Batch, RunPosition
@@ -58,6 +61,7 @@ class RunDirectory:
             world=world,
             num_kept=options.checkpoints.keep_checkpoints,
             is_async=options.checkpoints.async_checkpoint,
+            committed=lambda path: self.log.write_checkpoint(path),
         )
         if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
             control.own(self.path)
@@ -72,6 +76,7 @@ class RunDirectory:
         self.previous: dict[str, Any] = {} if self.checkpoint is None else self.checkpoint.state
         self.auto_settings: dict[str, Any] | None = self.previous.get("auto_settings")
         self.last_save = time.monotonic()
+        self.log = TrainingLog([])
         if self.checkpoint is None:
             log.info(f"starting from step 0 in {self.path}")
         else:
@@ -127,9 +132,19 @@ class RunDirectory:
         call_on_rank0(self.world, lambda: record_start(self.path, self.options, self.identity, start))
 
     def open_log(self, inputs: RunInputs, *, num_validations: int) -> TrainingLog:
-        """Opens the sinks for metrics; none on ranks other than 0."""
-        if self.world.rank > 0:
-            return TrainingLog([])
+        """Opens the sinks, and starts the callbacks, which ranks other than 0 can also have."""
+        first_step, num_steps = self.start.step, inputs.num_steps
+        files = [] if self.world.rank > 0 else self._open_files(inputs, num_validations=num_validations)
+        options = MappingProxyType(flatten_options(self.options))
+        started = StartedRun(
+            self.path.absolute(), options, first_step, num_steps, self.world.rank, self.world.world_size
+        )
+        self.callbacks = Callbacks(inputs.callbacks, self.options.callbacks, self.control, started)
+        self.log.sinks = [*files, self.callbacks]
+        return self.log
+
+    def _open_files(self, inputs: RunInputs, *, num_validations: int) -> list[Sink]:
+        """The sinks of rank 0: metrics files, the console, trackers."""
         first_step, num_steps = self.start.step, inputs.num_steps
         steps_per_epoch = len(inputs.data.kept) / inputs.batching.mean_samples
         count = partial(
@@ -142,13 +157,11 @@ class RunDirectory:
             count_validations=count,
             validation_steps=num_validated / inputs.batching.mean_samples,
         )
-        return TrainingLog(
-            [
-                MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
-                open_console(time_left, shown=tuple(inputs.objective.metrics)),
-                *open_trackers(self.options, self.path),
-            ]
-        )
+        return [
+            MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
+            open_console(time_left, shown=tuple(inputs.objective.metrics)),
+            *open_trackers(self.options, self.path),
+        ]
 
     def profile(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields `batches`, profiling the steps of --profile-steps."""
@@ -163,8 +176,9 @@ class RunDirectory:
         self.control.start_loop(steps_done=self.start.step)
 
     def flags(self) -> int:
-        """This rank's flags: stop requests, a checkpoint being written, a checkpoint due by the clock."""
-        flags = self.control.flags() | (Flag.CHECKPOINT_UNDER_WAY if self.checkpointer.is_writing else 0)
+        """This rank's flags: stop requests, callbacks' answers, a checkpoint being written or due by the clock."""
+        flags = self.control.flags() | self.callbacks.take_flags()
+        flags |= Flag.CHECKPOINT_UNDER_WAY if self.checkpointer.is_writing else 0
         minutes = self.options.checkpoints.checkpoint_every_minutes
         is_late = minutes is not None and time.monotonic() - self.last_save > 60 * minutes
         return flags | (Flag.CHECKPOINT_DUE if is_late and self.world.rank == 0 else 0)
@@ -174,12 +188,10 @@ class RunDirectory:
         if not flags & Flag.CHECKPOINT_UNDER_WAY:
             self.checkpointer.finish()
 
-    def save(
-        self, state: TrainState, position: RunPosition, log: TrainingLog, *, validation: dict[str, Any] | None
-    ) -> None:
+    def save(self, state: TrainState, position: RunPosition, *, validation: dict[str, Any] | None) -> None:
         """Writes the checkpoint of `position`; `validation` is the validations' progress so far."""
         call_on_rank0(self.world, self.control.check_directory)
-        log.flush_to_disk()
+        self.log.flush_to_disk()
         content = {
             "position": asdict(position),
             "num_steps_before": state.num_steps_before,
@@ -193,13 +205,19 @@ class RunDirectory:
             self.checkpointer.save(state, step=position.step, state=content)
         self.last_save = time.monotonic()
 
-    def close(self, log: TrainingLog, exports: Exports, *, is_done: bool) -> None:
-        """Waits for the last checkpoint; records that the run is done, if it is."""
+    def close(self, exports: Exports, *, stop: tuple[ExitCode, str] | None) -> tuple[ExitCode, str] | None:
+        """Waits for the last checkpoint; records that the run is done, unless there was a stop.
+
+        Returns the stop, explained by the callbacks behind it.
+        """
+        is_done = stop is None
         with self.control.slow("the last checkpoint"):
             self.checkpointer.finish()
         with self.control.slow("the end of trackers and uploads"):
-            log.close()
+            self.log.write_end(None if stop is None else stop[1])
+            self.log.close()
             exports.finish_uploads(is_done=is_done)
         if is_done:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))
+        return self.callbacks.explain(stop, self.world)

@@ -12,6 +12,7 @@ import torch
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from lifecycle.callbacks import load_callbacks
 from lifecycle.checkpointing import Checkpoint
 from lifecycle.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
 from lifecycle.inputs import RunInputs
@@ -50,6 +51,7 @@ def open_inputs(
     name, settings = choose_objective(options), choose_settings(options)
     family, method = make_family(name, settings), choose_method(options)
     inputs = RunInputs(family, method, options.data, choose_compute_dtype(options.compute, device), origin=origin)
+    inputs.callbacks = inputs.errors.attempt(lambda: load_callbacks(options.callbacks.callbacks)) or {}
     if options.compute.offload_activations:
         inputs.errors.attempt(lambda: check_offloading(device))
     num_sharing = options.sharding.context_parallel or 1

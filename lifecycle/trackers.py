@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from disk import read_object, written_aside
-from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
+from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, Sink
 from ranks.ending import log
 from ranks.messages import hide_secrets
 
@@ -135,7 +135,7 @@ class TrackerThread:
             self.tell(FAILED, f"failed: {describe(error)}")
 
 
-class Trackers:
+class Trackers(Sink):
     """Passes steps and validations to every tracker (see `lifecycle.training_log.Sink`)."""
 
     def __init__(self, trackers: dict[str, Tracker], describe_run: Callable[[str], TrackedRun]):

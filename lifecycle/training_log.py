@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
 from lifecycle.time_left import TimeLeft
@@ -15,26 +15,33 @@ from ranks.ending import log
 SECONDS_BETWEEN_LINES = 2.0  # on the console
 
 
-class Sink(Protocol):
-    """Receives the metrics of every step and validation, on rank 0."""
+class Sink:
+    """Receives what happens in a run; by default, ignores it. All but callbacks are on rank 0 alone."""
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Receives the metrics of one step, by name, all JSON-serializable."""
-        ...
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
         """Receives the metrics of one validation, after its `step`, or before the first."""
-        ...
+
+    def write_checkpoint(self, path: Path) -> None:
+        """Receives the directory of a complete checkpoint."""
+
+    def write_export(self, path: Path) -> None:
+        """Receives the directory of a complete export."""
+
+    def write_end(self, reason: str | None) -> None:
+        """Receives why the run was stopped, after its last checkpoint and export; None: it is done."""
 
     def flush_to_disk(self) -> None:
         """Makes everything written durable before a checkpoint of the same steps."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Called once all sinks have received the end."""
 
 
-class TrainingLog:
-    """Passes each step's metrics to all sinks; ranks other than 0 have none."""
+class TrainingLog(Sink):
+    """Passes everything to all sinks."""
 
     def __init__(self, sinks: list[Sink]):
         self.sinks = sinks
@@ -47,6 +54,18 @@ class TrainingLog:
         for sink in self.sinks:
             sink.write_validation(metrics)
 
+    def write_checkpoint(self, path: Path) -> None:
+        for sink in self.sinks:
+            sink.write_checkpoint(path)
+
+    def write_export(self, path: Path) -> None:
+        for sink in self.sinks:
+            sink.write_export(path)
+
+    def write_end(self, reason: str | None) -> None:
+        for sink in self.sinks:
+            sink.write_end(reason)
+
     def flush_to_disk(self) -> None:
         for sink in self.sinks:
             sink.flush_to_disk()
@@ -56,7 +75,7 @@ class TrainingLog:
             sink.close()
 
 
-class MetricsFile:
+class MetricsFile(Sink):
     """A JSON line per step, and in a separate file one per validation.
 
     A run that resumes after `first_step` steps and `num_validations` keeps their lines and removes later ones.
@@ -93,7 +112,7 @@ class MetricsFile:
         return [file for file in (self.file, self.validation_file) if file is not None]
 
 
-class Console:
+class Console(Sink):
     """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`.
 
     `shown`: names of a validation's metrics for its line.
@@ -120,12 +139,6 @@ class Console:
         self.time_left.validation_done(metrics["seconds"])
         self.validation_loss = metrics["loss"]
         log.info(describe_validation(metrics, self.shown))
-
-    def flush_to_disk(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def write_line(metrics: dict[str, Any], file: TextIO) -> None:

@@ -30,6 +30,7 @@ from .learning import (
     VisionOptions,
 )
 from .running import (
+    CallbackOptions,
     CheckpointOptions,
     ComputeOptions,
     EndOptions,

@@ -92,6 +92,18 @@ class TrackingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallbackOptions:
+    """Callbacks: your own code at a run's events (docs/callbacks.md)."""
+
+    callbacks: tuple[str, ...] = ()
+    """Classes derived from mini_trainer.Callback, as package.module:Class. Modules are found like installed ones, on
+    PYTHONPATH, or in the current directory."""
+    callback_errors: Literal["stop", "log"] = "stop"
+    """After an exception in a callback. stop: end the run with a checkpoint and exit code 1; log: log each kind once
+    and continue."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HubOptions:
     """Exports on the Hugging Face hub (docs/tracking.md)."""
 

@@ -17,6 +17,7 @@ from .learning import (
     VisionOptions,
 )
 from .running import (
+    CallbackOptions,
     CheckpointOptions,
     ComputeOptions,
     EndOptions,
@@ -58,6 +59,7 @@ class TrainOptions:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     exports: ExportOptions = field(default_factory=ExportOptions)
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
+    callbacks: CallbackOptions = field(default_factory=CallbackOptions)
     hub: HubOptions = field(default_factory=HubOptions)
     osft: OSFTOptions = field(default_factory=OSFTOptions)
     lora: LoRAOptions = field(default_factory=LoRAOptions)

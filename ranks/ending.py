@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     """How a script ended. train.py also writes the code to exit.json, since torchrun itself always returns 1."""
 
     DONE = 0
-    FAILED = 1  # a bug, ours or a library's: a traceback shows where
+    FAILED = 1  # a bug, ours, a library's or, with the state saved, a callback's: a traceback shows where
     BAD_INPUT = 2  # an error in options, data or model that the user can fix
     SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: run it again to resume
     NO_VALID_CHECKPOINT = 4  # checkpoints exist, but all are corrupt
@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
     LOCKED = 7  # another run is using the output directory
     IO = 8  # a file could not be read or written
     OUT_OF_MEMORY = 9
-    STOPPED_BY_USER = 10  # Ctrl-C or the stop file: do not restart automatically
+    STOPPED_BY_USER = 10  # Ctrl-C, the stop file or a callback: do not restart automatically
     PEER_DIED = 11  # a rank, or its torchrun, was killed or crashed
     INTERRUPTED = 130  # ended at once, without saving: Ctrl-C before the first step, or a second signal
 

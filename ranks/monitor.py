@@ -63,11 +63,20 @@ class Flag(IntFlag):
     STOP_FILE = 32
     CHECKPOINT_DUE = 64
     CHECKPOINT_UNDER_WAY = 128
+    EXPORT_DUE = 256
+    CALLBACK_STOP = 512
+    CALLBACK_FAILED = 1024
 
 
-BY_USER = Flag.SIGINT | Flag.STOP_FILE
-STOPS = BY_USER | Flag.SIGTERM | Flag.SIGUSR1 | Flag.SIGHUP | Flag.MAX_TIME
-FLAG_NAMES = {Flag.SIGINT: "Ctrl-C (SIGINT)", Flag.STOP_FILE: "the stop file", Flag.MAX_TIME: "--max-time"}
+BY_USER = Flag.SIGINT | Flag.STOP_FILE | Flag.CALLBACK_STOP
+STOPS = BY_USER | Flag.SIGTERM | Flag.SIGUSR1 | Flag.SIGHUP | Flag.MAX_TIME | Flag.CALLBACK_FAILED
+FLAG_NAMES = {
+    Flag.SIGINT: "Ctrl-C (SIGINT)",
+    Flag.STOP_FILE: "the stop file",
+    Flag.MAX_TIME: "--max-time",
+    Flag.CALLBACK_STOP: "a callback",
+    Flag.CALLBACK_FAILED: "an error in a callback",
+}
 ERRORS = set(ExitCode) - {ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER}
 SIGNALS = {getattr(signal, flag.name): flag for flag in Flag if flag.name.startswith("SIG")}
 
@@ -77,7 +86,10 @@ def stop_reason(flags: int) -> tuple[ExitCode, str] | None:
     stops = Flag(flags & STOPS)
     if not stops:
         return None
-    code = ExitCode.STOPPED_BY_USER if stops & BY_USER else ExitCode.SAVED_AND_REQUEUE
+    if stops & Flag.CALLBACK_FAILED:
+        code = ExitCode.FAILED
+    else:
+        code = ExitCode.STOPPED_BY_USER if stops & BY_USER else ExitCode.SAVED_AND_REQUEUE
     return code, " and ".join(FLAG_NAMES.get(flag, flag.name) for flag in stops)
 
 

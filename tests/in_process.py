@@ -33,9 +33,14 @@ def train_forked(num_ranks: int, **options: object) -> str:
 
 def train_here(world: World, **options: object) -> str:
     """Trains with `options`; leaves the output directory as a run that has ended leaves it. The run's last words."""
+    return end_here(world, **options)[2]
+
+
+def end_here(world: World, **options: object) -> tuple[ExitCode, str, str]:
+    """As `train_here`: the run's exit code, why it ended, and its last words."""
     control = RunControl(hang_timeout=600, max_seconds=None)  # without its monitor, which would take the signals
     try:
-        return train(group_options(TrainOptions, **options), world, control)[2]
+        return train(group_options(TrainOptions, **options), world, control)
     finally:
         if control.run_lock is not None:
             control.run_lock.release()

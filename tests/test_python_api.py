@@ -191,7 +191,7 @@ def test_chats_are_tokenized_into_the_directory_that_training_reads():
     [
         (dict(seed=1, random_seed=2), "seed and random_seed both set --seed"),
         (dict(use_dolomite=True), "use_dolomite has no counterpart"),
-        (dict(callbacks=[print]), "callbacks has no counterpart"),
+        (dict(callbacks=[print]), "callbacks: <built-in function print>: is not derived from mini_trainer.Callback"),
         (dict(distributed_backend="deepspeed"), "'deepspeed' has no counterpart"),
         (dict(deepspeed_options=DeepSpeedOptions(cpu_offload_optimizer_ratio=0.5)), "cpu_offload_optimizer_ratio"),
         (dict(fsdp_options=FSDPOptions(sharding_strategy="SHARD")), "sharding_strategy 'SHARD': must be one of FULL"),

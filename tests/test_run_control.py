@@ -332,9 +332,10 @@ def test_the_first_to_end_a_run_writes_the_exit_file(tmp_path):
 
 def test_reasons_to_stop():
     assert stop_reason(0) is None
-    assert stop_reason(Flag.CHECKPOINT_DUE) is None
+    assert stop_reason(Flag.CHECKPOINT_DUE) is stop_reason(Flag.EXPORT_DUE) is None
     assert stop_reason(Flag.SIGUSR1 | Flag.CHECKPOINT_DUE) == (ExitCode.SAVED_AND_REQUEUE, "SIGUSR1")
-    assert stop_reason(STOPS)[0] == stop_reason(BY_USER)[0] == ExitCode.STOPPED_BY_USER
+    assert stop_reason(STOPS ^ Flag.CALLBACK_FAILED)[0] == stop_reason(BY_USER)[0] == ExitCode.STOPPED_BY_USER
+    assert stop_reason(STOPS)[0] == ExitCode.FAILED  # an error is not to be taken for a stop that was asked for
     assert stop_reason(Flag.SIGTERM | Flag.STOP_FILE)[1] == "SIGTERM and the stop file"
 
 

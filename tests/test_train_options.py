@@ -288,6 +288,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "track",  # these three: test_tracking.py
     "track_project",
     "track_name",
+    "callbacks",  # these two: test_callbacks.py
+    "callback_errors",
     "push_to_hub",  # these three: test_model_card.py
     "hub_private",
     "hub_license",

@@ -10,7 +10,8 @@ from pathlib import Path
 from ranks.ending import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
-ENDING, API = "ranks/ending.py", ("api/arguments.py", "api/launch.py", "api/errors.py", "options/learning.py")
+ENDING = "ranks/ending.py"
+API = ("api/arguments.py", "api/callbacks.py", "api/launch.py", "api/errors.py", "options/learning.py")
 # Columns of data sets: each kind's class, and the rows that it is made of.
 SCHEMAS = {
     "TextColumns": ("objectives/token_columns.py", "Texts"),

@@ -1,8 +1,8 @@
-"""Problems with the options of trackers and uploads."""
+"""Problems with the options of trackers, callbacks and uploads."""
 
 import re
 
-from options import HubOptions, TrackingOptions
+from options import CallbackOptions, HubOptions, TrackingOptions
 from options.problems.given import is_installed, list_given
 
 # Modules that each tracker needs.
@@ -22,6 +22,17 @@ def find_tracking_problems(o: TrackingOptions) -> list[str]:
         if missing:
             problems.append(f"--track {name}: {', '.join(missing)} is not installed: pip install {' '.join(missing)}")
     return problems
+
+
+def find_callback_problems(o: CallbackOptions) -> list[str]:
+    """Problems with callbacks: without effect, given twice, or not an import path."""
+    if not o.callbacks:
+        return [f"{', '.join(list_given(o))}: no effect without --callbacks"] if list_given(o) else []
+    paths = dict.fromkeys(o.callbacks)
+    problems = [f"--callbacks {path}: given twice" for path in paths if o.callbacks.count(path) > 1]
+    form = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+    wrong = [path for path in paths if not re.fullmatch(f"{form}:{form}", path)]
+    return problems + [f"--callbacks {path}: must be package.module:Class, such as hooks:Notify" for path in wrong]
 
 
 def find_hub_problems(o: HubOptions) -> list[str]:
