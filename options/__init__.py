@@ -53,6 +53,7 @@ from .tools import (
     PlotOptions,
     SamplingOptions,
     ScoreDataOptions,
+    SweepOptions,
 )
 from .training import (
     MAY_DIFFER,
