@@ -244,7 +244,7 @@ class BoardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Train with different options, and find those with the best validations (docs/tasks/sweep.md)."""
+    """Train with different options, and find those with the best validations (docs/sweep.md)."""
 
     config_file: str
     """YAML file of the sweep."""

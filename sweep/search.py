@@ -24,9 +24,9 @@ from sweep.study import Study
 
 RECORD, STORAGE = "sweep.json", "study.journal"
 MOST_STARTS = 4  # of a trial in a row that were ended from outside before it is given up
-# Ends that come from outside: the trial is started again.
+# Ends from outside: the trial is started again.
 ENDED_FROM_OUTSIDE = (ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED, ExitCode.HANG, ExitCode.INTERRUPTED)
-# Ends that would come to any other trial, too: the sweep stops.
+# Ends that any other trial would come to: the sweep stops.
 ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED)
 
 

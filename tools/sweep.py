@@ -5,7 +5,7 @@
     python tools/sweep.py sweep.yaml --print-command
 
 Every trial is a run of train.py in a directory of its own, as many at a time as there are GPUs. Killed at any moment, a
-sweep continues when the same command is started again, and finds the same (docs/tasks/sweep.md). Needs the package
+sweep continues when the same command is started again, and finds the same (docs/sweep.md). Needs the package
 optuna.
 """
 
