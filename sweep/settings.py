@@ -133,11 +133,19 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> Settings:
             problems.append(str(error))
     problems += [f"{name}: required" for name in ("output_dir", "train", "parameters") if name not in given]
     if not problems:
-        settings = Settings(**found)
-        problems = find_setting_problems(settings, given)
+        names = {one.name for one in found["parameters"]}
+        problems = [f"{name}: in train and in parameters; give one of them" for name in find_own(given) & names]
+        shared = {name: value for name, value in found["train"].items() if name not in names}  # files are overridden
+        settings = Settings(**found | {"train": shared})
+        problems += find_setting_problems(settings, given)
     if problems:
         raise ValueError(f"{path}: " + "\n  ".join(problems))
     return settings
+
+
+def find_own(given: Mapping[str, Any]) -> set[str]:
+    """The options of `train` that the sweep's own file gives."""
+    return {str(name).replace("-", "_") for name in given["train"]}
 
 
 def read_plain(key: str, value: Any) -> Any:
@@ -229,9 +237,6 @@ def read_range(option: str, given: dict[Any, Any]) -> Parameter:
 def find_setting_problems(settings: Settings, given: Mapping[str, Any]) -> list[str]:
     """Keys without effect, missing ones, numbers out of range."""
     s, problems = settings, []
-    both = [one.name for one in s.parameters if one.name in s.train]
-    if both:
-        problems.append(f"{', '.join(both)}: in train and in parameters; give each in one of them")
     for name in ("num_trials", "min_steps", "num_processes", "num_parallel"):
         value = getattr(s, name)
         if value not in (None, "auto") and value < 1:

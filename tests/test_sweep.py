@@ -37,7 +37,7 @@ from tools.sweep import sweep
 need("optuna")
 
 from sweep.results import describe_command
-from sweep.search import find_direction
+from sweep.search import find_direction, settle
 from sweep.study import Study, draw_trials
 
 HALVING = {"search": "halving", "min_steps": 2, "reduction_factor": 2}
@@ -212,6 +212,23 @@ def test_an_interrupt_lets_running_trials_save(pool_of, tmp_path):
     with pytest.raises(RunError) as refused:
         pool_of([])
     assert refused.value.code == ExitCode.LOCKED
+
+
+def test_only_trials_of_a_random_search_can_be_added(given, tmp_path):
+    given = given | {"output_dir": str(tmp_path), "search": "random"}
+
+    def settle_with(**changes: object) -> None:
+        settings = read_settings(write_settings(given | changes, tmp_path))
+        settle(settings, draw_trials(settings))
+
+    settle_with(num_trials=2)
+    settle_with(num_trials=3)
+    with pytest.raises(ValueError, match=r"settings\.num_trials: 3 before, 2 now"):
+        settle_with(num_trials=2)
+    with pytest.raises(ValueError, match=r"settings\.seed: 0 before, 1 now"):
+        settle_with(num_trials=4, seed=1)
+    with pytest.raises(ValueError, match=r"settings\.search: 'random' before, 'grid' now"):
+        settle_with(search="grid")
 
 
 def test_draws_are_a_function_of_seed_and_number(given, tmp_path):

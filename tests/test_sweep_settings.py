@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import ROOT
 
 from options import TrainOptions, group_options
 from sweep.settings import (
@@ -43,6 +44,15 @@ def test_options_of_files_and_presets_are_overridden_by_the_files_own(tmp_path, 
         "save_final_checkpoint": False,
     }
     assert read_settings(tmp_path / "sweep.yaml", output_dir="E").output_dir == "E"
+    varied = read(GIVEN | {"train": train, "parameters": {"batch_size": [2, 4]}}, tmp_path)
+    assert varied.train == {name: value for name, value in expected.items() if name != "batch_size"}
+
+
+def test_the_recipe_is_a_sweep_of_the_quickstart(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = read_settings(Path("recipes/sweep.yaml"))
+    check_trials(settings, [{"learning_rate": 1e-3, "batch_size": 16}])
+    assert settings.rungs == (30, 90, 270) and settings.train["lr_scheduler"] == "cosine"
 
 
 @pytest.mark.parametrize(
