@@ -92,7 +92,7 @@ class Sweep:
         def start(number: int) -> Stage:
             stage = self.make_stage(number, rung)
             self.study.start(number)
-            trial = self.study.list_trials()[number]
+            trial = self.study.read(number)
             until = "" if rung is None or rung == self.settings.rungs[-1] else f", until step {rung}"
             say(f"{trial.name}: {describe_values(trial.values)}{until}")
             return stage
@@ -101,8 +101,7 @@ class Sweep:
 
     def make_stage(self, number: int, rung: int | None) -> Stage:
         """The run of a trial until a rung."""
-        trial = self.study.list_trials()[number]
-        folder = self.settings.root / trial.name
+        trial, folder = self.study.read(number), self.find_folder(number)
         options = self.settings.options_of(trial.values) | {"output_dir": str(folder / "run")}
         if options.get("track"):
             options["track_name"] = f"{self.settings.root.name}_{trial.name}"
@@ -110,9 +109,11 @@ class Sweep:
             options |= limit_to_rung(options, rung, is_last=rung == self.settings.rungs[-1])
         return Stage(program="train", folder=folder, options=options)
 
+    def find_folder(self, number: int) -> Path:
+        return self.settings.root / self.study.read(number).name
+
     def end(self, number: int, rung: int | None, code: int, last_words: str) -> bool:
         """Records the end of a trial's process; False if it has to be started again."""
-        stage = self.make_stage(number, rung)
         if code == ExitCode.DONE:
             self.num_starts.pop(number, None)
             self.record(number, rung)
@@ -123,13 +124,13 @@ class Sweep:
                 say(f"trial_{number}: ended from outside ({name_code(code)}); starting it again")
                 return False
         if code in ENDS_OF_ALL:
-            raise RunError(describe_code(code), f"trial_{number}: {last_words}\n(all output: {stage.file('log')})")
+            raise RunError(describe_code(code), f"trial_{number}: {self.add_log(number, last_words)}")
         self.fail(number, f"{name_code(code)}: {last_words or 'without output'}")
         return True
 
     def record(self, number: int, rung: int | None) -> None:
         """Records the result of a run that has reached the rung: its best validation so far."""
-        run = self.settings.root / f"trial_{number}" / "run"
+        run = self.find_folder(number) / "run"
         best = read_best(run / VALIDATION_FILE, self.settings.metric)
         if best is None:
             return self.fail(number, f"no validation has a number as {self.settings.metric}")
@@ -149,25 +150,27 @@ class Sweep:
     def check_model(self, number: int, model: str) -> None:
         """ValueError if the files of the model have changed since an earlier trial."""
         trials = self.study.list_trials()
-        name = self.settings.options_of(trials[number].values)["model_name_or_path"]
-        for one in trials:
-            is_same = self.settings.options_of(one.values)["model_name_or_path"] == name
-            if is_same and one.facts.get("model", model) != model:
+        names = [self.settings.options_of(one.values)["model_name_or_path"] for one in trials]
+        name = names[number]
+        for one, other in zip(trials, names, strict=True):
+            if other == name and one.facts.get("model", model) != model:
                 raise ValueError(f"{name}: trial_{number} has trained other weights than {one.name}: start a new sweep")
 
     def fail(self, number: int, error: str) -> None:
         self.study.fail(number, error)
-        say(f"trial_{number}: failed, {error}\n(all output: {self.settings.root / f'trial_{number}' / 'train.log'})")
+        say(f"trial_{number}: failed, {self.add_log(number, error)}")
+
+    def add_log(self, number: int, message: str) -> str:
+        return f"{message}\n(all output: {self.find_folder(number) / 'train.log'})"
 
     def clean(self, number: int) -> None:
         """Removes the checkpoints of a trial that has ended: its command makes the same ones again."""
-        remove(self.settings.root / f"trial_{number}" / "run" / "checkpoints")
+        remove(self.find_folder(number) / "run" / "checkpoints")
 
     def choose(self, rung: int, num_next: int) -> None:
         """Ends all trials of a rung but the best."""
         reached = [one for one in self.study.list_trials() if rung in one.results]
-        sign = -1 if self.study.more_is_better else 1
-        ranked = sorted(reached, key=lambda one: (sign * one.results[rung], one.number))
+        ranked = sorted(reached, key=lambda one: (self.study.signed(one.results[rung]), one.number))
         for one in ranked[num_next:]:
             if not one.has_ended:
                 self.study.prune(one.number)
@@ -181,6 +184,8 @@ class Sweep:
         trials = self.study.list_trials()
         ranked = self.study.rank(trials)
         failed = [one for one in trials if one.state == "failed"]
+        for one in ranked:
+            self.clean(one.number)  # a kill may have come before
         write_results(self.settings, [*ranked, *failed])
         say(describe_table(self.settings, [*ranked, *failed]))
         if not ranked:

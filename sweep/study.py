@@ -137,6 +137,9 @@ class Study:
     def list_trials(self) -> list[Trial]:
         return [self.describe(one) for one in self.study.get_trials(deepcopy=False)]
 
+    def read(self, number: int) -> Trial:
+        return self.describe(self.study.get_trials(deepcopy=False)[number])
+
     def describe(self, one: FrozenTrial) -> Trial:
         values = {name: read_label(self.parameters[name], one.params[name]) for name in self.parameters}
         results = dict(one.intermediate_values)
@@ -180,10 +183,13 @@ class Study:
     def rank(self, trials: Iterable[Trial]) -> list[Trial]:
         """Trials with a result, best first: those that went further before those that stopped at an earlier rung, and
         of equal ones the one with the lower number."""
-        sign = -1 if self.more_is_better else 1
         found = [one for one in trials if one.result is not None and one.state != "failed"]
         return sorted(found, key=lambda one: (one.state != "complete", -max(one.results, default=0),
-                                              sign * one.result, one.number))  # fmt: skip
+                                              self.signed(one.result), one.number))  # fmt: skip
+
+    def signed(self, result: float) -> float:
+        """A number that is smaller the better the result."""
+        return -result if self.more_is_better else result
 
 
 def cut_off_last_line(path: Path) -> None:
