@@ -125,10 +125,21 @@ def run(root: Path, num_kills: int, rng: random.Random) -> None:
 def read(root: Path) -> dict[str, object]:
     """The table of trials, best first, and every run's metrics and validations without times."""
     found: dict[str, object] = {"trials": json.loads((root / "results.json").read_text())["trials"]}
-    for path in sorted(root.glob("trial_*/run/*_metrics_0.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        found[str(path.relative_to(root))] = [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-    return found
+    paths = sorted(root.glob("trial_*/run/*_metrics_0.jsonl"))
+    return found | {str(path.relative_to(root)): read_lines(path) for path in paths}
+
+
+def read_lines(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def train_again(sweep: Path) -> list[str]:
+    """Trains the best trial again, whole; returns which of its files differ from those of the sweep."""
+    run_program("train.py", "--config", sweep / "best.yaml", "--output-dir", sweep / "best", "--export-name", "last")
+    number = json.loads((sweep / "results.json").read_text())["trials"][0]["number"]
+    paths = list((sweep / f"trial_{number}" / "run").glob("*_metrics_0.jsonl"))
+    return [path.name for path in paths if read_lines(path) != read_lines(sweep / "best" / path.name)]
 
 
 def say(text: str) -> None:
@@ -154,7 +165,9 @@ def main() -> None:
     say(f"killed {options.num_kills} times; best: {describe_best(killed)}")
     differing = [name for name in sorted(whole.keys() | killed.keys()) if whole.get(name) != killed.get(name)]
     say(f"files compared: {len(whole)}; differing: {len(differing)} {' '.join(differing)}".rstrip())
-    print((root / "sweep.log").read_text().rpartition("\ntrial ")[2].rpartition("\ncurves: ")[0])
+    differing += train_again(root / "sweep")
+    say(f"the best one trained again without rungs: differing: {len(differing)}")
+    print((root / "sweep.log").read_text().rpartition("\ntrial_")[2].partition("\n")[2].rpartition("\ncurves: ")[0])
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "optuna"))
     say(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
     if differing:
