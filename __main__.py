@@ -33,6 +33,7 @@ SCRIPTS = {
         "a teacher's most probable tokens of a data set, for train",
     ),
     "continual": ("tools/continual.py", "tasks in, a model trained on one after the other out: what is forgotten"),
+    "sweep": ("tools/sweep.py", "options to vary in, runs with each of their values and the best of them out"),
     "board": ("tools/board.py", "a directory of runs in, a live table of them and their curves out, in a browser"),
     "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
@@ -46,6 +47,7 @@ OPTIONS = {
     "import-config": "ImportConfigOptions",
     "score-data": "ScoreDataOptions",
     "continual": "ContinualOptions",
+    "sweep": "SweepOptions",
     "plot-metrics": "PlotOptions",
     "export-gguf": "ExportGgufOptions",
     "board": "BoardOptions",

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -26,6 +26,7 @@ from options import (
     ImportConfigOptions,
     Options,
     PlotOptions,
+    SweepOptions,
     TrainOptions,
     flag_name,
     flatten_options,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 MOST_NODES = 100_000  # values of a YAML file, with its aliases expanded
 
 # Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions)
+WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions, SweepOptions)
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
@@ -382,6 +383,30 @@ def parse_value(name: str, value: Any, options_class: type) -> Any:
     except SystemExit:
         raise ValueError(f"{name} cannot be {value!r}, allowed: {name_type(field_type)}") from None
     return getattr(parsed, name)
+
+
+def parse_values(
+    given: Mapping[Any, Any], options_class: type, *, where: str, reserved: Mapping[str, str]
+) -> dict[str, Any]:
+    """The options in a YAML file's mapping `where`, by name; one ValueError for all that are unknown, given twice, of
+    another type, or `reserved`, with the reason."""
+    types, found, problems = list_types(options_class), {}, []
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        try:
+            if name not in types:
+                close = difflib.get_close_matches(name, types, n=1)
+                raise ValueError(f"unknown option {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            if name in found:
+                raise ValueError(f"{name}: is given twice, with - and with _")
+            if name in reserved:
+                raise ValueError(f"{key}: {reserved[name]}")
+            found[name] = parse_value(name, value, options_class)
+        except ValueError as error:
+            problems.append(f"{where} {error}")
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    return found
 
 
 def name_type(kind: Any) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from continual.data import Prepared
 from continual.held_out import HeldOut
+from continual.running import Runner
 from continual.settings import Settings
-from continual.stages import Runner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from chat.examples import ASSISTANT, Chat, Completion
+from continual.running import Runner
 from continual.settings import SetSettings, Settings, Task, splits_off
-from continual.stages import Runner, Stage
 from corpus.files import find_sources
 from corpus.formats import Example, FieldPaths, read_examples
 from corpus.outputs import DataSetFiles, Outputs
@@ -17,6 +17,7 @@ from corpus.rows import read_formatted_chunks
 from corpus.split import falls_into_validation
 from disk import written_aside
 from inference.prompts import Prompt, split_chat
+from lifecycle.stages import Stage
 from objectives.columns import CAUSAL_LM
 
 # Options of process-data that say how rows are read, and not what is made of them.

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from continual.compare import describe_comparison
 from continual.context import Context
@@ -13,15 +12,15 @@ from continual.held_out import HeldOut
 from continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
 from continual.measuring import describe_row, measure
 from continual.page import write_page
+from continual.running import Runner
 from continual.sequence import run_sequence
 from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_statistics, draw_orders
-from continual.stages import Runner
-from disk import hash_file, read_object, written_aside
+from disk import read_object
 from lifecycle.file_names import PARAMS_FILE
+from lifecycle.stages import Record, hash_files, list_changes, write_record
 from ranks.messages import say
 
 RECORD, PAGE = "continual.json", "results.html"
-Record = dict[str, Any]
 
 
 def find_root(several: list[Settings]) -> Path:
@@ -126,7 +125,7 @@ def describe_method(settings: Settings) -> str:
 def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
     """The orders of the tasks of each experiment. Several also have a record of what they share."""
     paths = [settings.root / RECORD for settings in several]
-    inputs = {"files": hash_files(several[0]), "model": hash_model(several[0].model)}
+    inputs = {"files": hash_inputs(several[0]), "model": hash_model(several[0].model)}
     if not any(path.exists() for path in (*paths, root / RECORD)):
         refuse_foreign(root, [path.parent for path in paths])
     if len(several) > 1:
@@ -172,12 +171,6 @@ def settle(settings: Settings, path: Path, now: Record) -> list[list[str]]:
     return orders
 
 
-def write_record(path: Path, record: Record) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as (aside,):
-        aside.write_text(json.dumps(record, indent=2) + "\n")
-
-
 def describe_settings(settings: Settings, *, left_out: Iterable[str] = ()) -> Record:
     """The settings that decide the results."""
     values = asdict(settings)
@@ -186,7 +179,7 @@ def describe_settings(settings: Settings, *, left_out: Iterable[str] = ()) -> Re
     return {"settings": values}
 
 
-def hash_files(settings: Settings) -> dict[str, str]:
+def hash_inputs(settings: Settings) -> dict[str, str]:
     """The SHA-256 of each file that the tasks and probes name, and of all files of a directory; ValueError for one
     that does not exist."""
     paths = [Path(one.lm_eval) for one in (*settings.tasks, *settings.probes) if one.lm_eval is not None]
@@ -199,11 +192,7 @@ def hash_files(settings: Settings) -> dict[str, str]:
             if not Path(name).exists():
                 raise ValueError(f"{'tasks' if is_task else 'probes'}: {one.name}: {key}: {name} does not exist")
             paths.append(Path(name))
-    return {str(path): hash_file(path)["sha256"] for one in paths for path in list_files(one)}
-
-
-def list_files(path: Path) -> list[Path]:
-    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path] * path.is_file()
+    return hash_files(paths)
 
 
 def hash_model(name: str) -> str:
@@ -214,15 +203,3 @@ def hash_model(name: str) -> str:
     directory = find_model(name, revision=None, trust_remote_code=False, flag="model:")
     find_weights(name, directory)
     return fingerprint_model(directory)
-
-
-def list_changes(before: Any, now: Any, where: str = "") -> list[str]:
-    """The places at which two JSON values differ."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [*before, *(key for key in now if key not in before)]
-        places = [(f"{where}.{key}".strip("."), before.get(key), now.get(key)) for key in keys]
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        places = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(before, now, strict=True))]
-    else:
-        return [] if before == now else [f"{where}: {before!r:.100} before, {now!r:.100} now"]
-    return [line for place, *pair in places for line in list_changes(*pair, place)]

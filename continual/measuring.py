@@ -10,9 +10,10 @@ import numpy as np
 
 from continual.data import Prepared
 from continual.matrix import Cell, Row
+from continual.running import Runner
 from continual.settings import CHOICE_METRICS, SetSettings, Settings, Values
-from continual.stages import Runner, Stage
 from evaluation.kept import read_lines
+from lifecycle.stages import Stage
 
 SCORE, LOSS = "score", "loss"  # kinds of a row
 OF_TESTS = ("format", "engine", "base_url", "api_key_env", "concurrency")

@@ -7,7 +7,7 @@ from typing import Any
 from continual.context import Context
 from continual.data import OF_ROWS, tokenize, write_rows
 from continual.settings import Task, Values
-from continual.stages import Stage
+from lifecycle.stages import Stage
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
 

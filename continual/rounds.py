@@ -18,11 +18,11 @@ from continual.context import Context, Model
 from continual.data import as_row, read_questions, write_rows
 from continual.own_answers import ANSWERS, answer_prompts, find_reference, replace_answer, tokenize_own
 from continual.settings import SelfDistillation, Task, Values
-from continual.stages import Stage
 from disk import hash_file, remove, written_aside
 from evaluation.kept import read_lines
 from evaluation.models import EXPORTS
 from inference.prompts import join_content
+from lifecycle.stages import Stage
 from options import DEFAULT_BATCH_SIZE, OptimizationOptions
 
 EXPORT = Path(EXPORTS, "last")

@@ -10,9 +10,9 @@ from continual.measuring import describe_row, measure
 from continual.replay import find_replay, mix
 from continual.rounds import learn_in_rounds
 from continual.settings import SetSettings, Task, Values
-from continual.stages import Stage
 from disk import written_aside
 from evaluation.models import EXPORTS
+from lifecycle.stages import Stage
 from options.problems.methods import LORA_ADAPTER_SAYS
 
 STATISTICS = "osft_statistics.safetensors"

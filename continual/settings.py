@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
 
-from command_line import parse_value, read_yaml
+from command_line import parse_value, parse_values, read_yaml
 from evaluation.metrics import MEASURES, SARI
 from options import (
     EvaluateOptions,
@@ -295,22 +295,8 @@ def read_entry(group: type, key: str, value: Any, *, where: str) -> Any:
 
 def check_options(program: str, given: Mapping[str, Any], *, where: str) -> Values:
     """Converts options of a program by its own rules; ValueError for unknown ones, and for those set here."""
-    options_class, found = PROGRAMS[program.replace("_", "-")], {}
-    types = list_types(options_class)
-    for key, value in given.items():
-        name = str(key).replace("-", "_")
-        if name not in types:
-            close = difflib.get_close_matches(name, types, n=1)
-            raise ValueError(f"{where} unknown option {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-        if name in found:
-            raise ValueError(f"{where} {name}: is given twice, with - and with _")
-        if name in RESERVED[program]:
-            raise ValueError(f"{where} {key}: is set for each task by the experiment itself; leave it out")
-        try:
-            found[name] = parse_value(name, value, options_class)
-        except ValueError as error:
-            raise ValueError(f"{where} {error}") from None
-    return found
+    reserved = dict.fromkeys(RESERVED[program], "is set for each task by the experiment itself; leave it out")
+    return parse_values(given, PROGRAMS[program.replace("_", "-")], where=where, reserved=reserved)
 
 
 def check_settings(settings: Settings) -> Settings:

@@ -7,6 +7,7 @@ from families.classifier import ClassifierFamily
 from families.family import Family
 from families.text import TextFamily
 from families.vision import VisionLanguageFamily
+from objectives.class_scores import METRICS
 from objectives.classes import Classification, make_classification
 from objectives.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, SEQUENCES, TOKENS, VISION, CountLabels, Task
 from objectives.embedding_noise import EmbeddingNoise
@@ -96,6 +97,14 @@ KINDS = {
     SEQUENCES: Kind(lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
     TOKENS: Kind(lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
 }
+
+
+def list_metrics() -> dict[str, bool]:
+    """The metrics that some objective's validations report, and whether more of each is better."""
+    found = dict(Taught.metrics)
+    for metrics in (Preferences.metrics, Feedback.metrics, Rewards.metrics, *METRICS.values()):
+        found |= metrics
+    return found
 
 
 def find_data_kind(name: str) -> str:

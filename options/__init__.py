@@ -54,6 +54,7 @@ from .tools import (
     PlotOptions,
     SamplingOptions,
     ScoreDataOptions,
+    SweepOptions,
 )
 from .training import (
     MAY_DIFFER,

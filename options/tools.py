@@ -243,6 +243,18 @@ class BoardOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Train with different options, and find those with the best validations (docs/sweep.md)."""
+
+    config_file: str
+    """YAML file of the sweep."""
+    output_dir: str | None = None
+    """Output directory. Default: the file's output_dir."""
+    print_command: bool = False
+    """Print the command of each trial, and exit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ContinualOptions:
     """Train on tasks one after the other, and measure what is learnt and forgotten (docs/continual.md)."""
 

@@ -19,6 +19,7 @@ const isDark = () => {
 };
 const idOf = chart => (chart.is_of_validations ? "v " : "s ") + chart.key;
 const visibleRuns = () => data.runs.filter(run => !view.hidden.has(run.path));
+const widthOf = run => run.is_best ? 3.4 : 1.8;
 const colourOf = run => run.colours[isDark() ? 1 : 0];
 const group = number => number.toLocaleString("en", {maximumFractionDigits: 3});
 
@@ -148,7 +149,7 @@ function drawSteps(run, chart, width) {
   const groups = makeGroups(run, chart.key, width), isSmoothed = chart.is_noisy && view.window > 1;
   const extremes = drawExtremes(groups);
   const common = {type: "scatter", mode: groups.length > 1 ? "lines" : "markers", connectgaps: true, name: run.path};
-  const line = {color: colourOf(run), dash: run.dash, width: 1.8, simplify: false}, template = "%{text}<extra></extra>";
+  const line = {color: colourOf(run), dash: run.dash, width: widthOf(run), simplify: false}, template = "%{text}<extra></extra>";
   if (!isSmoothed) return [{...common, x: extremes.x, y: extremes.y, line, marker: {color: line.color},
     text: extremes.groups.map(group => describeGroup(run, group, null)), hovertemplate: template}];
   return [
@@ -170,7 +171,7 @@ function drawValidations(run, chart, theme) {
     + (isBest(i) ? " · best" : ""));
   return [{
     type: "scatter", mode: "lines+markers", connectgaps: true, name: run.path, x: xs.slice(first, last), y: values, text,
-    line: {color: colour, width: onTop ? 1.2 : 1.8, dash: onTop ? "dot" : run.dash},
+    line: {color: colour, width: onTop ? 1.2 : widthOf(run), dash: onTop ? "dot" : run.dash},
     marker: {
       color: colour, symbol: values.map((_, i) => isBest(i) ? "star" : onTop ? "circle-open" : "circle"),
       size: values.map((_, i) => isBest(i) ? 14 : values.length > 60 ? 3 : onTop ? 7 : 6), opacity: 1,

@@ -15,15 +15,20 @@ STEPS_PER_WINDOW = 50  # steps of the longest run per step of the default smooth
 SHORTEST_WINDOW = 3
 
 
-def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool, has_board: bool = False) -> dict[str, Any]:
-    """The data for the page's script, as JSON; `has_board`: it is served next to the board of all runs."""
+def describe_page(
+    runs: list[Run], *, smoothing: int | None, is_live: bool, has_board: bool = False, best: int | None = None
+) -> dict[str, Any]:
+    """The data for the page's script, as JSON; `has_board`: it is served next to the board of all runs; `best`: index
+    of the run that is marked as the best of a sweep."""
     charts, max_points = list_charts(runs), count_points(runs)
     differing, shared = compare_options(runs)
     warnings = [warning for run in runs for warning in run.warnings]
     written = f"{'Read' if is_live else 'Written'} on {time.strftime('%Y-%m-%d at %H:%M %Z')}."
     return {
         "title": make_title(runs),
-        "runs": [describe_run(run, i, charts, max_points=max_points) for i, run in enumerate(runs)],
+        "runs": [
+            describe_run(run, i, charts, max_points=max_points) | {"is_best": i == best} for i, run in enumerate(runs)
+        ],
         "charts": describe_charts(charts),
         "smoothing": choose_smoothing(runs) if smoothing is None else smoothing,
         "tables": {
@@ -61,9 +66,16 @@ def make_version(runs: list[Run]) -> str:
     return repr([run.version for run in runs])
 
 
-def make_curves_page(runs: list[Run], *, smoothing: int | None, is_live: bool = False, has_board: bool = False) -> str:
-    """The page as HTML. ValueError if the chart library is not installed."""
-    page = describe_page(runs, smoothing=smoothing, is_live=is_live, has_board=has_board)
+def make_curves_page(
+    runs: list[Run],
+    *,
+    smoothing: int | None,
+    is_live: bool = False,
+    has_board: bool = False,
+    best: int | None = None,
+) -> str:
+    """The page as HTML; see `describe_page`. ValueError if the chart library is not installed."""
+    page = describe_page(runs, smoothing=smoothing, is_live=is_live, has_board=has_board, best=best)
     policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
     parts = {"DATA": escape_json(page)}
     return make_page(PAGE, parts, title=page["title"], library=load_library(), policy=policy)

@@ -30,18 +30,7 @@ def run_child(
     unless `prints` is False, and written to `log`. Ctrl-C is forwarded, and raised here once the child has ended; a
     second one ends it without saving, a third kills it.
     """
-    environment = os.environ | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    child = subprocess.Popen(
-        [sys.executable, str(PROGRAM), *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        env=environment,
-        pass_fds=pass_fds,
-        process_group=0,  # a terminal's Ctrl-C reaches only this process, which forwards it once
-    )
+    child = start_child(words, subprocess.PIPE, more=more, pass_fds=pass_fds)
     lines, num_interrupts = [], 0
     try:
         while True:
@@ -68,6 +57,28 @@ def run_child(
     if code < 0:
         return 128 - code, f"killed by {signal.Signals(-code).name}; last output:\n{last_words}"
     return code, last_words
+
+
+def start_child(
+    words: list[str],
+    output: int | IO[str],
+    *,
+    more: Mapping[str, str] = MappingProxyType({}),
+    pass_fds: Collection[int] = (),
+) -> subprocess.Popen:
+    """Starts `python -m mini_trainer WORDS`, which writes to `output` and is asked to end when this process is gone."""
+    environment = os.environ | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        pass_fds=pass_fds,
+        process_group=0,  # a terminal's Ctrl-C reaches only this process, which forwards it once
+    )
 
 
 def end_child(child: subprocess.Popen) -> None:

@@ -31,6 +31,15 @@ def name_program(script: str, word: str) -> str:
     return shlex.join([name_python(), show_path(str(Path(sys.argv[0]).parent / script))])
 
 
+def name_launch(script: str, word: str, num_processes: int) -> list[str]:
+    """The words that start a program of the root folder in several processes, in the way that this one was started."""
+    found = find_installed_command()
+    if found is not None:
+        return [*found[0], word, f"--nproc-per-node={num_processes}"]
+    path = show_path(str(Path(__file__).resolve().parent.parent / script))
+    return [name_python(), path] if num_processes == 1 else ["torchrun", f"--nproc-per-node={num_processes}", path]
+
+
 def repeat_command() -> list[str]:
     """All words of the typed command, those of torchrun included."""
     found = find_installed_command()

@@ -9,8 +9,8 @@ from forked import run_forked
 from make_tiny_model import save_tiny_model, train_tokenizer
 
 from continual.experiment import find_root, run_experiments
+from continual.running import Runner
 from continual.settings import read_settings
-from continual.stages import Runner
 from ranks.children import find_last_words
 
 NUM_ROWS, NUM_TESTS = 24, 8

@@ -110,6 +110,12 @@ class ForkedRanks:
         wait_for_all(self.processes, timeout=timeout)
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        """Signals all of them that are left, as torchrun hands a signal on."""
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
     def kill(self) -> None:
         for process in self.processes:
             process.kill()

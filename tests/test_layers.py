@@ -20,7 +20,7 @@ LAYERS = [
     {"lifecycle"},
     {"plan", "plots", "inference", "importers", "exporters"},
     {"evaluation"},
-    {"continual"},
+    {"continual", "sweep"},
 ]
 # Rooms of one level that are one subject: they may import each other's modules, without a circle.
 TOGETHER = ({"methods", "osft"},)

@@ -18,7 +18,15 @@ UNUSED = {
     *("torch._inductor.compile_fx", "trl", "vllm", "wandb"),
 }
 SLOW = {"datasets", "numba", "numpy", "pandas", "pyarrow", "scipy", "sympy", "tokenizers", "torch", "transformers"}
-OWN = {"continual", "evaluation", "importers", "inference", "lifecycle", "plots"}  # rooms that no other program needs
+OWN = {
+    "continual",
+    "evaluation",
+    "importers",
+    "inference",
+    "lifecycle",
+    "plots",
+    "sweep",
+}  # rooms that no other program needs
 MOST_COLLECTIONS = 2  # of all objects; without a pause there are eight in train.py
 
 

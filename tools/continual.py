@@ -23,9 +23,9 @@ from continual.compare import describe_comparison
 from continual.experiment import find_root, run_experiments
 from continual.matrix import read_experiment
 from continual.page import write_page
+from continual.running import Runner
 from continual.settings import read_settings
-from continual.stages import Runner, Stopped
-from ranks.ending import ExitCode, RunError, exit_with_message
+from lifecycle.stages import ending_experiment
 from ranks.messages import say
 
 
@@ -42,21 +42,6 @@ def continual(options: ContinualOptions) -> None:
         say(f"comparison: {Path(options.output).absolute().as_uri()}")
 
 
-def main(options: ContinualOptions) -> None:
-    try:
-        continual(options)
-    except RunError as error:
-        exit_with_message(str(error), code=error.code)
-    except ValueError as error:
-        exit_with_message(str(error))
-    except OSError as error:
-        exit_with_message(str(error), code=ExitCode.IO)
-    except Stopped:
-        message = "stopped (SIGTERM); start the same command again to continue"
-        exit_with_message(message, code=ExitCode.SAVED_AND_REQUEUE)
-    except KeyboardInterrupt:
-        exit_with_message("interrupted; start the same command again to continue", code=ExitCode.INTERRUPTED)
-
-
 if __name__ == "__main__":
-    main(options)
+    with ending_experiment():
+        continual(options)

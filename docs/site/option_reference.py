@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "evaluate": (groups.EvaluateOptions, dict(model="M", data="chats.arrow", output_dir="compared")),
     "score-data": (groups.ScoreDataOptions, dict(model_name_or_path="M", data_path="chats.arrow")),
     "continual": (groups.ContinualOptions, dict(paths="tasks.yaml")),
+    "sweep": (groups.SweepOptions, dict(config_file="sweep.yaml")),
     "plot-metrics": (groups.PlotOptions, dict(runs="runs/a", output="curves.html")),
     "merge-adapter": (groups.MergeAdapterOptions, dict(adapter="runs/a", output_dir="merged")),
     "merge-models": (groups.MergeModelsOptions, dict(model=("a", "b"), output_dir="mixed")),

@@ -1,25 +1,27 @@
 """Stages of an experiment: programs of this project, each started from an option file that it can be repeated from.
 
 A stage's folder has PROGRAM.yaml, its options; PROGRAM.log, its output; and PROGRAM.done once it is complete. A stage
-that was killed is started again: the programs resume by themselves.
+that was killed is started again: the programs resume by themselves. The experiment's directory is locked, and has a
+record of the settings that it belongs to.
 """
 
 import json
-import signal
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disk import hash_json, is_running, read_object, written_aside
+from disk import hash_file, hash_json, is_running, read_object, written_aside
 from lifecycle.file_names import PARAMS_FILE
-from ranks.children import run_child
-from ranks.ending import ExitCode, RunError
+from ranks.ending import ExitCode, RunError, exit_with_message
 from ranks.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
 from ranks.messages import say
 
 CAN_GROW = ("evaluate",)  # measures only what is missing when its options have changed
 SECONDS_TO_WAIT = 600  # for processes of an earlier start that are still saving
+Record = dict[str, Any]  # settings and hashes that an experiment's directory belongs to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,12 @@ class Stage:
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in self.options.items()}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
+    def write_options(self) -> None:
+        """Writes the option file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with written_aside(self.file("yaml")) as (aside,):
+            aside.write_text(self.text, encoding="utf-8")
+
     @property
     def is_done(self) -> bool:
         """Whether it has run with these options; ValueError if it has run with others and cannot continue."""
@@ -60,67 +68,31 @@ class Stage:
         record = Path(self.options["output_dir"], PARAMS_FILE) if self.program == "train" else None
         if record is None or not record.is_file() or not self.file("yaml").is_file():
             return False
-        return self.file("yaml").read_text(encoding="utf-8") == self.text and bool(read_object(record)["finished"])
+        found = read_object(record)  # of its last start, which may have had another end
+        is_same = found["options"]["max_steps"] == self.options.get("max_steps")
+        return is_same and self.file("yaml").read_text(encoding="utf-8") == self.text and bool(found["finished"])
 
 
 class Stopped(BaseException):
     """SIGTERM. No Exception, which a reader of files could take for an error of its own."""
 
 
-class Runner:
-    """Runs stages, one after the other, in a locked directory."""
-
-    def __init__(self, root: Path, *, num_processes: int):
-        """Locks the directory; RunError if another process uses it."""
-        self.root, self.num_processes, self.lock = root, num_processes, wait_for_lock(root)
-        self.has_run = False  # whether a stage has been run, and not only found done
-        signal.signal(signal.SIGTERM, self.stop)
-
-    def stop(self, *_: object) -> None:
-        """Ends as a scheduler asks; the running program saves first (`run_child`)."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
-        raise Stopped
-
-    def say(self, folder: Path, text: str) -> None:
-        """Prints what happens in a folder of the directory."""
-        say(f"{folder.relative_to(self.root)}: {text}")
-
-    def run(self, stage: Stage) -> None:
-        """Runs a stage unless it is done; RunError if it fails or stops."""
-        if stage.is_done:
-            return
-        if stage.has_ended:
-            return self.record(stage, seconds=None)
-        stage.folder.mkdir(parents=True, exist_ok=True)
-        with written_aside(stage.file("yaml")) as (aside,):
-            aside.write_text(stage.text, encoding="utf-8")
-        words = [stage.program, "--config", str(stage.file("yaml"))]
-        if self.num_processes > 1 and is_parallel(stage):
-            words += ["--nproc-per-node", str(self.num_processes)]
-        start, self.has_run = time.monotonic(), True
-        self.say(stage.folder, f"mini-trainer {' '.join(words)}")
-        code, last_words = self.start(words, stage.file("log"))
-        if code != ExitCode.DONE:
-            raise RunError(describe_code(code), f"{last_words}\n(all output: {stage.file('log')})")
-        seconds = time.monotonic() - start
-        self.record(stage, seconds=round(seconds, 1))
-        self.say(stage.folder, f"{stage.program} took {seconds:.0f} s")
-
-    def record(self, stage: Stage, *, seconds: float | None) -> None:
-        """Notes that the stage is complete."""
-        with written_aside(stage.file("done")) as (aside,):
-            aside.write_text(json.dumps({"options": hash_json(stage.text), "seconds": seconds}) + "\n")
-
-    def start(self, words: list[str], log_file: Path) -> tuple[int, str]:
-        """Runs a program to its end; returns its exit code and its error message or last lines."""
-        with log_file.open("a", encoding="utf-8") as log:
-            return run_child(words, log, prints=False, pass_fds=(self.lock.file,))
-
-
-def is_parallel(stage: Stage) -> bool:
-    """Whether the stage can run in several processes, one for each GPU."""
-    by_harness_or_server = stage.options.get("lm_eval") or stage.options.get("engine", "hf") != "hf"
-    return stage.program in ("train", "generate", "evaluate", "score-data") and not by_harness_or_server
+@contextmanager
+def ending_experiment() -> Iterator[None]:
+    """Errors and stop requests inside of it end this process with one message and the exit code of their cause."""
+    again = "start the same command again to continue"
+    try:
+        yield
+    except RunError as error:
+        exit_with_message(str(error), code=error.code)
+    except ValueError as error:
+        exit_with_message(str(error))
+    except OSError as error:
+        exit_with_message(str(error), code=ExitCode.IO)
+    except Stopped:
+        exit_with_message(f"stopped (SIGTERM); {again}", code=ExitCode.SAVED_AND_REQUEUE)
+    except KeyboardInterrupt:
+        exit_with_message(f"interrupted; {again}", code=ExitCode.INTERRUPTED)
 
 
 def describe_code(code: int) -> ExitCode:
@@ -145,3 +117,27 @@ def wait_for_lock(output_dir: Path) -> RunLock:
                 say(f"{output_dir}: waiting for programs of an earlier start to end")
             is_first = False
             time.sleep(0.2)
+
+
+def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256 of each file, and of all files in a directory."""
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return {str(file): hash_file(file)["sha256"] for file in files if file.is_file()}
+
+
+def write_record(path: Path, record: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as (aside,):
+        aside.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def list_changes(before: Any, now: Any, where: str = "") -> list[str]:
+    """The places at which two JSON values differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*before, *(key for key in now if key not in before)]
+        places = [(f"{where}.{key}".strip("."), before.get(key), now.get(key)) for key in keys]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        places = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now else [f"{where}: {before!r:.100} before, {now!r:.100} now"]
+    return [line for place, *pair in places for line in list_changes(*pair, place)]

@@ -1,0 +1,1 @@
+"""Sweeps: runs of train.py that differ in some options, compared by a metric of their validations."""

@@ -1,0 +1,323 @@
+"""Sweeps: the same trials, results and winner whatever is killed, failures, devices, and the commands of trials."""
+
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from heavy import need
+from processes import ROOT
+from small_runs import read_rows
+from sweep_runs import (
+    Killed,
+    KilledPool,
+    make_settings,
+    read_results,
+    run,
+    write_settings,
+)
+
+from command_line import parse_options
+from lifecycle.stages import Stage
+from options import SweepOptions, TrainOptions, group_options
+from ranks.ending import ExitCode, RunError
+from sweep.running import Pool, divide_devices
+from sweep.settings import Settings, read_settings
+from tools.sweep import sweep
+
+need("optuna")
+
+from sweep.results import describe_command
+from sweep.search import find_direction, settle
+from sweep.study import Study, draw_trials
+
+HALVING = {"search": "halving", "min_steps": 2, "reduction_factor": 2}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> dict:
+    """Settings whose model and data all tests share."""
+    return make_settings(tmp_path_factory.mktemp("inputs"))
+
+
+def read_losses(root: Path) -> dict[str, list]:
+    """Metrics and validations of every trial, without times."""
+    found = {}
+    for path in sorted(root.glob("trial_*/run")):
+        lines = [json.loads(line) for line in (path / "validation_metrics_0.jsonl").read_text().splitlines()]
+        found[path.parent.name] = [read_rows(path), [line | {"seconds": None} for line in lines]]
+    return found
+
+
+def test_a_sweep_that_is_killed_finds_the_same(given, tmp_path, capsys):
+    """Halving with a schedule that depends on the run's end; checkpoints in every step, or none but a rung's."""
+    given = given | HALVING
+    given["train"] = given["train"] | {"lr_scheduler": "linear", "warmup_ratio": 0.25}
+    whole = run(given | {"output_dir": str(tmp_path / "whole")}, tmp_path, num_parallel=2)
+    results = read_results(whole)
+    assert [one["state"] for one in results] == ["complete", "complete", "pruned", "pruned"]
+    assert [len(read_rows(whole / f"trial_{one['number']}/run")) for one in results] == [4, 4, 2, 2]
+    killed = given | {"output_dir": str(tmp_path / "killed")}
+    best, second = (one["number"] for one in results[:2])
+    for moment, number in (("step", 1), ("end", 2), ("start", best)):
+        with pytest.raises(Killed):
+            run(killed, tmp_path, KilledPool(tmp_path / "killed", moment, number))
+    root = run(killed, tmp_path, KilledPool(tmp_path / "killed", "alone", second))
+    assert f"trial_{second}: ended from outside (killed by signal 9)" in capsys.readouterr().out
+    assert read_results(root) == results
+    assert read_losses(root) == read_losses(whole)
+    assert not list(root.glob("trial_*/run/checkpoints"))
+    check_schedule(root, best)
+
+
+def check_schedule(root: Path, best: int) -> None:
+    """The learning rate is that of a run of four steps, one of them for warming up."""
+    rates = [row["lr"] for row in read_rows(root / f"trial_{best}" / "run")]
+    peak = yaml.safe_load((root / "best.yaml").read_text())["learning_rate"]
+    assert rates[2] < peak and rates[3] < rates[2] and rates[3] == pytest.approx(peak / 3)
+
+
+def test_a_trial_that_fails_is_reported_and_the_others_go_on(given, tmp_path, capsys):
+    given = given | {"output_dir": str(tmp_path / "sweep"), "parameters": {"max_tokens_per_gpu": [8, 64]}}
+    given["train"] = {name: value for name, value in given["train"].items() if name != "max_tokens_per_gpu"}
+    root = run(given, tmp_path)
+    good, bad = read_results(root)
+    assert (good["number"], good["state"], bad["state"]) == (1, "complete", "failed")
+    assert "bad_input (2): " in bad["facts"]["error"] and "--max-tokens-per-gpu" in bad["facts"]["error"]
+    said = capsys.readouterr().out
+    assert "best: trial_1" in said and f"all output: {root}/trial_0/train.log" in said
+    check_page(root)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("train.log")}
+    run(given, tmp_path)  # all is done: nothing is started again
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("train.log")} == before
+    check_changes(given, root, tmp_path)
+
+
+def check_page(root: Path) -> None:
+    """The page of curves marks the best trial, and leaves out what has failed."""
+    page = (root / "curves.html").read_text()
+    shown = json.loads(re.search(r"<script id=data [^>]*>(.*?)</script>", page, flags=re.DOTALL)[1])
+    assert [(one["name"], one["is_best"]) for one in shown["runs"]] == [("trial_1, best", True)]
+
+
+def check_changes(given: dict, root: Path, folder: Path) -> None:
+    """Other settings and other data are refused, and so is a directory of something else."""
+    changed = given | {"train": given["train"] | {"weight_decay": 0.2}}
+    with pytest.raises(ValueError, match=r"other settings:\n  settings.train.weight_decay: None before, 0.2 now"):
+        run(changed, folder)
+    with pytest.raises(ValueError, match=r"has training_params\.json of something else"):
+        run(given | {"output_dir": str(root / "trial_1" / "run")}, folder)
+
+
+def test_all_trials_failing_is_an_error(given, tmp_path):
+    given = given | {"output_dir": str(tmp_path / "sweep"), "parameters": {"max_tokens_per_gpu": [8, 9]}}
+    given["train"] = {name: value for name, value in given["train"].items() if name != "max_tokens_per_gpu"}
+    with pytest.raises(RunError, match="all 2 trials failed") as failed:
+        run(given, tmp_path)
+    assert failed.value.code == ExitCode.FAILED
+
+
+class ShellPool(Pool):
+    """Starts a line of shell in place of train.py, told its devices."""
+
+    script = "echo $CUDA_VISIBLE_DEVICES $(date +%s%N) > $0.devices; sleep 0.2; date +%s%N >> $0.devices"
+
+    def launch(self, words: list[str], log_file: Path, environment: dict[str, str]) -> subprocess.Popen:
+        self.words = words
+        with log_file.open("a") as log:
+            command = ["sh", "-c", self.script, str(log_file.parent)]
+            return subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log, process_group=0)
+
+
+def make_stage(folder: Path, number: int) -> Stage:
+    return Stage(program="train", folder=folder / f"trial_{number}", options={"output_dir": "D"})
+
+
+@pytest.fixture
+def pool_of(given, tmp_path, monkeypatch):
+    """A pool of `ShellPool` on GPUs of these names."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def make(devices: list[str], **settings: object) -> ShellPool:
+        settings = read_settings(write_settings(given | {"output_dir": str(tmp_path)} | settings, tmp_path))
+        environments = divide_devices(settings, devices)
+        return ShellPool(settings.root, environments, num_processes=settings.num_processes)
+
+    yield make
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_each_trial_has_devices_of_its_own(pool_of, tmp_path):
+    """Six trials of two GPUs each on five: two at a time."""
+    pool, ends = pool_of(list("abcde"), num_processes=2), []
+    pool.run(list(range(6)), lambda number: make_stage(tmp_path, number), lambda *end: ends.append(end) or True)
+    assert sorted((number, code) for number, code, _ in ends) == [(number, 0) for number in range(6)]
+    assert pool.words[3:] == ["--nproc-per-node", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    used: dict[str, list[tuple[int, int]]] = {}
+    for path in tmp_path.glob("*.devices"):
+        devices, start, end = path.read_text().split()
+        used.setdefault(devices, []).append((int(start), int(end)))
+    assert used.keys() == {"a,b", "c,d"}
+    for spans in map(sorted, used.values()):
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "message"),
+    [
+        ("ab", {"num_processes": 4}, "num_processes: given 4, allowed: at most 2, the GPUs"),
+        ("abcd", {"num_processes": 2, "num_parallel": 3}, "num_parallel: given 3, allowed: at most 2, for 4 GPUs"),
+    ],
+)
+def test_more_devices_than_there_are_are_refused(pool_of, devices, settings, message):
+    with pytest.raises(ValueError, match=message):
+        pool_of(list(devices), **settings)
+
+
+def test_the_cpu_runs_one_trial_unless_told_otherwise(pool_of):
+    assert pool_of([]).environments == [{}]
+    settings = dict(output_dir="D", train={}, num_parallel=3)
+    assert divide_devices(Settings(**settings), []) == [{}, {}, {}]
+
+
+def test_an_interrupt_lets_running_trials_save(pool_of, tmp_path):
+    pool = pool_of(["0", "1"])
+    pool.script = "trap 'echo saved; exit 10' INT; touch $0.there; while true; do sleep 0.05; done"
+
+    def start(number: int) -> Stage:
+        if number == 2:  # it has no slot before another one ends: never
+            raise AssertionError
+        return make_stage(tmp_path, number)
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("*.there"))) < 2:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([0, 1, 2], start, lambda *end: True)
+    thread.join()
+    assert [(tmp_path / f"trial_{i}" / "train.log").read_text() for i in range(2)] == ["saved\n"] * 2
+    with pytest.raises(RunError) as refused:
+        pool_of([])
+    assert refused.value.code == ExitCode.LOCKED
+
+
+def test_only_trials_of_a_random_search_can_be_added(given, tmp_path):
+    given = given | {"output_dir": str(tmp_path), "search": "random"}
+
+    def settle_with(**changes: object) -> None:
+        settings = read_settings(write_settings(given | changes, tmp_path))
+        settle(settings, draw_trials(settings))
+
+    settle_with(num_trials=2)
+    settle_with(num_trials=3)
+    with pytest.raises(ValueError, match=r"settings\.num_trials: 3 before, 2 now"):
+        settle_with(num_trials=2)
+    with pytest.raises(ValueError, match=r"settings\.seed: 0 before, 1 now"):
+        settle_with(num_trials=4, seed=1)
+    with pytest.raises(ValueError, match=r"settings\.search: 'random' before, 'grid' now"):
+        settle_with(search="grid")
+
+
+def test_draws_are_a_function_of_seed_and_number(given, tmp_path):
+    """More trials only come after those there are; none is drawn twice; ranges are kept to."""
+    ranges = {
+        "learning_rate": {"low": "1e-5", "high": "1e-1", "log": True},
+        "batch_size": {"low": 2, "high": 8, "step": 2},
+        "lr_scheduler": ["linear", "cosine", "constant"],
+    }
+    given = given | {"parameters": ranges, "search": "random", "num_trials": 12}
+    given["train"] = {name: value for name, value in given["train"].items() if name != "batch_size"}
+
+    def draw(**changes: object) -> list[dict]:
+        return draw_trials(read_settings(write_settings(given | changes, tmp_path)))
+
+    drawn = draw()
+    assert drawn[:5] == draw(num_trials=5) and draw(seed=1)[0] != drawn[0]
+    assert draw(parameters=dict(reversed(ranges.items()))) == drawn
+    rates = [one["learning_rate"] for one in drawn]
+    assert 1e-5 <= min(rates) < 1e-4 and 1e-2 < max(rates) <= 1e-1
+    few = {name: ranges[name] for name in ("batch_size", "lr_scheduler")}
+    most = draw(parameters=few)  # all that there are
+    assert sorted((one["batch_size"], one["lr_scheduler"]) for one in most) == [
+        (size, name) for size in (2, 4, 6, 8) for name in ("constant", "cosine", "linear")
+    ]
+    grid = draw(parameters=few, search="grid", num_trials=None)
+    assert [(one["batch_size"], one["lr_scheduler"]) for one in grid[:4]] == [
+        *((2, name) for name in ("linear", "cosine", "constant")),
+        (4, "linear"),
+    ]
+
+
+def test_a_command_is_the_trial_with_all_its_options(given, tmp_path):
+    given = given | {"parameters": {"lora": [True, False], "max_grad_norm": [1.0, None]}}
+    given["train"] = given["train"] | {"export_best": True}
+    settings = read_settings(write_settings(given, tmp_path))
+    for number, values in enumerate(draw_trials(settings)):
+        *_, script = (words := shlex.split(describe_command(settings, number, values)))[:2]
+        assert script.endswith("train.py")
+        options = settings.options_of(values) | {"output_dir": f"{settings.output_dir}/trial_{number}/run"}
+        assert parse_options(TrainOptions, words[2:]) == group_options(TrainOptions, **options)
+        assert options["export_best"] and not options["save_final_checkpoint"]
+
+
+def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
+    path = write_settings(given | {"output_dir": str(tmp_path / "sweep"), "num_processes": 2}, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "tools/sweep.py", str(path), "--print-command"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and all(line.startswith("torchrun --nproc-per-node=2 train.py ") for line in lines)
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_missing_optuna_is_named(given, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "optuna" or name == "sweep.study"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    for name in ("sweep.results", "sweep.search"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("sweep.study", None, raising=False)
+    path = write_settings(given, tmp_path)
+    with pytest.raises(ValueError, match="sweeps need the package optuna, which is not installed: pip install optuna"):
+        sweep(SweepOptions(config_file=str(path)))
+
+
+def test_a_line_of_the_journal_that_was_cut_is_dropped(given, tmp_path):
+    settings = read_settings(write_settings(given, tmp_path))
+    path, drawn = tmp_path / "study.journal", draw_trials(settings)
+    study = Study(path, settings, more_is_better=False)
+    study.add(drawn)
+    study.start(0)
+    study.complete(0, 0.5)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines(keepends=True)[-1][:-9])
+    study = Study(path, settings, more_is_better=False)
+    study.add(drawn)
+    assert [one.state for one in study.list_trials()] == ["complete", "waiting", "waiting", "waiting"]
+    assert [one.values for one in study.list_trials()] == drawn
+    study.start(1)
+    study.complete(1, 0.5)
+    best, other = study.rank(study.list_trials())
+    assert (best.number, other.number, study.study.best_value) == (0, 1, 0.5)
+
+
+def test_the_direction_of_a_metric_is_the_objectives(given):
+    assert [find_direction(name) for name in ("loss", "perplexity", "mae", "token_accuracy", "f1")] == [
+        *(False, False, False, True, True)
+    ]
+    with pytest.raises(ValueError, match="best_metric: given 'f2', allowed: those of the objective, of loss, "):
+        find_direction("f2")

@@ -1,0 +1,201 @@
+"""The settings of a sweep: what is read, and what is refused before anything runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from processes import ROOT
+
+from options import TrainOptions, group_options
+from sweep.settings import (
+    Parameter,
+    Settings,
+    check_trials,
+    describe_settings,
+    list_files,
+    list_grid,
+    read_settings,
+)
+
+TRAIN = dict(model_name_or_path="M", data_path="d.arrow", validation_data_path="v.arrow", max_steps=100)
+GIVEN = {"output_dir": "D", "train": TRAIN, "parameters": {"learning_rate": [1e-5, 1e-4]}}
+RANDOM = GIVEN | {"search": "random", "num_trials": 3}
+HALVING = GIVEN | {"search": "halving", "min_steps": 10}
+
+
+def read(given: dict[str, Any], folder: Path) -> Settings:
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return read_settings(path)
+
+
+def test_options_of_files_and_presets_are_overridden_by_the_files_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHERE", "elsewhere")
+    base = {"output_dir": "other", "batch-size": 4, "max_steps": 7, "data_path": "${WHERE}.arrow", "lr": 1}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({k: v for k, v in base.items() if k != "lr"}))
+    train = {"config": str(tmp_path / "base.yaml"), "preset": "toy", "max_steps": 9, "model_name_or_path": "M"}
+    settings = read(GIVEN | {"train": train}, tmp_path)
+    expected = dict(subset="1%", max_steps=9, data_path=("elsewhere.arrow",), batch_size=4, model_name_or_path="M")
+    assert settings.train == expected
+    assert settings.options_of({"learning_rate": 1.0}) == expected | {
+        "learning_rate": 1.0,
+        "export_best": False,
+        "save_final_checkpoint": False,
+    }
+    assert read_settings(tmp_path / "sweep.yaml", output_dir="E").output_dir == "E"
+    varied = read(GIVEN | {"train": train, "parameters": {"batch_size": [2, 4]}}, tmp_path)
+    assert varied.train == {name: value for name, value in expected.items() if name != "batch_size"}
+
+
+def test_the_recipe_is_a_sweep_of_the_quickstart(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = read_settings(Path("recipes/sweep.yaml"))
+    check_trials(settings, [{"learning_rate": 1e-3, "batch_size": 16}])
+    assert settings.rungs == (30, 90, 270) and settings.train["lr_scheduler"] == "cosine"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("learning_rate", ["1e-5", 1], dict(choices=(1e-5, 1.0))),
+        ("learning-rate", {"low": "1e-5", "high": 1, "log": True}, dict(low=1e-5, high=1.0, log=True)),
+        ("warmup_ratio", {"low": 0, "high": 0.5}, dict(low=0.0, high=0.5)),
+        ("batch_size", {"low": 8, "high": 64, "step": 8}, dict(low=8, high=64, step=8)),
+        ("lora", [True, False], dict(choices=(True, False))),
+        ("max_grad_norm", [1.0, None], dict(choices=(1.0, None))),
+        ("lora_target_modules", [["q_proj"], ["q_proj", "v_proj"]], dict(choices=(("q_proj",), ("q_proj", "v_proj")))),
+    ],
+)
+def test_values_are_those_of_the_options_types(name, value, expected, tmp_path):
+    (one,) = read(RANDOM | {"parameters": {name: value}, "num_trials": 2}, tmp_path).parameters
+    assert one == Parameter(name=name.replace("-", "_"), **expected)
+    assert all(type(value) is type(expected[key]) for key, value in vars(one).items() if key in expected)
+
+
+def test_ranges_with_steps_have_a_grid(tmp_path):
+    parameters = {"batch_size": {"low": 2, "high": 5}, "warmup_ratio": {"low": 0.1, "high": 0.35, "step": 0.1}}
+    settings = read(GIVEN | {"parameters": parameters}, tmp_path)
+    grid = [tuple(values.values()) for values in list_grid(settings)]
+    assert [size for size, _ in grid] == [size for size in (2, 3, 4, 5) for _ in range(3)]
+    assert [share for _, share in grid[:3]] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_the_rungs_of_a_halving_search_end_with_the_run(tmp_path):
+    settings = read(HALVING | {"reduction_factor": 3}, tmp_path)
+    assert settings.rungs == (10, 30, 90, 100)
+    assert settings.options_of({})["validate_every_steps"] == 10  # each rung ends with a validation of the whole run
+    assert read(HALVING | {"min_steps": 50, "reduction_factor": 2}, tmp_path).rungs == (50, 100)
+    assert read(GIVEN, tmp_path).rungs == (None,)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (GIVEN | {"serch": "grid"}, "unknown key 'serch'; did you mean 'search'?"),
+        ({"output_dir": "D"}, "train: required\n  parameters: required"),
+        (GIVEN | {"search": "tpe"}, "search cannot be 'tpe', allowed: grid, random, halving"),
+        (
+            GIVEN | {"train": TRAIN | {"learningrate": 1}},
+            "train: unknown option 'learningrate'; did you mean 'learning",
+        ),
+        (GIVEN | {"train": TRAIN | {"batch_size": "x"}}, "train: batch_size cannot be 'x', allowed: int"),
+        (
+            GIVEN | {"train": TRAIN | {"output_dir": "E"}},
+            "train: output_dir: is set for each trial by the sweep",
+        ),
+        (GIVEN | {"train": TRAIN | {"max_time": "90"}}, "train: max_time: would end trials early without a result"),
+        (GIVEN | {"train": TRAIN | {"preset": "tiny"}}, "train: preset: given 'tiny', allowed: sanity, toy, full"),
+        (GIVEN | {"train": TRAIN | {"config": "gone.yaml"}}, "train: config: gone.yaml: cannot be read"),
+        (GIVEN | {"train": TRAIN | {"learning_rate": 1}}, "learning_rate: in train and in parameters"),
+        (GIVEN | {"parameters": {}}, "parameters: given {}, allowed: 'option: [value, ...]'"),
+        (
+            GIVEN | {"parameters": {"learning_rte": [1, 2]}},
+            "unknown option 'learning_rte'; did you mean 'learning",
+        ),
+        (GIVEN | {"parameters": {"resume": ["a", "b"]}}, "parameters: resume: is set for each trial"),
+        (GIVEN | {"parameters": {"learning_rate": [1]}}, "learning_rate: given [1], allowed: a list of several values"),
+        (GIVEN | {"parameters": {"learning_rate": [1, "1.0"]}}, "learning_rate: given [1, '1.0'], in which a value is"),
+        (GIVEN | {"parameters": {"optimizer": ["adamw", "adam"]}}, "parameters: optimizer cannot be 'adam', allowed: "),
+        (GIVEN | {"parameters": {"seed": {"low": 1}}}, "seed: a range without high; allowed: low, high, and log: true"),
+        (GIVEN | {"parameters": {"seed": {"low": 1, "high": 2, "by": 1}}}, "seed: a range unknown by; allowed:"),
+        (GIVEN | {"parameters": {"seed": {"low": 3, "high": 2}}}, "seed: low 3, high 2: low must be below high"),
+        (GIVEN | {"parameters": {"optimizer": {"low": 1, "high": 2}}}, "optimizer cannot be 1"),
+        (GIVEN | {"parameters": {"output": {"low": 1, "high": 2}}}, "unknown option 'output'"),
+        (GIVEN | {"parameters": {"model_revision": {"low": 1, "high": 2}}}, "model_revision: takes no numbers; give a"),
+        (GIVEN | {"parameters": {"seed": {"low": 0, "high": 2, "log": True}}}, "log: true needs low above 0"),
+        (
+            GIVEN | {"parameters": {"seed": {"low": 0, "high": 2, "step": 5}}},
+            "step: given 5, allowed: above 0",
+        ),
+        (
+            GIVEN | {"parameters": {"learning_rate": {"low": 0, "high": 1}}},
+            "learning_rate: a range of any numbers",
+        ),
+        (GIVEN | {"num_trials": 3}, "num_trials has no effect with search: grid"),
+        (GIVEN | {"search": "random"}, "search: random needs num_trials"),
+        (RANDOM, "num_trials: given 3, allowed: at most 2, all combinations"),
+        (GIVEN | {"seed": 1}, "seed has no effect without num_trials"),
+        (GIVEN | {"min_steps": 1, "reduction_factor": 2}, "min_steps, reduction_factor: no effect with search: grid"),
+        (GIVEN | {"num_processes": 0}, "num_processes: given 0, allowed: at least 1"),
+        (HALVING | {"reduction_factor": 1}, "reduction_factor: given 1, allowed: at least 2"),
+        (HALVING | {"min_steps": 100}, "min_steps: given 100, allowed: below max_steps, 100"),
+        (GIVEN | {"search": "halving"}, "search: halving needs min_steps"),
+        (HALVING | {"train": TRAIN | {"max_epochs": 1}}, "max_epochs: not with search: halving, whose trials all"),
+        (
+            HALVING | {"parameters": {"max_steps": [50, 80]}, "train": {"seed": 1}},
+            "max_steps: not with search: halv",
+        ),
+        (
+            HALVING | {"train": TRAIN | {"validate_every_steps": 4}},
+            "validate_every_steps: given 4, allowed: what",
+        ),
+        (HALVING | {"train": TRAIN | {"weight_average": "tail"}}, "weight_average: tail, or several: not with search"),
+    ],
+)
+def test_wrong_settings_are_refused_by_key(given, message, tmp_path):
+    with pytest.raises(ValueError) as refused:
+        read(given, tmp_path)
+    assert message in str(refused.value) and str(refused.value).startswith(f"{tmp_path}/sweep.yaml: ")
+
+
+def test_all_problems_are_found_at_once(tmp_path):
+    given = GIVEN | {"train": {"lr": 1, "seed": "x"}, "parameters": {"sed": [1, 2], "lora": [1, 2]}, "search": "all"}
+    with pytest.raises(ValueError) as refused:
+        read(given, tmp_path)
+    for named in ("'lr'", "seed cannot be 'x'", "'sed'", "lora: given 1", "search cannot be 'all'"):
+        assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "message"),
+    [
+        ({}, {"lora_rank": [4, 8], "lora": [True, False]}, "--lora-rank: no effect without --lora (trials 2, 3)"),
+        ({"max_steps": None}, {"seed": [1, 2]}, "no end is given; give max_steps, max_epochs, max_samples or max_tok"),
+        ({"validation_data_path": []}, {"seed": [1, 2]}, "no validation data, by which trials are compared"),
+        ({"batch_size": 0}, {"seed": [1, 2]}, "--batch-size 0: must be at least 1 (all trials)"),
+    ],
+)
+def test_trials_that_train_would_refuse_are_found_before_any_runs(changes, parameters, message, tmp_path):
+    settings = read(GIVEN | {"train": TRAIN | changes, "parameters": parameters}, tmp_path)
+    with pytest.raises(ValueError) as refused:
+        check_trials(settings, list(list_grid(settings)))
+    assert message in str(refused.value)
+
+
+def test_missing_options_and_files_are_named(tmp_path):
+    train = {name: value for name, value in TRAIN.items() if name != "model_name_or_path"}
+    settings = read(GIVEN | {"train": train}, tmp_path)
+    with pytest.raises(ValueError, match="train: model_name_or_path: required"):
+        check_trials(settings, list(list_grid(settings)))
+    with pytest.raises(ValueError, match=r"data_path: d.arrow does not exist\n  validation_data_path: v.arrow does"):
+        list_files(settings, [{}])
+
+
+def test_what_decides_results_is_recorded(tmp_path):
+    settings = read(GIVEN | {"num_processes": 2, "num_parallel": 3}, tmp_path)
+    again = read(GIVEN | {"output_dir": "E"}, tmp_path)
+    assert describe_settings(settings) == describe_settings(again)
+    other = read(GIVEN | {"train": TRAIN | {"batch_size": 4}}, tmp_path)
+    assert describe_settings(settings) != describe_settings(other)
+    assert group_options(TrainOptions, output_dir="D", **settings.options_of({})).data.data_path == ("d.arrow",)

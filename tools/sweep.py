@@ -1,0 +1,61 @@
+"""Trains a model with different options, and says which ones are the best by the loss of its validations.
+
+    python tools/sweep.py sweep.yaml
+    python tools/sweep.py sweep.yaml --output-dir runs/again
+    python tools/sweep.py sweep.yaml --print-command
+
+Every trial is a run of train.py in a directory of its own, as many at a time as there are GPUs. Killed at any moment, a
+sweep continues when the same command is started again, and finds the same (docs/sweep.md). Needs the package
+optuna.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
+
+from command_line import parse_options
+from options import SweepOptions
+
+if __name__ == "__main__":
+    options = parse_options(SweepOptions)  # before the slow imports: --help and typos answer at once
+
+from lifecycle.stages import ending_experiment
+from ranks.messages import say
+from sweep.running import Pool, divide_devices, list_devices
+from sweep.settings import Settings, Values, check_trials, list_files, read_settings
+
+
+def sweep(options: SweepOptions) -> None:
+    """Runs or continues the sweep, or prints its commands."""
+    settings = read_settings(Path(options.config_file), output_dir=options.output_dir)
+    try:
+        from sweep.results import describe_command
+        from sweep.search import find_direction, run_sweep
+        from sweep.study import draw_trials
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise ValueError("sweeps need the package optuna, which is not installed: pip install optuna") from None
+    drawn = draw_trials(settings)
+    check_trials(settings, drawn)
+    more_is_better = find_direction(settings.metric)
+    if options.print_command:
+        return say("\n".join(describe_command(settings, number, values) for number, values in enumerate(drawn)))
+    list_files(settings, drawn)
+    environments = divide_devices(settings, list_devices())
+    pool = Pool(settings.root, environments, num_processes=settings.num_processes)
+    describe_start(settings, drawn, environments)
+    run_sweep(settings, drawn, pool, more_is_better=more_is_better)
+
+
+def describe_start(settings: Settings, drawn: list[Values], environments: list[dict[str, str]]) -> None:
+    """Prints what is about to run."""
+    rungs = "" if settings.search != "halving" else f", compared after steps {', '.join(map(str, settings.rungs))}"
+    num_parallel = min(len(drawn), len(environments))
+    say(f"sweep: {settings.search}, {len(drawn)} trials{rungs}, {num_parallel} at a time, in {settings.root}")
+
+
+if __name__ == "__main__":
+    with ending_experiment():
+        sweep(options)
