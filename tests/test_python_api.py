@@ -354,7 +354,7 @@ run_training(torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process_data", [True, False])
+@pytest.mark.parametrize("process_data", [wide(True), False])
 def test_two_stages_as_instructlabs_users_write_them(process_data, chats, tmp_path):
     chats = chats | dict(ckpt_output_dir=str(tmp_path / "run"), data_output_dir=str(tmp_path / "data"))
     words = [sys.executable, "-c", STAGES, json.dumps(chats | dict(process_data=process_data, max_steps=1))]
