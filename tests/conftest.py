@@ -3,6 +3,7 @@ import getpass
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -42,8 +43,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that take long come first, whole, so that all workers have done everything at about the same time."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in ALONE, item.path.name not in SLEEPING, item.path not in slow))
+    slow, counts = {item.path for item in items if item.get_closest_marker("slow")}, Counter(i.path for i in items)
+
+    def find_place(item: pytest.Item) -> tuple:
+        path = item.path
+        return path.name not in ALONE, path.name not in SLEEPING, path not in slow, -counts[path], path
+
+    items.sort(key=find_place)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
