@@ -3,6 +3,7 @@ import getpass
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ settings.load_profile("any machine")
 ALONE = {"test_faults.py"}
 # Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}
+MOST_FROZEN = 300_000  # objects that runs may leave before they are looked through, with all others
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,14 +43,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that take long come first, whole, so that all workers have done everything at about the same time."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in ALONE, item.path.name not in SLEEPING, item.path not in slow))
+    slow, counts = {item.path for item in items if item.get_closest_marker("slow")}, Counter(i.path for i in items)
+
+    def find_place(item: pytest.Item) -> tuple:
+        path = item.path
+        return path.name not in ALONE, path.name not in SLEEPING, path not in slow, -counts[path], path
+
+    items.sort(key=find_place)
 
 
-def pytest_collection_finish() -> None:
-    """What importing has made stays: no garbage collection looks at it again."""
-    gc.collect()
-    gc.freeze()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    freeze(session.config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -80,12 +85,19 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collected() -> Iterator[None]:
-    """Frees what the runs of a module have left: each froze what was there at its beginning."""
+def collected(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Frees what runs have left, each of which froze what was there at its beginning; once that is much."""
     yield
-    gc.unfreeze()
+    if gc.get_freeze_count() - request.config.num_frozen > MOST_FROZEN:
+        gc.unfreeze()
+        freeze(request.config)
+
+
+def freeze(config: pytest.Config) -> None:
+    """No garbage collection looks again at what is there now: a second each time, once all has been imported."""
     gc.collect()
     gc.freeze()
+    config.num_frozen = gc.get_freeze_count()
 
 
 @pytest.fixture(scope="session")

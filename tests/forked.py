@@ -2,8 +2,8 @@
 
 A process that `torchrun` starts takes seconds of importing before its first line; a forked one takes a tenth of one.
 Apart from that it is the same: a script as `__main__`, torchrun's environment, a store that the ranks meet at, pipes
-that are files, a real exit code. What is not there is torchrun itself, and Python's own start; tests about these take
-processes.py.
+that are files, a real exit code. What is not there is Python's own start, and torchrun, unless it is asked for, forked
+too; tests about what a user starts take processes.py.
 
 The server ends with the test session, and the processes with it, also when the session is killed.
 """
@@ -23,9 +23,10 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-from processes import ROOT, Job
+from processes import ROOT, Job, list_children
 from torch.distributed import TCPStore
 
+TORCHRUN = ROOT / "tests" / "workers" / "torchrun.py"
 SECONDS_TO_END = 30  # for a rank whose neighbour has failed, as torchrun gives it
 
 
@@ -139,6 +140,25 @@ class ForkedJob(Job):
 
     def kill(self) -> None:
         self.process.kill()
+
+
+class ForkedTorchrun(ForkedRanks):
+    """torchrun itself, with `words` of its own; it is forked, and forks its ranks. All print to `log`, a new file."""
+
+    def __init__(self, words: Sequence[str], argv: Sequence[object], log: Path):
+        log.touch(exist_ok=False)
+        super().__init__(0, [str(TORCHRUN), *words, *map(str, argv)], log, log)
+
+
+class ForkedTorchrunJob(Job):
+    """A run of a script under such a torchrun in the background."""
+
+    def __init__(self, num_ranks: int, argv: Sequence[object], output_dir: Path):
+        self.output_dir, self.log, self.ranks = output_dir, output_dir.with_suffix(".log"), {}
+        self.process = ForkedTorchrun(["--standalone", f"--nproc-per-node={num_ranks}"], argv, self.log)
+
+    def find_ranks(self) -> None:
+        self.ranks = dict(enumerate(list_children(self.process.pid)))
 
 
 def describe_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:

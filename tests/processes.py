@@ -36,8 +36,13 @@ def torchrun(num_processes: int, *argv: object) -> list[str]:
 
 def torchrun_node(num_nodes: int, port: int, *argv: object) -> list[str]:
     """The command of one of `num_nodes` agents, one process each, that meet at `port` on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_nodes}", "--nproc-per-node=1",
-            "--rdzv-id=test", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", *map(str, argv)]  # fmt: skip
+    return [sys.executable, "-m", "torch.distributed.run", *name_node(num_nodes, port), *map(str, argv)]
+
+
+def name_node(num_nodes: int, port: int) -> list[str]:
+    """torchrun's words for one of `num_nodes` agents, one process each, that meet at `port` on this machine."""
+    return [f"--nnodes={num_nodes}", "--nproc-per-node=1", "--rdzv-id=test", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port}"]  # fmt: skip
 
 
 def free_port() -> int:

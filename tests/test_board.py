@@ -14,8 +14,9 @@ from threading import Thread
 
 import pytest
 from browser import Browser, needs_browser
+from forked import ForkedJob
 from in_process import train_here
-from processes import ENV, ROOT, Job, check_serving, flags
+from processes import ENV, ROOT, check_serving, flags
 from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import write_jsonl
@@ -282,7 +283,7 @@ def test_runs_of_the_trainer_are_followed_to_their_ends(world, tmp_path):
     folder, inputs = tmp_path / "runs", make_inputs(tmp_path, "llama")
     train_here(world, **inputs, **OPTIONS, max_steps=3, output_dir=str(folder / "done"))
     options = inputs | OPTIONS | dict(max_steps=100_000, checkpoint_every_steps=100_000, save_final_checkpoint=False)
-    jobs = {name: Job([sys.executable, "train.py", *flags(**options, output_dir=str(folder / name))], folder / name)
+    jobs = {name: ForkedJob(0, ["train.py", *flags(**options, output_dir=str(folder / name))], folder / name)
             for name in ("killed", "asked")}  # fmt: skip
     board = Board(folder)
 

@@ -2,14 +2,13 @@
 
 import csv
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked import run_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
@@ -23,7 +22,6 @@ from lifecycle.raw_rows import find_data
 from options import ProcessDataOptions, TrainOptions, group_options
 from process_data import process_data
 
-ROOT = Path(__file__).parent.parent
 ASK, ANSWER = {"role": "user", "content": "How many are 12 and 30?"}, {"role": "assistant", "content": "42"}
 HUMAN, GPT = {"from": "human", "value": "How many are 12 and 30?"}, {"from": "gpt", "value": "41"}
 WEATHER = [
@@ -225,8 +223,7 @@ def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_pat
         "--model-name-or-path",
         str(model),
     ]
-    script = [sys.executable, str(ROOT / "process_data.py"), *paths]
-    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    result = run_forked(0, "process_data.py", *paths)
     message = "in.jsonl:1: has 'label' (False), which says whether an answer is good or bad."
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
     options = dict(input_file=str(source), output_dir="o", data_cache_dir=str(tmp_path / "cache"), num_proc=1)

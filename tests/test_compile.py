@@ -69,7 +69,8 @@ def deepen(family: str, num_layers: int):
     ("family", "checkpointing", "is_traceable", "backend"),
     [
         wide("llama", "none", False, "eager"),
-        ("gemma3", "selective", True, "aot_eager"),
+        ("mistral_window", "selective", True, "aot_eager"),
+        wide("gemma3", "selective", True, "aot_eager"),
     ],
 )
 def test_no_micro_batch_after_the_first_compiles_again(

@@ -180,11 +180,18 @@ def test_a_sidecar_of_another_form_is_named(text, tmp_path):
         read_sidecar(tmp_path / "data.arrow")
 
 
+@pytest.fixture(scope="module")
+def two_steps(inputs, world, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("two_steps") / "run"
+    train_here(world, **OPTIONS | inputs, output_dir=str(output_dir), max_steps=2)
+    return output_dir
+
+
 @pytest.mark.parametrize("text", ["[]", "3", "{", DEEP])
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "training_params.json"])
-def test_damaged_json_of_a_checkpoint_or_its_run(text, name, inputs, world, tmp_path):
+def test_damaged_json_of_a_checkpoint_or_its_run(text, name, two_steps, inputs, world, tmp_path):
     given = OPTIONS | inputs | dict(output_dir=str(tmp_path / "run"))
-    train_here(world, **given, max_steps=2)
+    shutil.copytree(two_steps, tmp_path / "run")
     path = tmp_path / "run" / name if name.startswith("tr") else tmp_path / "run" / "checkpoints" / "step_2" / name
     path.write_text(text)
     train_here(world, **given, max_steps=3)  # from step 1, or with the run's earlier starts left out

@@ -1,13 +1,12 @@
 """One global batch gives one gradient: 1, 2 and 4 ranks, one node or two, one micro-batch or many."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked
-from processes import ENV, ROOT, flags, free_port, torchrun_node
+from forked import ForkedTorchrun, run_forked
+from processes import ROOT, flags, free_port, name_node
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -66,11 +65,11 @@ def runs(inputs) -> dict[str, Path]:
         result = run_forked(num_ranks, *argv)
         assert result.returncode == 0, result.stderr
     output_dirs["2 nodes"] = inputs["root"] / "two_nodes"
-    command = torchrun_node(2, free_port(), *train_command(inputs, output_dirs["2 nodes"], 60))
-    agents = [subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for agent in agents:
-        _, stderr = agent.communicate(timeout=240)
-        assert agent.returncode == 0, stderr
+    argv = train_command(inputs, output_dirs["2 nodes"], 60)
+    port, logs = free_port(), [inputs["root"] / f"node_{i}.log" for i in range(2)]
+    agents = [ForkedTorchrun(name_node(2, port), argv, log) for log in logs]
+    for agent, log in zip(agents, logs, strict=True):
+        assert agent.wait() == 0, log.read_text()
     return output_dirs
 
 

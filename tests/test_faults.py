@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import ForkedJob, run_forked
+from forked import ForkedJob, ForkedTorchrunJob, run_forked
 from processes import RAISING_RANK, Job, flags, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 PROMISE = 10.0  # seconds within which all ranks are gone
 NUM_SAMPLES, BATCH_SIZE, SEED, HANG_TIMEOUT = 4000, 8, 5, 6
-LONG_STEP, LONGEST = 150, 8192  # the step, from 1, that draws the one long sample; its tokens
+LONG_STEP, LONGEST = 60, 8192  # the step, from 1, that draws the one long sample; its tokens
 
 
 @dataclass
@@ -63,8 +63,8 @@ FAULTS: dict[str, tuple[int, int, Callable[[Job], None], dict]] = {
     "killed_torchrun": (2, 3, kill_torchrun, {}),
     "raising": (2, 2, lambda job: None, {}),
     "out_of_memory": (2, 3, limit_memory, {}),
-    "terminated": (2, 3, lambda job: job.process.terminate(), {}),
-    "max_time": (0, 0, lambda job: None, dict(max_time="0.2")),
+    "terminated": (2, 3, lambda job: os.kill(job.process.pid, signal.SIGTERM), {}),
+    "max_time": (0, 0, lambda job: None, dict(max_time="0.0001")),
 }
 UNDER_TORCHRUN = ("killed_rank", "killed_torchrun", "terminated")  # which torchrun has a part in
 
@@ -90,8 +90,10 @@ def results(tmp_path_factory, request) -> dict[str, Result]:
             model_name_or_path=model, data_path=data, output_dir=root / name, batch_size=BATCH_SIZE, seed=SEED,
             max_tokens_per_gpu=LONGEST, max_steps=1_000_000, activation_checkpointing="none", **options,
         )]  # fmt: skip
-        if name in UNDER_TORCHRUN:
+        if name == "killed_rank":
             job = Job(torchrun(num_processes, *argv), root / name)
+        elif name in UNDER_TORCHRUN:
+            job = ForkedTorchrunJob(num_processes, argv, root / name)
         else:
             job = ForkedJob(num_processes, argv, root / name)
         try:

@@ -8,6 +8,8 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from breadth import wide
+from forked import run_forked
 from processes import ENV, ROOT
 
 from ranks.messages import CleanFormatter, hide_secrets, make_visible
@@ -53,9 +55,7 @@ def test_messages_of_scripts_are_clean(tmp_path):
     name = tmp_path / "a\x1b[31m\u202eb.jsonl"
     name.write_text('{"messages": "\\u001b]0;x\\u0007"}\n')
     words = ["--input-file", str(name), "--output-file", str(tmp_path / "o.arrow"), "--model-name-or-path", "none"]
-    done = subprocess.run(
-        [sys.executable, "process_data.py", *words], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False
-    )
+    done = run_forked(0, "process_data.py", *words)
     assert done.returncode == 2 and "error: " in done.stderr
     assert make_visible(done.stderr) == done.stderr and make_visible(done.stdout) == done.stdout
 
@@ -86,7 +86,7 @@ parse_options(GenerateOptions, ["--model", "m"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("guard", "asks"), [(GUARD, False), ("", True)])
+@pytest.mark.parametrize(("guard", "asks"), [(GUARD, False), wide("", True)])
 def test_libraries_ask_the_hub_for_no_compiled_code(guard, asks, tmp_path):
     """Where the package kernels is installed (a stand-in, which writes down what it is asked for)."""
     package = tmp_path / "kernels"

@@ -176,6 +176,7 @@ def train(num_ranks: int, world, inputs: dict[str, str], output_dir: Path, **cha
     return load_file(export / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_the_same_on_one_two_and_three_ranks(case, inputs, world, tmp_path):
     """Three ranks: rows that they do not divide, and experts of which some or all hold a part."""
@@ -186,6 +187,7 @@ def test_weights_are_the_same_on_one_two_and_three_ranks(case, inputs, world, tm
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=f"{name}, {num_ranks} ranks")
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_do_the_same(inputs, world, tmp_path):
     expected = train(1, world, inputs["llama"], tmp_path / "1")
     found = train(4, world, inputs["llama"], tmp_path / "4", sharding="hybrid", shard_size=2)

@@ -126,6 +126,7 @@ def read_numbers(root: Path) -> np.ndarray:
     return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "changes"), [
     (1, dict(max_tokens_per_gpu=4096)), (2, {}), (2, dict(teacher_model="self", teacher_divergence="jsd")),
 ])  # fmt: skip

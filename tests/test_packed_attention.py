@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from hand_made import pack_samples
 from in_process import train_here
 from kernel_standins import FLASH, VARLEN, FlashOperators, Kernels
@@ -131,7 +132,12 @@ def test_selective_checkpointing_knows_the_operators_of_every_release():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mode", "compiled"),
-    [("llama", "selective", False), ("llama", "full", True), ("mistral_window", "selective", True)],
+    [
+        ("llama", "selective", False),
+        ("llama", "full", False),
+        wide("llama", "full", True),
+        ("mistral_window", "selective", True),
+    ],
 )
 def test_torchs_own_operator_is_kept_compiled_and_right(family, mode, compiled, world, tmp_path, monkeypatch):
     """varlen_attn of the installed torch, down to the operators that only CUDA implements."""

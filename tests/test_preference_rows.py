@@ -11,8 +11,11 @@ from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
 from chat.templates import load_tokenizer
+from command_line import parse_options
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
+from options import ProcessDataOptions
+from process_data import process_data
 
 CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
@@ -23,7 +26,7 @@ def model(tmp_path_factory) -> Path:
     return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
 
 
-def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "preference"):
+def make_words(rows: list[dict], model: Path, root: Path, form: str) -> list[str]:
     options = dict(
         format=form,
         input_file=write_jsonl(root / "rows.jsonl", rows),
@@ -31,7 +34,19 @@ def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "
         model_name_or_path=model,
         num_proc=1,
     )
-    return run_forked(0, "process_data.py", *flags(**options), *more)
+    return flags(**options)
+
+
+def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "preference") -> None:
+    """What process_data.py does; ValueError where it ends with a message."""
+    process_data(parse_options(ProcessDataOptions, [*make_words(rows, model, root, form), *more]))
+
+
+def refuse(*args, **kwargs) -> str:
+    """Why `process` refuses; nothing is left."""
+    with pytest.raises(ValueError) as refusal:
+        process(*args, **kwargs)
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +65,7 @@ def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "
     ids=["messages", "text and messages", "whole chats", "hh", "question", "instruction", "sharegpt", "chat and texts"],
 )  # fmt: skip
 def test_formats_say_the_same(row, model, tmp_path):
-    assert process([row], model, tmp_path).returncode == 0
+    process([row], model, tmp_path)
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
 
 
@@ -86,7 +101,7 @@ def test_only_what_follows_the_common_beginning_is_trained(model, tmp_path):
 def test_names_of_columns_are_options(model, tmp_path):
     row = {"ask": ASKED, "up": GOOD, "down": {"text": BAD}}
     options = ("--prompt-field", "ask", "--chosen-field", "up", "--rejected-field", "down.text")
-    assert process([row], model, tmp_path, *options).returncode == 0
+    process([row], model, tmp_path, *options)
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
 
 
@@ -95,10 +110,18 @@ def test_names_of_columns_are_options(model, tmp_path):
     BAD_PAIRS,
 )
 def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
-    done = process([PAIR, row], model, tmp_path)
+    message = refuse([PAIR, row], model, tmp_path)
+    assert "rows.jsonl:2: " in message and reason in message
+    assert not (tmp_path / "data.arrow").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "row", "reason"), [("preference", PAIR, *BAD_PAIRS[0]), ("feedback", FEEDBACK, *BAD_FEEDBACK[0])]
+)
+def test_the_script_ends_with_that_message(form, good, row, reason, model, tmp_path):
+    done = run_forked(0, "process_data.py", *make_words([good, row], model, tmp_path, form))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "rows.jsonl:2: " in done.stderr and reason in done.stderr
-    assert not (tmp_path / "data.arrow").exists()
 
 
 def test_answers_that_a_template_makes_equal_are_refused(model, tmp_path):
@@ -107,22 +130,21 @@ def test_answers_that_a_template_makes_equal_are_refused(model, tmp_path):
     trimming.write_text(template.replace("message['content']", "(message['content'] | trim)"))
     assert trimming.read_text() != template
     row = PAIR | {"rejected": f"{GOOD}\n"}
-    assert process([row], model, tmp_path).returncode == 0
-    done = process([PAIR, row], model, tmp_path, "--chat-template", str(trimming))
-    assert done.returncode == 2 and "rows.jsonl:2: " in done.stderr and "have the same tokens" in done.stderr
+    process([row], model, tmp_path)
+    message = refuse([PAIR, row], model, tmp_path, "--chat-template", str(trimming))
+    assert "rows.jsonl:2: " in message and "have the same tokens" in message
 
 
 def test_columns_that_change_the_prompt_or_the_weights_are_refused(model, tmp_path):
     for name in ("context", "images", "loss_weight", "functions"):
-        done = process([PAIR | {name: "x"}], model, tmp_path)
-        assert done.returncode == 2 and f"{name!r}" in done.stderr and "--ignore-columns" in done.stderr
+        message = refuse([PAIR | {name: "x"}], model, tmp_path)
+        assert f"{name!r}" in message and "--ignore-columns" in message
 
 
 def test_long_pairs_are_dropped_whole_and_one_prompts_pairs_fall_on_one_side(model, tmp_path):
     rows = [{"prompt": f"red {i // 3}", "chosen": [say(f"one {i}")], "rejected": [say("two")]} for i in range(60)]
     rows.append(PAIR | {"rejected": "cat " * 200})
-    done = process(rows, model, tmp_path, "--validation-share", "0.3", "--max-sample-num-tokens", "300")
-    assert done.returncode == 0
+    process(rows, model, tmp_path, "--validation-share", "0.3", "--max-sample-num-tokens", "300")
     kept = json.loads((tmp_path / "data.arrow.meta.json").read_text())["rows"]["kept"]
     held_out = json.loads((tmp_path / "data.validation.arrow.meta.json").read_text())["rows"]["kept"]
     assert kept % 3 == held_out % 3 == 0 and kept + held_out == 60 and held_out
@@ -141,8 +163,7 @@ def test_long_pairs_are_dropped_whole_and_one_prompts_pairs_fall_on_one_side(mod
 )
 def test_feedback_is_an_answer_and_an_unrelated_one(row, model, tmp_path):
     other = {"prompt": [{"role": "user", "content": "Who?"}], "completion": BAD, "label": False, "weight": 2}
-    done = process([row, other], model, tmp_path, form="feedback")
-    assert done.returncode == 0, done.stderr
+    process([row, other], model, tmp_path, form="feedback")
     data = TokenizedData(tmp_path / "data.arrow")
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
     asked = CHAT.replace(USER, "Who?")
@@ -151,10 +172,8 @@ def test_feedback_is_an_answer_and_an_unrelated_one(row, model, tmp_path):
 
 
 def test_pairs_become_feedback(model, tmp_path):
-    done = process(
-        [PAIR, PAIR | {"prompt": [{"role": "user", "content": "Who?"}]}], model, tmp_path, "--feedback-from-pairs"
-    )
-    assert done.returncode == 0
+    rows = [PAIR, PAIR | {"prompt": [{"role": "user", "content": "Who?"}]}]
+    process(rows, model, tmp_path, "--feedback-from-pairs")
     data = TokenizedData(tmp_path / "data.arrow")
     assert [data.read(i)["good"].item() for i in range(4)] == [1, 0, 1, 0]
     first, second = (read_sides(tmp_path / "data.arrow", model, i) for i in range(2))
@@ -167,6 +186,5 @@ def test_pairs_become_feedback(model, tmp_path):
     BAD_FEEDBACK,
 )
 def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
-    done = process([FEEDBACK, row], model, tmp_path, form="feedback")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "rows.jsonl:2: " in done.stderr and reason in done.stderr
+    message = refuse([FEEDBACK, row], model, tmp_path, form="feedback")
+    assert "rows.jsonl:2: " in message and reason in message

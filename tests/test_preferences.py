@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from in_process import train_on
 from op_recording import OpRecorder
 from small_runs import read_rows
@@ -119,13 +120,14 @@ def read_numbers(root: Path) -> np.ndarray:
     return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
     [
         (1, dict(max_tokens_per_gpu=1024)),
         (1, dict(max_tokens_per_gpu=48)),
         (2, {}),
-        (4, {}),
+        wide(4, {}),
         (2, dict(context_parallel=2)),
         (1, dict(activation_checkpointing="full")),
     ],
@@ -337,9 +339,10 @@ def test_ktos_point_of_reference_is_that_of_the_global_batch(swapped, models, wo
     assert validated["kl"] == pytest.approx(point, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
-    [(1, dict(max_tokens_per_gpu=1024)), (2, {}), (4, {}), (2, dict(context_parallel=2))],
+    [(1, dict(max_tokens_per_gpu=1024)), (2, {}), wide(4, {}), (2, dict(context_parallel=2))],
     ids=["cap", "2 ranks", "4 ranks", "context parallel"],
 )
 def test_kto_is_the_same_on_any_ranks(num_ranks, changes, models, world, tmp_path):

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from breadth import wide
+from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -70,8 +71,8 @@ def command_for(model: Path, source: Path, output: Path, *flags: str) -> list[st
     return [*script, "--model-name-or-path", str(model), *flags]
 
 
-def run(*args, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(command_for(*args), capture_output=True, text=True, timeout=120, **kwargs)
+def run(*args) -> subprocess.CompletedProcess:
+    return run_forked(0, *command_for(*args)[1:], timeout=120)
 
 
 def read_jsonl(path: Path) -> list[dict]:

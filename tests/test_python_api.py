@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -51,6 +52,11 @@ CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_
 def parse(options_class: type, words: list[str]) -> dict:
     """Every option's value, as the script reads it; whether they fit together is not asked."""
     return flatten_options(tyro.cli(options_class, args=words, config=[tyro.conf.OmitArgPrefixes]))
+
+
+@functools.cache
+def parse_defaults() -> dict:
+    return parse(TrainOptions, make_train_words(TrainingArgs(**NEEDED)))
 
 
 def make_value(option_type):
@@ -169,8 +175,7 @@ def test_instructlabs_names_mean_what_they_mean_there(given, expected):
     needed = {
         name: value for name, value in NEEDED.items() if "model_path" not in given or name != "model_name_or_path"
     }
-    defaults = parse(TrainOptions, make_train_words(TrainingArgs(**NEEDED)))
-    assert parse(TrainOptions, make_train_words(TrainingArgs(**(needed | given)))) == defaults | expected
+    assert parse(TrainOptions, make_train_words(TrainingArgs(**(needed | given)))) == parse_defaults() | expected
 
 
 def test_chats_are_tokenized_into_the_directory_that_training_reads():
@@ -354,7 +359,7 @@ run_training(torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process_data", [True, False])
+@pytest.mark.parametrize("process_data", [wide(True), False])
 def test_two_stages_as_instructlabs_users_write_them(process_data, chats, tmp_path):
     chats = chats | dict(ckpt_output_dir=str(tmp_path / "run"), data_output_dir=str(tmp_path / "data"))
     words = [sys.executable, "-c", STAGES, json.dumps(chats | dict(process_data=process_data, max_steps=1))]

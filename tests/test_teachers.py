@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from in_process import print_plan, train_on
 from scored_data import score_here, write_data
 from small_runs import read_rows
@@ -128,6 +129,7 @@ def test_the_chunks_derivatives_are_those_of_autograd(softcap):
     torch.testing.assert_close(values[:, 2], divergence.detach() * weights[:, 0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
 def test_the_compiled_chunk_computes_the_same(name):
     """Traced as --compile traces it, for chunks of any number of rows, without a break."""
@@ -166,8 +168,9 @@ def test_weights_by_the_models_own_probabilities(weighting):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", [wide(1.0), 2.0])
 def test_weights_of_rows_are_those_of_chunks_with_one_weight(name, temperature):
     """Row by row, also compiled; a row with weight 0 says nothing of a teacher."""
     logits, target, whole, top = make_chunk()
@@ -429,6 +432,7 @@ def read_numbers(root: Path) -> np.ndarray:
     return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
     [

@@ -319,6 +319,7 @@ def run_registered(num_ranks: int, **options: object) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "cap"), [(1, 1024), (2, 64)], ids=["cap", "2 ranks"])
 def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, whole, model_dir, world, tmp_path):
     options = make_options(tmp_path, model_dir, max_tokens_per_gpu=cap)

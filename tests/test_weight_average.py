@@ -47,6 +47,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, inputs, world, tmp_path):
@@ -71,6 +72,7 @@ def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, 
                for name in names)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_changes_nothing_and_a_resumed_run_on_another_number_of_ranks_goes_on_with_it(inputs, world, tmp_path):
     plain = train(world, inputs, tmp_path / "plain")
     whole = train(world, inputs, tmp_path / "whole", **CASES["decay"][0])

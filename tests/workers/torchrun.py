@@ -1,0 +1,49 @@
+"""torchrun whose ranks are forked from it, not started: torchrun.py ARGUMENT_OF_TORCHRUN...
+
+For forked.py, whose server has imported what torchrun and the ranks need. It is torchrun in all else: the ranks'
+parent, their environment, their store, the signals that it gets and gives.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main
+
+from ranks import monitor
+
+
+class Rank:
+    """The part of subprocess.Popen that torchrun uses."""
+
+    def __init__(self, args: tuple[str, ...], env: dict[str, str], **redirects: object):
+        script = args[1 + args[1:].index("-u") + 1 :]  # after the interpreter
+        self.process = multiprocessing.get_context("fork").Process(target=become, args=(script, env))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        return self.process.exitcode
+
+
+def become(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """In the new process: becomes `python *argv`."""
+    os.setsid()
+    os.environ.clear()
+    os.environ |= env
+    monitor.PARENT = os.getppid()  # as read by whoever imports it
+    sys.argv = list(argv)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+subprocess_handler.Popen = lambda args, env, **redirects: Rank(args, env)
+main(sys.argv[1:])
