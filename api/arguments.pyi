@@ -452,7 +452,7 @@ class TrainingArgs:
     """Content of an export: the adapter, for peft and vLLM; the model with the adapter merged into its weights; or
     both, with the adapter in the subdirectory adapter/."""
     base_quantization: Literal['none', 'nf4'] | Given = ...
-    """nf4: hold the weights of the blocks' linear layers in 4 bits (QLoRA; pip install peft bitsandbytes)."""
+    """nf4: hold the blocks' linear layers and experts in 4 bits (QLoRA; pip install peft bitsandbytes)."""
     compute_dtype: Literal['auto', 'bfloat16', 'float32', 'float16'] | Given = ...
     """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights. float16 is
     refused: it needs loss scaling."""

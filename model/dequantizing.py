@@ -175,10 +175,15 @@ def open_4bit(parts: dict[str, Stored], name: str, own: dict[str, Stored], dtype
 
 
 def read_4bit(packed: Stored, own: dict[str, Stored], dtype: torch.dtype) -> Tensor:
+    """Unpacks as rows of one block each, since bitsandbytes' CPU kernel misreads rows that end within a block."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     state = QuantState.from_dict({key: stored.read() for key, stored in own.items()}, device=torch.device("cpu"))
-    return dequantize_4bit(packed.read().view(torch.uint8).view(-1, 1), state).to(dtype)
+    shape, numel = state.shape, math.prod(state.shape)
+    state.shape = torch.Size((-(-numel // state.blocksize), state.blocksize))
+    codes = torch.zeros(state.shape.numel() // 2, 1, dtype=torch.uint8)
+    codes[: -(-numel // 2)] = packed.read().view(torch.uint8).view(-1, 1)
+    return dequantize_4bit(codes, state).flatten()[:numel].view(shape).to(dtype)
 
 
 def read_8bit(weight: Stored, scale: Stored, dtype: torch.dtype) -> Tensor:

@@ -239,4 +239,4 @@ class LoRAOptions:
     """Content of an export: the adapter, for peft and vLLM; the model with the adapter merged into its weights; or
     both, with the adapter in the subdirectory adapter/."""
     base_quantization: Literal["none", "nf4"] = "none"
-    """nf4: hold the weights of the blocks' linear layers in 4 bits (QLoRA; pip install peft bitsandbytes)."""
+    """nf4: hold the blocks' linear layers and experts in 4 bits (QLoRA; pip install peft bitsandbytes)."""
