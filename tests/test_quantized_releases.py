@@ -213,7 +213,7 @@ HOSTILE = [
     ("fp8", configure(weight_block_size=[0, 16]), "weight_block_size is [0, 16]"),
     ("fp8", configure(weight_block_size=[128, 128]), "blocks of [128, 128] need [1, 1]"),
     ("fp8", lambda weights, config: config.pop("quantization_config"), "stored as F8_E4M3, but the config has no qua"),
-    ("fp8", configure(quant_method="gptq"), "quantized by 'gptq', which cannot be dequantized here (mxfp4, fp8,"),
+    ("fp8", configure(quant_method="hqq"), "quantized by 'hqq', which cannot be dequantized here (mxfp4, fp8,"),
     ("fp8", configure(quant_method=None), "quantized by 'None', which cannot"),
     ("fp8", lambda weights, config: config.update(quantization_config="fp8"), "'fp8', not a JSON object"),
     ("bitsandbytes nf4", drop(f"{MLP}.weight.absmax"), f"{MLP}.weight.absmax is missing"),
@@ -270,9 +270,9 @@ def test_the_message_names_the_release_before_quantization(tmp_path):
     assert guess_base("/models/Qwen3-8B-GPTQ-Int4") == "Qwen3-8B"
     assert guess_base("/models/Meta-Llama-3.1-8B-Instruct-quantized.w4a16") == "Meta-Llama-3.1-8B-Instruct"
     assert guess_base("/models/Qwen3-8B") is None
-    save_fp8(tmp_path / "model-AWQ")
-    config = json.loads((tmp_path / "model-AWQ" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (tmp_path / "model-AWQ" / "config.json").write_text(json.dumps(config))
+    save_fp8(tmp_path / "model-AQLM")
+    config = json.loads((tmp_path / "model-AQLM" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "aqlm", "bits": 4}
+    (tmp_path / "model-AQLM" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"use the bf16 release, whose name may be model$"):
-        load_source(tmp_path / "model-AWQ")
+        load_source(tmp_path / "model-AQLM")
