@@ -341,6 +341,9 @@ class TrainingArgs:
     router_aux_loss: float | None | Given = ...
     """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
     without output_router_logits."""
+    router_loss_over: Literal['sequence', 'global-batch'] | Given = ...
+    """Tokens over which the load-balancing loss is computed. sequence: each sequence by itself; global-batch: all
+    tokens of a step, so that experts may specialize on some samples; costs a forward pass."""
     neftune_alpha: float | None | Given = ...
     """NEFTune: add uniform noise of at most this / sqrt(tokens x hidden size) to each sample's embeddings in training;
     5 to 15 are usual."""
