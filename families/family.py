@@ -44,15 +44,22 @@ class Reader(ABC):
     global batch, and other sums over the micro-batch, with the same shapes on every rank, in `reports`.
     """
 
+    looks_ahead = False  # whether `look_ahead` is called with all micro-batches before the first `encode` of a step
+
     def __init__(self, model: PreTrainedModel):
         self.model, self.pad_position = model, find_pad_position(model)
         self.extra_losses: dict[str, Tensor] = {}
         self.reports: dict[str, Tensor] = {}
+        self.shared: Tensor | None = None  # in a step: the sum over global batch and ranks of `look_ahead`'s
         self.teacher: Teacher | None = None
 
     @abstractmethod
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """Computes the packed row's final hidden states."""
+
+    def look_ahead(self, micro_batch: MicroBatch) -> Tensor:
+        """Sums over the micro-batch that `encode` needs of the whole global batch, of the same shape on every rank."""
+        raise NotImplementedError
 
     @abstractmethod
     def run_own(self, micro_batch: MicroBatch) -> Own:

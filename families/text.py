@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from families.family import Family, Own, Reader
 from families.micro_batch import MicroBatch, chunk_sequences
 from families.packed_row import describe_row
-from families.router_loss import sum_router_losses
+from families.router_loss import ROUTER_LOSSES, sum_router_losses
 from families.row_part import gather_ids
 from pretrained.text_tower import (
     LeftOut,
@@ -36,6 +36,7 @@ class TextFamily(Family):
 
     # Coefficient of a mixture of experts' auxiliary loss; None: from the model's config.
     router_aux_loss: float | None = None
+    router_loss_over: str = "sequence"  # of ROUTER_LOSSES
 
     peft_task = "CAUSAL_LM"
 
@@ -66,7 +67,7 @@ class TextFamily(Family):
                 f"model type {config.model_type!r} cannot be trained on text: {type(model).__name__} also requires"
                 f" {', '.join(needed)}"
             )
-        find_router_loss(model, self.router_aux_loss)  # raises its errors before weights are read
+        self.check_router_loss(model)
         return model
 
     def load_model(
@@ -88,8 +89,18 @@ class TextFamily(Family):
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
         return find_placeholders(config)
 
+    def check_router_loss(self, model: PreTrainedModel) -> None:
+        """ValueError if the model has no auxiliary loss of experts for the options, before weights are read."""
+        coefficient = find_router_loss(model, self.router_aux_loss)
+        if ROUTER_LOSSES[self.router_loss_over] and not coefficient:
+            raise ValueError(
+                f"--router-loss-over {self.router_loss_over} has no effect without a load-balancing loss: add"
+                " --router-aux-loss, such as 0.001, or remove the option"
+            )
+
     def open_reader(self, model: PreTrainedModel) -> "TextReader":
-        return TextReader(model, router_aux_loss=find_router_loss(model, self.router_aux_loss))
+        coefficient = find_router_loss(model, self.router_aux_loss)
+        return TextReader(model, router_aux_loss=coefficient, router_loss_over=self.router_loss_over)
 
 
 def choose_auto_class(config: PreTrainedConfig) -> Any:
@@ -127,7 +138,7 @@ class Projection:
 class TextReader(Reader):
     """Reads rows with a language model, and returns the projection that computes its logits."""
 
-    def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0):
+    def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):
         super().__init__(model)
         config = text_config(model.config)
         caps = (getattr(config, name, None) for name in SOFTCAPS)
@@ -142,6 +153,7 @@ class TextReader(Reader):
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
         self.chunk_size = config.attention_chunk_size if is_chunked else None
         self.router_aux_loss = router_aux_loss
+        self.looks_ahead = ROUTER_LOSSES[router_loss_over]
         self.routed = dict(output_router_logits=True) if router_aux_loss else {}
 
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
@@ -153,11 +165,19 @@ class TextReader(Reader):
         outputs = find_decoder(self.model)(**inputs, **self.routed)
         if self.router_aux_loss:
             router_sum, loads = sum_router_losses(
-                outputs.router_logits, micro_batch.row, num_chosen=count_chosen(self.model)
+                outputs.router_logits,
+                micro_batch.row,
+                num_chosen=count_chosen(self.model),
+                loads_of_batch=self.shared,
             )
             self.extra_losses = {"tokens": self.router_aux_loss * router_sum}
             self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}
         return outputs.last_hidden_state
+
+    def look_ahead(self, micro_batch: MicroBatch) -> Tensor:  # (E,) fp64
+        """How often each expert is chosen, over all layers."""
+        self.encode(micro_batch)
+        return self.reports["expert_loads"].double().sum(0)
 
     def embed(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Decoder arguments that add to or replace the row's token ids."""

@@ -166,6 +166,7 @@ class VisionLanguageFamily(Family):
                 model.get_parameter(name).requires_grad_(False)
         if not any(param.requires_grad for param in model.parameters()):
             raise ValueError(f"--freeze {' '.join(self.freeze)}: nothing is left to train")
+        self.text.check_router_loss(model)
         return model
 
     def load_model(
@@ -179,7 +180,8 @@ class VisionLanguageFamily(Family):
         return replace(self, vision_inputs=VisionInputs(config, trust_remote_code=trust_remote_code))
 
     def open_reader(self, model: PreTrainedModel) -> "VisionLanguageReader":
-        return VisionLanguageReader(model, router_aux_loss=find_router_loss(model, self.text.router_aux_loss))
+        coefficient = find_router_loss(model, self.text.router_aux_loss)
+        return VisionLanguageReader(model, router_aux_loss=coefficient, router_loss_over=self.text.router_loss_over)
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
         """Placeholder ids for videos and audio."""
@@ -234,8 +236,8 @@ class VisionLanguageFamily(Family):
 class VisionLanguageReader(TextReader):
     """Reads rows with a vision-language model: the tower encodes images, whose features replace placeholders."""
 
-    def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0):
-        super().__init__(model, router_aux_loss=router_aux_loss)
+    def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):
+        super().__init__(model, router_aux_loss=router_aux_loss, router_loss_over=router_loss_over)
         self.base = find_vision_base(model)
         decoder = inspect.signature(type(find_decoder(model)).forward).parameters
         self.feeds_layers = "deepstack_visual_embeds" in decoder  # features of several layers (Qwen3-VL)

@@ -7,6 +7,7 @@ from pathlib import Path
 from corpus.mixture import WEIGHED_BY
 from corpus.reader import read_sidecar
 from corpus.rows import IMPLEMENTED_ROWS
+from families.router_loss import ROUTER_LOSSES
 from families.vision import FREEZABLE
 from lifecycle.tracker_packages import PACKAGES
 from methods.full import Full
@@ -57,6 +58,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "preset": PRESETS,
     "reshard_after_backward": KEEPING,
     "reshard_after_forward": RESHARDING,
+    "router_loss_over": ROUTER_LOSSES,
     "sharding": ("full", "hybrid"),
     "weight_average": ("none", *AVERAGES),
     "teacher_divergence": {*FROM_TOP, *FROM_LOGITS},
@@ -94,6 +96,7 @@ def choose_settings(options: TrainOptions) -> Settings:
         options.preference,
         options.teacher,
         options.optimization.router_aux_loss,
+        options.optimization.router_loss_over,
         None if alpha is None else EmbeddingNoise(alpha, seed=seed),
         head_seed=seed,
     )

@@ -79,20 +79,26 @@ def train_step(
     return sums
 
 
-def sum_ahead(model: PackedModel, batch: Batch, world: World) -> Tensor | None:
-    """Sums the value that a global batch's losses share over its micro-batches and ranks; None if they share none.
+def sum_ahead(model: PackedModel, batch: Batch, world: World) -> dict[str, Tensor]:
+    """Sums that a global batch's losses share, over its micro-batches and ranks; empty if they share none.
 
     This is an additional forward pass over the whole batch, without gradients.
     """
-    if not model.loss.looks_ahead:
-        return None
-    total = sum(model.look_ahead(micro_batch.to(world.device)) for micro_batch in batch.micro_batches)
-    dist.all_reduce(total)
-    return total
+    totals: dict[str, Tensor] = {}
+    for micro_batch in batch.micro_batches if model.looks_ahead else ():
+        for name, own in model.look_ahead(micro_batch.to(world.device)).items():
+            totals[name] = totals[name] + own if name in totals else own
+    for total in totals.values():
+        dist.all_reduce(total)
+    return totals
 
 
 def run_backward(
-    model: PackedModel, micro_batch: MicroBatch, divisors: Mapping[str, float], *, shared: Tensor | None = None
+    model: PackedModel,
+    micro_batch: MicroBatch,
+    divisors: Mapping[str, float],
+    *,
+    shared: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Accumulates the micro-batch's gradient; returns its summed loss, an fp32 scalar.
 

@@ -28,7 +28,8 @@ from methods.lora_layers import (
 )
 from methods.lora_merging import Merger
 from methods.lora_product import speed_up
-from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers, whole_weights
+from methods.nf4 import NF4Weight, check_bitsandbytes, fill_packed, pack_layers, whole_weights
+from methods.nf4_experts import adapt_experts, pack_experts
 from model.config import ModelSource
 from model.fingerprints import fingerprint_model
 from model.gathering import WeightGroup, gather_all, gather_parameters
@@ -78,6 +79,7 @@ class LoRA(Method):
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
         self.num_added = self.num_trained = 0
+        self.packed = ""  # name of what is in 4 bits
         self.unpacked = ""  # description of the blocks' frozen matrices that are not in 4 bits
         self.base: dict[str, str | None] = {}  # on rank 0: the adapters' base model
         self.merger: Merger | None = None
@@ -156,15 +158,18 @@ class LoRA(Method):
         self.saved_names = find_saved_names(model)
         if self.is_packed:
             pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
+            has_experts = pack_experts(meta.blocks, compute_dtype=meta.compute_dtype)
+            self.packed = "linear layers and experts" if has_experts else "linear layers"
             self.unpacked = describe_unpacked(meta.blocks)
         speed_up(model.modules(), adapter=ADAPTER)
+        adapt_experts(model.modules(), adapter=ADAPTER)
         params = list(model.parameters())
         self.num_added = sum(param.numel() for param in params) - before
         self.num_trained = sum(param.numel() for param in params if param.requires_grad)
         return layers, renamed
 
     def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
-        if isinstance(module, NF4Linear) and module.packed.is_meta:
+        if isinstance(module, NF4Weight) and module.packed.is_meta:
             fill_packed(module, name, readers, world=world)
 
     def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
@@ -198,7 +203,7 @@ class LoRA(Method):
     def describe(self) -> str:
         num_layers = len(self.targets.layers) + len(self.targets.experts)
         whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""
-        quantized = f", the blocks' linear layers are in NF4{self.unpacked}" if self.is_packed else ""
+        quantized = f", the blocks' {self.packed} are in NF4{self.unpacked}" if self.is_packed else ""
         numbers = f"{self.num_trained:,} numbers train{quantized}"
         return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
 

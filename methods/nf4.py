@@ -8,6 +8,7 @@ T tokens.
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from ranks.world import World, broadcast_from_rank0
 BLOCK = 64  # weights that share a scale
 SCALE_BLOCK = 256  # scales that share a second-level scale
 NUM_CODES = 256  # values of an 8-bit scale
+MAX_NUMEL = 2**31 - 1  # of a tensor that bitsandbytes' kernels take
 
 
 def check_bitsandbytes() -> None:
@@ -34,38 +36,47 @@ def check_bitsandbytes() -> None:
         )
 
 
-class NF4Linear(nn.Module):
-    """A frozen linear layer whose weight is stored in NF4 and unpacked for each product.
+class NF4Weight(nn.Module):
+    """A frozen weight stored in NF4: a matrix, or one per expert, each quantized by itself.
 
-    `packed` holds, as bytes: in fp32, one scale per 256 scales, the 256 values of these, and their mean; a byte per
-    scale; half a byte per weight.
+    `packed` holds, as bytes: in fp32, one scale per 256 scales, the 256 values of these, and their mean in each matrix;
+    a byte per scale; half a byte per weight.
     """
 
-    def __init__(self, module: nn.Linear | Conv1D, *, compute_dtype: torch.dtype):
+    suffix = ""  # of the parameter's name in the base model, after the module's
+
+    def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, device: torch.device):
         super().__init__()
-        shape = tuple(module.weight.shape)
-        self.is_conv1d = isinstance(module, Conv1D)
-        self.out_features, self.in_features = reversed(shape) if self.is_conv1d else shape
-        num_scales = -(-self.weight_numel // BLOCK)
-        num_floats = -(-num_scales // SCALE_BLOCK) + NUM_CODES + 1
-        self.sizes = (4 * num_floats, num_scales, -(-self.weight_numel // 2))
-        num_bytes = -(-sum(self.sizes) // 4) * 4
-        self.packed = nn.Parameter(
-            torch.empty(num_bytes // compute_dtype.itemsize, dtype=compute_dtype, device=module.weight.device), False
-        )
-        self.bias = module.bias
+        self.packed_shape = shape  # (rows, columns) or (experts, rows, columns)
+        num_bytes = -(-sum(measure_parts(shape)) // 4) * 4
+        packed = torch.empty(num_bytes // compute_dtype.itemsize, dtype=compute_dtype, device=device)
+        self.packed = nn.Parameter(packed, requires_grad=False)
         self.replacement: Callable[[], Tensor] | None = None  # temporary replacement of the weight
 
-    @property
-    def weight_numel(self) -> int:
-        """Number of elements of the packed weight."""
-        return self.in_features * self.out_features
-
-    def read(self, packed: Tensor) -> Tensor:  # (out, in)
+    def read(self, packed: Tensor) -> Tensor:  # of `packed_shape`
         """Unpacks the weight from the gathered `packed`."""
-        if self.replacement is not None:
-            return self.replacement()
-        return unpack(packed, self.sizes, (self.out_features, self.in_features))
+        return unpack(packed, self.packed_shape) if self.replacement is None else self.replacement()
+
+    def orient(self, weight: Tensor) -> Tensor:
+        """The base model's weight as it is packed."""
+        return weight
+
+
+class NF4Linear(NF4Weight):
+    """A frozen linear layer whose weight is stored in NF4 and unpacked for each product."""
+
+    suffix = ".weight"
+
+    def __init__(self, module: nn.Linear | Conv1D, *, compute_dtype: torch.dtype):
+        is_conv1d = isinstance(module, Conv1D)
+        shape = tuple(reversed(module.weight.shape) if is_conv1d else module.weight.shape)
+        super().__init__(shape, compute_dtype=compute_dtype, device=module.weight.device)
+        self.is_conv1d = is_conv1d
+        self.out_features, self.in_features = shape
+        self.bias = module.bias
+
+    def orient(self, weight: Tensor) -> Tensor:
+        return weight.T if self.is_conv1d else weight
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         return PackedProduct.apply(x, self.packed, self.bias, self)
@@ -94,37 +105,78 @@ class PackedProduct(torch.autograd.Function):
         return d_out @ ctx.layer.read(packed), None, None, None
 
 
+def measure_parts(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Bytes of the fp32 numbers, the scales and the codes of a packed weight.
+
+    Scales and codes of each matrix are padded to whole blocks, so that all matrices are unpacked at once.
+    """
+    num_matrices, num_blocks, num_groups = count_blocks(shape)
+    num_floats = num_matrices * num_groups + NUM_CODES + num_matrices
+    return 4 * num_floats, num_matrices * num_groups * SCALE_BLOCK, num_matrices * num_blocks * BLOCK // 2
+
+
+def count_blocks(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Number of matrices, and of each one's blocks and groups of blocks."""
+    num_blocks = -(-shape[-2] * shape[-1] // BLOCK)
+    return math.prod(shape[:-2]), num_blocks, -(-num_blocks // SCALE_BLOCK)
+
+
 def pack(weight: Tensor) -> Tensor:
-    """Packs a weight (out, in), fp32 or bf16, into the flat `NF4Linear.packed` of the same dtype."""
+    """Packs a weight (..., rows, columns), fp32 or bf16, into the flat `NF4Weight.packed` of the same dtype."""
     from bitsandbytes.functional import quantize_4bit
 
-    codes, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    nested = state.state2
-    parts = (nested.absmax, nested.code, state.offset.reshape(1), state.absmax, codes.flatten())
-    flat = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
-    padded = torch.zeros(-(-len(flat) // 4) * 4, dtype=torch.uint8, device=weight.device)
-    padded[: len(flat)] = flat
-    return padded.view(weight.dtype)
+    num_matrices, num_blocks, num_groups = count_blocks(weight.shape)
+    sizes = measure_parts(weight.shape)
+    packed = torch.zeros(-(-sum(sizes) // 4) * 4, dtype=torch.uint8, device=weight.device)
+    floats, scales, codes = split_parts(packed, sizes)
+    absmax, values, means = split_floats(floats, num_matrices)
+    scales, codes = scales.view(num_matrices, -1), codes.view(num_matrices, -1)
+    for i, matrix in enumerate(weight.reshape(num_matrices, *weight.shape[-2:])):
+        own, state = quantize_4bit(matrix.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+        absmax[i * num_groups : (i + 1) * num_groups] = state.state2.absmax
+        values[:] = state.state2.code  # the same for all matrices
+        means[i] = state.offset
+        scales[i, :num_blocks] = state.absmax
+        codes[i, : own.numel()] = own.flatten()
+    return packed.view(weight.dtype)
 
 
-def unpack(packed: Tensor, sizes: tuple[int, int, int], shape: tuple[int, int]) -> Tensor:
-    """Unpacks a weight of `shape` (out, in), in the dtype of `packed`."""
+def unpack(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Unpacks a weight of `shape` (..., rows, columns), in the dtype of `packed`."""
     import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
 
-    floats, scales, codes, _ = packed.view(torch.uint8).split([*sizes, packed.nbytes - sum(sizes)])
-    floats = floats.view(torch.float32)
-    absmax, values, mean = floats.split([len(floats) - NUM_CODES - 1, NUM_CODES, 1])
+    num_matrices, num_blocks, _ = count_blocks(shape)
+    floats, scales, codes = split_parts(packed.view(torch.uint8), measure_parts(shape))
+    absmax, values, means = split_floats(floats, num_matrices)
     ops = torch.ops.bitsandbytes
-    scales = ops.dequantize_blockwise(scales, absmax, values, SCALE_BLOCK, torch.float32) + mean
-    return ops.dequantize_4bit(codes[:, None], scales, BLOCK, "nf4", shape, packed.dtype)
+    scales = ops.dequantize_blockwise(scales, absmax, values, SCALE_BLOCK, torch.float32)
+    scales = scales.view(num_matrices, -1)[:, :num_blocks] + means[:, None]
+    step = max(1, MAX_NUMEL // (num_blocks * BLOCK))  # matrices at a time
+    parts = [
+        ops.dequantize_4bit(part.reshape(-1, 1), own.flatten(), BLOCK, "nf4", (own.numel(), BLOCK), packed.dtype)
+        for part, own in zip(codes.view(num_matrices, -1).split(step), scales.split(step), strict=True)
+    ]
+    padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return padded.view(num_matrices, -1)[:, : shape[-2] * shape[-1]].reshape(shape)
 
 
-def fill_packed(layer: NF4Linear, name: str, readers: dict[str, Reader], *, world: World) -> None:
+def split_parts(packed: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The fp32 numbers, the scales and the codes of a packed weight, as views of its bytes."""
+    floats, scales, codes, _ = packed.split([*sizes, packed.nbytes - sum(sizes)])
+    return floats.view(torch.float32), scales, codes
+
+
+def split_floats(floats: Tensor, num_matrices: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The scales of scales, the values of an 8-bit scale, and the mean scale of each matrix."""
+    return floats.split([len(floats) - NUM_CODES - num_matrices, NUM_CODES, num_matrices])
+
+
+def fill_packed(layer: NF4Weight, name: str, readers: dict[str, Reader], *, world: World) -> None:
     """Fills a meta layer with rank 0's weight, packed before broadcasting: only one weight is ever unpacked."""
     packed = None
     if world.rank == 0:
-        weight = readers.pop(f"{name}.weight")().to(world.device, layer.packed.dtype)
-        packed = pack(weight.T if layer.is_conv1d else weight).view(torch.uint8)
+        weight = readers.pop(f"{name}{layer.suffix}")().to(world.device, layer.packed.dtype)
+        packed = pack(layer.orient(weight)).view(torch.uint8)
     received = broadcast_from_rank0(packed, (layer.packed.nbytes,), dtype=torch.uint8, device=world.device)
     layer.packed = nn.Parameter(received.view(layer.packed.dtype), requires_grad=False)
 
@@ -133,15 +185,11 @@ def fill_packed(layer: NF4Linear, name: str, readers: dict[str, Reader], *, worl
 def whole_weights(model: nn.Module, read: Callable[[str], Tensor] | None, *, world: World) -> Iterator[None]:
     """Makes each layer use the weight that rank 0 reads by its name, broadcast when needed, inside this block."""
 
-    def receive(layer: NF4Linear, name: str) -> Tensor:
-        weight = None
-        if world.rank == 0:
-            weight = read(f"{name}.weight")
-            weight = weight.T if layer.is_conv1d else weight
-        shape, dtype = (layer.out_features, layer.in_features), layer.packed.dtype
-        return broadcast_from_rank0(weight, shape, dtype=dtype, device=world.device)
+    def receive(layer: NF4Weight, name: str) -> Tensor:
+        weight = layer.orient(read(f"{name}{layer.suffix}")) if world.rank == 0 else None
+        return broadcast_from_rank0(weight, layer.packed_shape, dtype=layer.packed.dtype, device=world.device)
 
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Weight)}
     for name, layer in layers.items():
         layer.replacement = functools.partial(receive, layer, name)
     try:

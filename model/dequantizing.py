@@ -25,6 +25,7 @@ MXFP4_BYTES = 16  # bytes of the 32 weights that share a scale
 ROWS_AT_A_TIME = 1024  # rows of an fp8 matrix converted at once, which limits memory in fp32
 ROW_LAYOUT = 0  # bitsandbytes' code for row-major 8-bit weights
 BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # sizes of dtypes that 4-bit weights are stored in
+MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 COMPRESSED_PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
                     "weight_global_scale")  # fmt: skip
 
@@ -117,6 +118,32 @@ def read_fp8(quantized: Stored, scale: Stored, block: tuple[int, int], dtype: to
     return weight
 
 
+def open_fp8_rows(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
+    """Opens fp8 matrices with a scale a row (FBGEMM) or a single one (Model Optimizer)."""
+    for key in [key for key, tensor in parts.items() if tensor.dtype in FP8]:
+        scale, shape = take_part(parts, f"{key}_scale", of=key), parts[key].shape
+        num_scales = math.prod(scale.shape)
+        if len(shape) != 2 or num_scales not in (1, shape[0]) or scale.dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(
+                f"{key} {list(shape)} has scales {list(scale.shape)} {scale.dtype}; expected a matrix with a floating-"
+                "point scale a row, or a single one"
+            )
+        block = (shape[0] // num_scales, shape[1])
+        parts[key] = Stored(functools.partial(read_fp8, parts[key], scale, block, dtype), shape, "")
+    refuse_leftovers(key for key in parts if key.endswith(".weight_scale"))
+    return parts
+
+
+def check_modelopt(settings: Settings) -> None:
+    """ValueError for algorithms of Model Optimizer other than fp8 with a scale a tensor or a row."""
+    algorithm = settings.get("quant_algo")
+    if algorithm not in MODELOPT_ALGORITHMS:
+        raise ValueError(
+            f"quantization_config: Model Optimizer's quant_algo is {algorithm!r}, which cannot be dequantized here"
+            f" ({', '.join(MODELOPT_ALGORITHMS)} can): use the bf16 release"
+        )
+
+
 # bitsandbytes
 
 
@@ -175,10 +202,15 @@ def open_4bit(parts: dict[str, Stored], name: str, own: dict[str, Stored], dtype
 
 
 def read_4bit(packed: Stored, own: dict[str, Stored], dtype: torch.dtype) -> Tensor:
+    """Unpacks as rows of one block each, since bitsandbytes' CPU kernel misreads rows that end within a block."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     state = QuantState.from_dict({key: stored.read() for key, stored in own.items()}, device=torch.device("cpu"))
-    return dequantize_4bit(packed.read().view(torch.uint8).view(-1, 1), state).to(dtype)
+    shape, numel = state.shape, math.prod(state.shape)
+    state.shape = torch.Size((-(-numel // state.blocksize), state.blocksize))
+    codes = torch.zeros(state.shape.numel() // 2, 1, dtype=torch.uint8)
+    codes[: -(-numel // 2)] = packed.read().view(torch.uint8).view(-1, 1)
+    return dequantize_4bit(codes, state).flatten()[:numel].view(shape).to(dtype)
 
 
 def read_8bit(weight: Stored, scale: Stored, dtype: torch.dtype) -> Tensor:

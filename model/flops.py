@@ -179,7 +179,8 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     blocks = find_blocks(model)
     mixers = [module for block in blocks for mixer in find_mixers(block) for module in mixer.modules()]
     states = sum(count_state_products(module) for module in mixers)
-    packed = sum(getattr(module, "weight_numel", 0) for module in model.modules())  # packed weights of methods
+    shapes = [module.packed_shape for module in model.modules() if hasattr(module, "packed_shape")]  # of methods
+    packed = sum(math.prod(shape) * (active if len(shape) == 3 else 1) for shape in shapes)
     matrices, forward = matrices + 12 * states + 4 * packed, forward + 4 * states + 2 * packed
     # On average a token sees half a chunk, but a full window.
     windows = {

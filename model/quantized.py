@@ -18,20 +18,23 @@ from disk import read_object
 from model.dequantizing import (
     FP8,
     Settings,
+    check_modelopt,
     name_format,
     open_bitsandbytes,
     open_compressed,
     open_fp8,
+    open_fp8_rows,
     open_mxfp4,
     read_compression,
 )
+from model.packed_integers import check_awq, check_gptq, open_awq, open_gptq
 from pretrained.stored import Stored
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
 
 # Scales of activations, keys and values, which affect rounding in inference but not the weights.
 OF_ACTIVATIONS = re.compile(
-    r"\.(activation_scale|(input|output|q|k|v)_(scale|zero_point|global_scale)|input_activation_scale)$"
+    r"\.(activation_scale|(input|output|q|k|v)_(scale|zero_point|global_scale)|input_activation_scale|input_scale_ub)$"
 )
 # Suffix that a quantized release's name adds to the original model's.
 OF_QUANTIZED_NAMES = re.compile(
@@ -47,22 +50,42 @@ KINDS: dict[str, Callable[[dict[str, Stored], Settings, torch.dtype], dict[str, 
     "mxfp4": open_mxfp4,
     "fp8": open_fp8,
     "mxfp8": open_fp8,
+    "fbgemm_fp8": open_fp8_rows,
+    "modelopt": open_fp8_rows,
+    "gptq": open_gptq,
+    "awq": open_awq,
     "bitsandbytes": open_bitsandbytes,
     "compressed-tensors": open_compressed,
 }
+TRANSPOSING = ("bitsandbytes", "gptq", "awq")  # kinds that store weights of Conv1D as those of linear layers
+SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # of releases older than the key
 PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
 
 
 def find_quantization(model_dir: str | Path) -> Settings | None:
-    """The quantization settings in a model's config, None without any; ValueError if they are not an object."""
+    """The quantization settings of a model, None without any; ValueError if they are not an object."""
     config = read_object(Path(model_dir) / "config.json")
     texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
     if not found:
-        return None
+        return find_side_settings(Path(model_dir))
     if not isinstance(found[0], dict):
         raise ValueError(f"{model_dir}/config.json: quantization_config is {found[0]!r:.80}, not a JSON object")
-    return found[0]
+    return unnest(found[0])
+
+
+def find_side_settings(model_dir: Path) -> Settings | None:
+    """Quantization settings in a file of their own, as older releases have them."""
+    for name, kind in SIDE_FILES.items():
+        if (model_dir / name).is_file():
+            return {"quant_method": kind} | unnest(read_object(model_dir / name))
+    return None
+
+
+def unnest(settings: Settings) -> Settings:
+    """Model Optimizer's settings, which may be one level deeper."""
+    inner = settings.get("quantization")
+    return settings | inner if isinstance(inner, dict) else settings
 
 
 def forget_quantization(config: PreTrainedConfig) -> None:
@@ -93,8 +116,8 @@ def check_quantization(settings: Settings, model_dir: str) -> str:
             f"--model-name-or-path {model_dir}: the weights are quantized by {kind}, and dequantizing them needs the"
             f" package {kind}, which is not installed: pip install {kind}"
         )
-    if kind == "compressed-tensors":
-        check_compression(settings)
+    if (check := CHECKS.get(kind)) is not None:
+        check(settings)
     return kind
 
 
@@ -113,11 +136,12 @@ def choose_dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def check_modules(settings: Settings, model: nn.Module) -> None:
-    """ValueError if the model has layers whose weights bitsandbytes stores transposed."""
-    if name_kind(settings) == "bitsandbytes" and any(isinstance(module, Conv1D) for module in model.modules()):
+    """ValueError if the model has layers whose weights this kind of quantization stores transposed."""
+    kind = name_kind(settings)
+    if kind in TRANSPOSING and any(isinstance(module, Conv1D) for module in model.modules()):
         raise ValueError(
-            "bitsandbytes stores some of this model's weights (of Conv1D) transposed, and does not record which: use"
-            " the bf16 release"
+            f"{kind} stores some of this model's weights (of Conv1D) transposed, and does not record which: use the"
+            " bf16 release"
         )
 
 
@@ -145,3 +169,11 @@ def check_compression(settings: Settings) -> None:
             "quantization_config: the weights are also rotated (transform_config) or stored sparsely (sparsity_config),"
             " which cannot be undone here: use the bf16 release"
         )
+
+
+CHECKS: dict[str, Callable[[Settings], None]] = {
+    "compressed-tensors": check_compression,
+    "modelopt": check_modelopt,
+    "gptq": check_gptq,
+    "awq": check_awq,
+}

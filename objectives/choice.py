@@ -30,6 +30,7 @@ class Settings:
     preference: PreferenceOptions = field(default_factory=PreferenceOptions)
     teacher: TeacherOptions = field(default_factory=TeacherOptions)
     router_aux_loss: float | None = None
+    router_loss_over: str = "sequence"
     noise: EmbeddingNoise | None = None
     head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
 
@@ -44,7 +45,7 @@ class Kind:
 
 
 def make_text_family(settings: Settings) -> TextFamily:
-    return TextFamily(settings.router_aux_loss)
+    return TextFamily(settings.router_aux_loss, settings.router_loss_over)
 
 
 def make_vision_family(settings: Settings) -> VisionLanguageFamily:

@@ -1,7 +1,7 @@
 """A model that maps a packed micro-batch to its summed loss: a family reads the row, an objective knows the targets."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,8 @@ from families.family import Reader
 from families.micro_batch import MicroBatch
 from objectives.objective import Objective, Scores
 from ranks.compilation import Compiled
+
+LOSS, READER = "loss", "reader"  # who needs sums over the global batch
 
 
 class PackedModel(nn.Module):
@@ -48,10 +50,18 @@ class PackedModel(nn.Module):
         """Other sums over the last micro-batch, by name; of the same shapes on every rank."""
         return self.reader.reports
 
-    def forward(self, micro_batch: MicroBatch, shared: Tensor | None = None) -> Tensor:
-        """The loss summed over the micro-batch's targets: an fp32 scalar."""
-        self.reader.extra_losses, self.reader.reports = {}, {}
-        return self.loss.sum(self.reader, micro_batch, shared=shared)
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the losses of a global batch share sums over all of it (`look_ahead`)."""
+        return self.loss.looks_ahead or self.reader.looks_ahead
+
+    def forward(self, micro_batch: MicroBatch, shared: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The loss summed over the micro-batch's targets: an fp32 scalar. `shared`: sums of `look_ahead`."""
+        shared = shared or {}
+        self.reader.extra_losses, self.reader.reports, self.reader.shared = {}, {}, shared.get(READER)
+        loss_sum = self.loss.sum(self.reader, micro_batch, shared=shared.get(LOSS))
+        self.reader.shared = None
+        return loss_sum
 
     @torch.no_grad()
     def prepare(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -64,8 +74,10 @@ class PackedModel(nn.Module):
         return predict(self.reader, micro_batch)
 
     @torch.no_grad()
-    def look_ahead(self, micro_batch: MicroBatch) -> Tensor:
-        return self.loss.look_ahead(self.reader, micro_batch)
+    def look_ahead(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Sums that the micro-batch adds to those which all losses of its global batch share, by who needs them."""
+        sums = {LOSS: self.loss.look_ahead(self.reader, micro_batch)} if self.loss.looks_ahead else {}
+        return sums | ({READER: self.reader.look_ahead(micro_batch)} if self.reader.looks_ahead else {})
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> Scores:

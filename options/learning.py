@@ -168,6 +168,9 @@ class OptimizationOptions:
     router_aux_loss: float | None = None
     """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
     without output_router_logits."""
+    router_loss_over: Literal["sequence", "global-batch"] = "sequence"
+    """Tokens over which the load-balancing loss is computed. sequence: each sequence by itself; global-batch: all
+    tokens of a step, so that experts may specialize on some samples; costs a forward pass."""
     neftune_alpha: float | None = None
     """NEFTune: add uniform noise of at most this / sqrt(tokens x hidden size) to each sample's embeddings in training;
     5 to 15 are usual."""
@@ -239,4 +242,4 @@ class LoRAOptions:
     """Content of an export: the adapter, for peft and vLLM; the model with the adapter merged into its weights; or
     both, with the adapter in the subdirectory adapter/."""
     base_quantization: Literal["none", "nf4"] = "none"
-    """nf4: hold the weights of the blocks' linear layers in 4 bits (QLoRA; pip install peft bitsandbytes)."""
+    """nf4: hold the blocks' linear layers and experts in 4 bits (QLoRA; pip install peft bitsandbytes)."""

@@ -15,7 +15,9 @@ class ObjectiveFacts:
 
 
 REFERENCE_OPTIONS = ("preference_beta", "reference_model", "reuse_reference_only")
-NO_ROUTER_LOSS = {"router_aux_loss": "whose models have no such loss in transformers"}
+NO_ROUTER_LOSS = dict.fromkeys(
+    ("router_aux_loss", "router_loss_over"), "whose models have no such loss in transformers"
+)
 OF_SEQUENCES = {"context_parallel": "whose targets are of whole sequences"}
 SAME_NOISE = {"neftune_alpha": "whose answers would get different noise"}
 CLASSIFIER = ObjectiveFacts(

@@ -54,7 +54,7 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
         micro_batch = micro_batch.to(world.device)
         times = [now(world)]
         micro_batch = model.prepare(micro_batch)
-        if model.loss.looks_ahead:
+        if model.looks_ahead:
             model.look_ahead(micro_batch)
         run_backward(model, micro_batch, batch.divisors)
         times.append(now(world))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
@@ -20,7 +20,8 @@ from sampler import draw_samples
 
 BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
 CONFIGS = FAMILIES | {
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    "llama_64": LlamaConfig(**SHAPE | dict(hidden_size=64, intermediate_size=128)),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
 LORA = dict(lora=True, lora_rank=4, lora_alpha=16.0, seed=SEED, max_steps=STEPS, lora_export="both",
             checkpoint_every_steps=2)  # fmt: skip

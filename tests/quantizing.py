@@ -27,6 +27,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES
 
 WIDE = SHAPE | dict(hidden_size=64, intermediate_size=96, dtype="bfloat16")
 QWEN3 = Qwen3Config(**WIDE, head_dim=16)
+QWEN3_64 = Qwen3Config(**WIDE | dict(intermediate_size=128), head_dim=16)  # whose rows are whole blocks of 64
 QWEN3_MOE = Qwen3MoeConfig(**WIDE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 GPT_OSS = GptOssConfig(
     **WIDE, head_dim=16, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
@@ -121,11 +122,11 @@ def save_fp8_whole(path: Path) -> None:
     rewrite(path, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, quantize)
 
 
-def save_bitsandbytes(path: Path, **settings: object) -> None:
-    save_bf16(QWEN3, path)
-    config = BitsAndBytesConfig(**settings)
+def save_bitsandbytes(path: Path, config: PreTrainedConfig = QWEN3_64, **settings: object) -> None:
+    save_bf16(config, path)
+    quantization = BitsAndBytesConfig(**settings)
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, quantization_config=config, device_map="cpu"
+        path, dtype=torch.bfloat16, quantization_config=quantization, device_map="cpu"
     )
     model.save_pretrained(path)
 

@@ -68,8 +68,8 @@ def test_models_that_would_be_read_wrongly_are_refused(world, tmp_path):
     with pytest.raises(ValueError, match="contain two different ones"):
         build(tied, world)
     quantized = save_model(FAMILIES["llama"], tmp_path / "quantized")
-    change_config(quantized, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ValueError, match="the weights are quantized by 'gptq'"):
+    change_config(quantized, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(ValueError, match="the weights are quantized by 'hqq'"):
         load_source(quantized)
     incomplete = save_model(FAMILIES["llama"], tmp_path / "incomplete")
     weights = load_file(incomplete / "model.safetensors")

@@ -124,12 +124,12 @@ def test_packed_weights_are_bitsandbytes_own(world):
     from torch import nn
 
     for dtype in (torch.float32, torch.bfloat16):
-        for shape in ((96, 64), (33, 50), (256, 1024)):
+        for shape in ((96, 64), (33, 128), (256, 1024)):
             whole = nn.Linear(shape[1], shape[0], dtype=dtype)
             layer = NF4Linear(whole, compute_dtype=dtype)
             layer.packed = nn.Parameter(pack(whole.weight.data), requires_grad=False)
             codes, state = quantize_4bit(whole.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4")
-            unpacked = unpack(layer.packed, layer.sizes, shape)
+            unpacked = unpack(layer.packed, shape)
             assert torch.equal(unpacked, dequantize_4bit(codes, state))
             assert layer.packed.nbytes < 0.6 * whole.weight.numel() + 2000
             x = torch.randn(7, shape[1], dtype=dtype, requires_grad=True)
@@ -146,7 +146,7 @@ def test_an_adapter_of_a_quantized_base_is_the_same_on_one_that_transformers_qua
 ):
     # Its kernel for processors with avx512_bf16 rounds scales to bf16, and takes no rows shorter than 64.
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
-    inputs = make_inputs(tmp_path, "llama")
+    inputs = make_inputs(tmp_path, "llama_64")  # other columns its kernel for processors misreads
     with caplog.at_level("INFO", logger="mini_trainer"):
         export = train(world, inputs, tmp_path / "run", base_quantization="nf4")
     said = re.search(r"loss of ([\d.]+) on the original weights.* of ([\d.]+) on the NF4 weights", caplog.text)
@@ -247,8 +247,8 @@ def test_the_start_says_which_weights_are_not_in_4_bits(family, dtype, world, tm
     others = [param for param in own.model.layers.parameters() if param.ndim > 1 and id(param) not in linear]
     assert bool(others) == (family == "mixtral") == ("except for" in method.describe())
     if others:
-        num_bytes = sum(param.nbytes for param in others)
-        assert f"except for {num_bytes:,} bytes (0.00 GB) in {str(dtype)[6:]}: experts.gate_up" in method.describe()
+        num_bytes = sum(param.nbytes for param in others if param.ndim == 2)
+        assert f"except for {num_bytes:,} bytes (0.00 GB) in {str(dtype)[6:]}: gate.weight" in method.describe()
 
 
 @pytest.mark.parametrize(

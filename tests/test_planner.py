@@ -43,6 +43,7 @@ SIMULATIONS = [  # family, options
     wide("llama", dict(lora=True)),
     wide("mixtral", dict(lora=True, compute_dtype="bfloat16")),
     ("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
+    ("mixtral", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     wide("qwen3", dict(activation_checkpointing="none")),
     wide("gemma2_softcaps", dict(activation_checkpointing="full")),
     wide("phi_head_bias", dict(activation_checkpointing="selective")),

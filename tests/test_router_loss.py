@@ -1,9 +1,10 @@
-"""The experts' auxiliary loss: transformers' own over one sequence at a time, however the batch is divided."""
+"""The experts' auxiliary loss: transformers' own of each sequence or of the global batch, however it is divided."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from forked import run_forked
 from hand_made import read_triple
 from in_process import train_here, train_on
@@ -20,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3VLMoeConfig,
 )
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
@@ -97,7 +99,9 @@ def options_of(model: str, data_path: str) -> dict:
     return options | dict(router_aux_loss=COEFFICIENT, min_samples_per_checkpoint=10**6, adam_eps=1e-6)
 
 
-def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[float], list[float]]:
+def train_plainly(
+    model_dir: str, data_path: str, *, over: str = "sequence"
+) -> tuple[list[float], list[float], list[float]]:
     """By transformers alone, a sequence at a time: losses, auxiliary losses, gradient norms."""
     data = Mixture([TokenizedData(data_path)])
     has_vision = Path(model_dir).name in VISION_MODELS
@@ -117,17 +121,44 @@ def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[flo
         num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in counted)
         num_tokens = sum(len(ids) for ids, _ in counted)
         losses.append(0.0), router_losses.append(0.0)
+        if over == "global-batch":
+            router_loss = balance_together(model, [ids for ids, _ in counted])
+            (COEFFICIENT * router_loss).backward()
+            router_losses[-1] = router_loss.item()
         for ids, labels in counted:
             outputs = model(input_ids=ids[None], use_cache=False, output_router_logits=True)
             loss = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[1:], reduction="sum") / num_targets
-            router_loss = outputs.aux_loss * len(ids) / num_tokens
-            (loss + COEFFICIENT * router_loss).backward()
             losses[-1] += loss.item()
-            router_losses[-1] += router_loss.item()
+            if over == "sequence":
+                router_loss = outputs.aux_loss * len(ids) / num_tokens
+                router_losses[-1] += router_loss.item()
+                loss = loss + COEFFICIENT * router_loss
+            loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"]).item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, router_losses, norms
+
+
+def balance_together(model: torch.nn.Module, sequences: list[torch.Tensor]) -> torch.Tensor:
+    """transformers' loss of these sequences as if they were one."""
+    logits = [model(input_ids=ids[None], use_cache=False, output_router_logits=True).router_logits for ids in sequences]
+    together = tuple(map(torch.cat, zip(*logits, strict=True)))  # (tokens, experts) of each layer
+    num_chosen = model.config.get_text_config().num_experts_per_tok
+    return load_balancing_loss_func(together, together[0].shape[-1], num_chosen)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", wide("mixtral"), wide("jetmoe"), wide("qwen3_vl_moe")])
+def test_the_loss_of_a_global_batch_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
+    options = options_of(paths[name], data_path) | dict(max_tokens_per_gpu=41, router_loss_over="global-batch")
+    train_here(world, **options, output_dir=str(tmp_path / "run"))
+    rows = read_rows(tmp_path / "run")
+    losses, router_losses, norms = train_plainly(paths[name], data_path, over="global-batch")
+    assert max(row["grad_accum"] for row in rows) > 1
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["router_aux_loss"] for row in rows] == pytest.approx(router_losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
+    assert router_losses[0] != pytest.approx(train_plainly(paths[name], data_path)[1][0], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *VISION_MODELS])
@@ -140,8 +171,21 @@ def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path
     assert all(0.2 < row["expert_balance"] <= 1 for row in rows)
 
 
+@pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {}), wide(2, dict(context_parallel=2))])
+def test_neither_ranks_nor_caps_change_the_loss_of_a_global_batch(
+    num_ranks, changes, paths, data_path, world, tmp_path
+):
+    options = options_of(paths["mixtral"], data_path) | dict(router_loss_over="global-batch")
+    train_here(world, **options, output_dir=str(tmp_path / "one"))
+    train_on(num_ranks, world, **options | dict(max_tokens_per_gpu=50) | changes, output_dir=tmp_path / "other")
+    for row, expected in zip(*(read_rows(tmp_path / name) for name in ("other", "one")), strict=True):
+        for key in ("loss", "router_aux_loss", "grad_norm", "expert_balance"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-4), key
+
+
 @pytest.mark.wide
-def test_neither_ranks_nor_caps_nor_how_it_is_computed_change_it(paths, data_path, world, tmp_path, monkeypatch):
+@pytest.mark.parametrize("over", ["sequence", "global-batch"])
+def test_neither_ranks_nor_caps_nor_how_it_is_computed_change_it(over, paths, data_path, world, tmp_path, monkeypatch):
     """The last layout has ranks with nothing to do."""
     layouts = {
         "one": (1, {}),
@@ -151,10 +195,11 @@ def test_neither_ranks_nor_caps_nor_how_it_is_computed_change_it(paths, data_pat
     }
     rows = {}
     for layout, (num_ranks, changes) in layouts.items():
-        train_on(num_ranks, world, **options_of(paths["mixtral"], data_path) | changes, output_dir=tmp_path / layout)
+        options = options_of(paths["mixtral"], data_path) | dict(router_loss_over=over)
+        train_on(num_ranks, world, **options | changes, output_dir=tmp_path / layout)
         rows[layout] = read_rows(tmp_path / layout)
     compile_by("eager", monkeypatch)
-    train_here(world, **options_of(paths["mixtral"], data_path), compile=True, output_dir=str(tmp_path / "compiled"))
+    train_here(world, **options, compile=True, output_dir=str(tmp_path / "compiled"))
     rows["compiled"] = read_rows(tmp_path / "compiled")
     for layout in rows:
         for row, expected in zip(rows[layout], rows["one"], strict=True):
@@ -171,6 +216,12 @@ def test_the_models_config_decides_where_the_option_does_not(data_path, world, t
     assert "router_aux_loss" in read_rows(tmp_path / "config")[0]
     assert "router_aux_loss" not in read_rows(tmp_path / "none")[0]
     assert build(path, world).reader.router_aux_loss == config.router_aux_loss_coef
+
+
+def test_a_loss_over_the_global_batch_needs_a_loss(paths, data_path, world, tmp_path):
+    options = options_of(paths["mixtral"], data_path) | dict(router_aux_loss=0.0, router_loss_over="global-batch")
+    with pytest.raises(ValueError, match=r"--router-loss-over global-batch has no effect without a load-balancing"):
+        train_here(world, **options, output_dir=str(tmp_path / "run"))
 
 
 def test_models_without_experts_are_refused_by_name(data_path, tmp_path):

@@ -259,7 +259,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "lora_adapter",
     "lora_export",
     "base_quantization",
-    "router_aux_loss",  # test_router_loss.py
+    "router_aux_loss",  # these two: test_router_loss.py
+    "router_loss_over",
     "tiled_mlp",  # these two: test_long_rows.py
     "offload_activations",
     "data_weights",  # these: test_mixture.py
