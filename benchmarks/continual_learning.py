@@ -96,7 +96,7 @@ def prepare(args: argparse.Namespace, work: Path) -> None:
     tasks = make_tasks(num_held_out=args.num_held_out, num_problems=args.num_problems)
     for task, file in (("a", args.task_a), ("b", args.task_b), ("c", args.task_c)):
         if file is not None:
-            chats = [json.loads(line) for line in Path(file).read_text().splitlines()]
+            chats = read_chats(Path(file))
             tasks[task] = (chats[args.num_held_out :], chats[: args.num_held_out])
     texts = (message["content"] for chat in tasks["a"][0] for message in chat["messages"])
     tokenizer = train_tokenizer(texts, vocab_size=args.vocab_size)
@@ -105,14 +105,24 @@ def prepare(args: argparse.Namespace, work: Path) -> None:
     )
     for task, (trained, held_out) in tasks.items():
         for part, chats in (("train", trained), ("held_out", held_out)):
-            source = work / f"{task}_{part}.jsonl"
-            source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-            options = group_options(
-                ProcessDataOptions, input_file=(str(source),), output_file=str(data_path(work, task, part)),
-                model_name_or_path=str(work / "random"), preview=0, num_proc=1,
-            )  # fmt: skip
-            with redirect_stdout(io.StringIO()):
-                process_data(options)
+            write_tokenized(chats, data_path(work, task, part), work / "random")
+
+
+def read_chats(path: Path) -> list[dict]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_tokenized(chats: list[dict], path: Path, model_dir: Path) -> None:
+    """Writes chats, and beside them their tokenized data set to `path`."""
+    source = path.with_suffix(".jsonl")
+    source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    options = group_options(
+        ProcessDataOptions, input_file=(str(source),), output_file=str(path), model_name_or_path=str(model_dir),
+        preview=0, num_proc=1,
+    )  # fmt: skip
+    with redirect_stdout(io.StringIO()):
+        process_data(options)
 
 
 def data_path(work: Path, task: str, part: str) -> Path:
