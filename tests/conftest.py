@@ -23,7 +23,8 @@ settings.load_profile("any machine")
 ALONE = {"test_faults.py"}
 # Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}
-MOST_FROZEN = 300_000  # objects that runs may leave before they are looked through, with all others
+# Objects that runs may leave until all are looked through; imports make twice as many.
+MOST_FROZEN = 300_000
 
 
 def pytest_configure(config: pytest.Config) -> None:

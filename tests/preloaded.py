@@ -20,7 +20,9 @@ for package in ("bitsandbytes", "peft"):
     if importlib.util.find_spec(package) is not None:  # a borrowed GPU's machine may have neither
         importlib.import_module(package)
 pack_batch([2, 1], 2, 1)  # loads what numba has compiled
-parse_options(TrainOptions, flags(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1))
+parse_options(
+    TrainOptions, flags(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1)
+)  # imports more of tyro
 for config in (FAMILIES | HYBRIDS | CLASSIFIERS).values():  # which transformers imports when a model is built
     importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once
