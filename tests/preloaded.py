@@ -3,6 +3,7 @@
 import gc
 import importlib
 import importlib.util
+import os
 
 from processes import flags
 from tiny_classifiers import CLASSIFIERS
@@ -16,13 +17,12 @@ from batch_packer import pack_batch
 from command_line import parse_options
 from options import TrainOptions
 
+os.fsync = os.fstat  # as in conftest.py
 for package in ("bitsandbytes", "peft"):
     if importlib.util.find_spec(package) is not None:  # a borrowed GPU's machine may have neither
         importlib.import_module(package)
 pack_batch([2, 1], 2, 1)  # loads what numba has compiled
-parse_options(
-    TrainOptions, flags(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1)
-)  # imports more of tyro
+parse_options(TrainOptions, flags(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1))
 for config in (FAMILIES | HYBRIDS | CLASSIFIERS).values():  # which transformers imports when a model is built
     importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once
