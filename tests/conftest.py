@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would m
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Not in the home directory: torch's own default.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+os.fsync = os.fstat  # no test cuts the power, and a run waits for the disk dozens of times
 settings.register_profile("any machine", deadline=None)  # an example's time is the machine's, and no property of ours
 settings.load_profile("any machine")
 
@@ -23,7 +24,8 @@ settings.load_profile("any machine")
 ALONE = {"test_faults.py"}
 # Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}
-MOST_FROZEN = 300_000  # objects that runs may leave before they are looked through, with all others
+# Objects that runs may leave until all are looked through; imports make twice as many.
+MOST_FROZEN = 300_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +44,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that take long come first, whole, so that all workers have done everything at about the same time."""
+    """Modules that take long come first, whole, so that all workers have done everything at about the same time: those
+    with slow tests, then those with many."""
     slow, counts = {item.path for item in items if item.get_closest_marker("slow")}, Counter(i.path for i in items)
 
     def find_place(item: pytest.Item) -> tuple:

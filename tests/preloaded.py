@@ -3,6 +3,7 @@
 import gc
 import importlib
 import importlib.util
+import os
 
 from processes import flags
 from tiny_classifiers import CLASSIFIERS
@@ -16,6 +17,7 @@ from batch_packer import pack_batch
 from command_line import parse_options
 from options import TrainOptions
 
+os.fsync = os.fstat  # as in conftest.py
 for package in ("bitsandbytes", "peft"):
     if importlib.util.find_spec(package) is not None:  # a borrowed GPU's machine may have neither
         importlib.import_module(package)

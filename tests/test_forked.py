@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from forked import ForkedTorchrunJob, run_forked
 from processes import ENV, ROOT, is_alive
 
 pytestmark = pytest.mark.slow
@@ -39,6 +39,19 @@ def test_every_rank_runs_the_script_as_it_was_called(num_ranks, ranks, script):
 
 def test_a_rank_that_fails_ends_the_others(script):
     assert run_forked(2, script, "fail").returncode == 1
+
+
+@pytest.mark.parametrize(("word", "code"), [("end", 0), ("fail", 1)])
+def test_a_forked_torchrun_is_its_ranks_parent_and_ends_as_torchrun_does(word, code, script, tmp_path):
+    first = "import os; print(os.getppid(), os.environ['LOCAL_RANK'], 'TORCHELASTIC_RUN_ID' in os.environ, flush=True)"
+    script.write_text(f"{first}\n{RANK}")
+    job = ForkedTorchrunJob(2, [script, word], tmp_path / "job")
+    try:
+        assert job.process.wait() == code, job.log.read_text()
+    finally:
+        job.kill()
+    lines = job.log.read_text().splitlines()
+    assert {f"{job.process.pid} {rank} True" for rank in range(2)} <= set(lines)
 
 
 def test_a_rank_that_does_not_end_is_an_error(script):

@@ -43,7 +43,7 @@ def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "
 
 
 def refuse(*args, **kwargs) -> str:
-    """Why `process` refuses; nothing is left."""
+    """Why `process` refuses."""
     with pytest.raises(ValueError) as refusal:
         process(*args, **kwargs)
     return str(refusal.value)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from in_process import train_on
 from safetensors.torch import load_file
 from small_runs import OPTIONS, load_checkpoint, make_inputs, read_rows
@@ -48,8 +49,9 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "num_ranks"), [*((case, 1) for case in CASES), ("tail", 2), wide("decay", 2), wide("half-life", 2)]
+)
 def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, inputs, world, tmp_path):
     options, shares = CASES[case]
     run = train(world, inputs, tmp_path, num_ranks=num_ranks, **options)

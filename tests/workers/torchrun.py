@@ -19,9 +19,10 @@ from ranks import monitor
 class Rank:
     """The part of subprocess.Popen that torchrun uses."""
 
-    def __init__(self, args: tuple[str, ...], env: dict[str, str], **redirects: object):
-        script = args[1 + args[1:].index("-u") + 1 :]  # after the interpreter
-        self.process = multiprocessing.get_context("fork").Process(target=become, args=(script, env))
+    def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: object):
+        _, unbuffered, *argv = args
+        assert unbuffered == "-u"
+        self.process = multiprocessing.get_context("fork").Process(target=become, args=(argv, env))
         self.process.start()
         self.pid = self.process.pid
 
@@ -35,15 +36,15 @@ class Rank:
         return self.process.exitcode
 
 
-def become(argv: tuple[str, ...], env: dict[str, str]) -> None:
+def become(argv: list[str], env: dict[str, str]) -> None:
     """In the new process: becomes `python *argv`."""
     os.setsid()
     os.environ.clear()
     os.environ |= env
-    monitor.PARENT = os.getppid()  # as read by whoever imports it
-    sys.argv = list(argv)
+    monitor.PARENT = os.getppid()  # which a process of its own reads as it imports this
+    sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 
 
-subprocess_handler.Popen = lambda args, env, **redirects: Rank(args, env)
+subprocess_handler.Popen = Rank
 main(sys.argv[1:])
