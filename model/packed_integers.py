@@ -1,7 +1,7 @@
 """GPTQ and AWQ: integers packed into 32-bit words, with a scale and a zero point a group of inputs and an output.
 
 A layer's weight (out, in) is stored as `qweight`, `qzeros` (groups, out), `scales` (groups, out) and, for GPTQ, `g_idx`
-(in), each input's group: (Frantar et al. 2022, arXiv 2210.17323; Lin et al. 2023, arXiv 2306.00978). Sizes, groups and
+(in), each input's group (Frantar et al. 2022, arXiv 2210.17323; Lin et al. 2023, arXiv 2306.00978). Sizes, groups and
 bits follow from the shapes, so layers may differ in them. Products are exact in fp32 and rounded once.
 """
 

@@ -168,6 +168,7 @@ def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path
         (dict(label_smoothing=1.0), "--label-smoothing 1.0: must be at least 0 and below 1"),
         (dict(objective="token-classification", label_smoothing=1.0), "must be at least 0 and below 1"),
         (dict(objective="token-classification", router_aux_loss=0.1), "whose models have no such loss in transformers"),
+        (dict(objective="token-classification", router_loss_over="global-batch"), "whose models have no such loss in"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(changes, problem):

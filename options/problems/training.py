@@ -151,13 +151,14 @@ def find_objective_problems(options: TrainOptions) -> list[str]:
     objective, values = options.classification.objective, flatten_options(options)
     facts, problems = OBJECTIVES[objective], []
     unused = {name for other in OBJECTIVES.values() for name in other.options} - {*facts.options}
-    given = [flag_name(name) for name in list_all_changed(options) if name in unused]
+    changed = list_all_changed(options)
+    given = [flag_name(name) for name in changed if name in unused]
     if given:
         problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
     problems += [
         f"{flag_name(name)} {values[name]}: cannot be used with --objective {objective}, {reason}"
         for name, reason in facts.excluded.items()
-        if values[name]
+        if values[name] and name in changed
     ]
     if not 0 <= values["label_smoothing"] < 1:
         problems.append(f"--label-smoothing {values['label_smoothing']}: must be at least 0 and below 1")
