@@ -173,4 +173,9 @@ class ProcessDataOptions:
     """HTML page to write, with the report and samples to browse."""
     string_for_printing_masks: str | None = None
     """Text to print for each run of masked tokens, instead of the tokens."""
+    shard: str | None = None
+    """Make only part I of N (3/8) of the output; the process that makes the last part joins them. Processes of torchrun
+    and srun each make one by themselves; 1/1 makes everything."""
+    join: bool = False
+    """Only join the parts that --shard made, with the same other options."""
     rows: RowOptions = field(default_factory=RowOptions)

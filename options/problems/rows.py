@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from options import ProcessDataOptions, RowOptions, flag_name
+from options import ProcessDataOptions, RowOptions, flag_name, parse_shard
 from options.problems.given import list_changed, list_row_sources
 
 # Minimum values of row options; a block is cut one token short if the next would begin with an end-of-text token, and
@@ -22,11 +22,22 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     problems += find_row_problems(o.rows)
     if o.preview < 0:
         problems.append(f"--preview {o.preview}: must be at least 0")
+    if o.shard is not None:
+        problems += find_shard_problems(o)
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
     if o.string_for_printing_masks is not None and o.rows.format == "classification":
         problems.append("--string-for-printing-masks: no effect with --format classification")
     return problems
+
+
+def find_shard_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with --shard, which is given."""
+    try:
+        parse_shard(o.shard)
+    except ValueError as error:
+        return [f"--shard {error}"]
+    return ["--shard has no effect with --join, which joins all parts"] if o.join else []
 
 
 def find_row_problems(o: RowOptions) -> list[str]:
