@@ -102,7 +102,7 @@ def process_data(options: ProcessDataOptions) -> None:
         page=None if options.preview_html is None else Path(options.preview_html),
         is_split=options.rows.validation_share is not None,
     )
-    outputs.check([source.path for source in sources if source.read is None])
+    outputs.check([source.path for source in sources if source.is_local])
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = divide(sources, index, count) if count > 1 else sources
     prepared = prepare(options, sources)

@@ -1,4 +1,5 @@
-"""Splits files into chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories.
+"""Splits files into chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories;
+and such files in object stores and on web servers (corpus/remote.py).
 
 Rows are not parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is skipped.
 
@@ -17,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corpus.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
+from corpus.remote import RemoteFile, find_remote, is_url
 from corpus.tables import DELIMITERS, split_table
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -77,10 +79,24 @@ class Source:
     format: str | None = None
     read: Callable[["Source"], Iterator[Chunk]] | None = None  # returns the rows if they are not in a file
     sections: Sections = Sections()  # to read
+    remote: RemoteFile | None = None  # the file, if `path` is only its name
+
+    def __str__(self) -> str:
+        """Its path or URL."""
+        return str(self.path) if self.remote is None else self.remote.url
 
     @property
     def has_sections(self) -> bool:
-        return self.read is None and self.path.suffix in (".jsonl", ".parquet")
+        divisible = (".jsonl",) if self.remote is not None else (".jsonl", ".parquet")  # a remote one is copied whole
+        return self.read is None and self.path.suffix in divisible
+
+    @property
+    def is_local(self) -> bool:
+        return self.read is None and self.remote is None
+
+    def open(self) -> io.RawIOBase:
+        """The bytes of its file, unbuffered."""
+        return open(self.path, "rb", buffering=0) if self.remote is None else self.remote.open()
 
     @property
     def compression(self) -> str | None:
@@ -91,19 +107,23 @@ class Source:
         return data_ending(self.path)
 
 
-def data_ending(path: Path) -> str:
+def data_ending(path: PurePath) -> str:
     """The ending that shows a file's format: .jsonl for a.jsonl.gz."""
     return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
 def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
-    """The files named by `inputs` (values of `flag`), in their order; files of a directory, recursively, by name.
+    """The files named by `inputs` (values of `flag`), in their order; files of a directory, recursively, by name; URLs
+    of files, folders, or with wildcards.
 
     Raises ValueError for a path that does not exist, has an unknown ending, or is named twice.
     """
     sources = []
-    for path in map(Path, inputs):
-        if path.is_dir():
+    for given in inputs:
+        path = Path(given)
+        if is_url(given):
+            sources += find_at_url(given, flag=flag)
+        elif path.is_dir():
             sources += find_in_directory(path, flag=flag)
         elif not path.is_file():
             raise ValueError(f"{flag} {path}: no such file")
@@ -111,27 +131,39 @@ def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[S
             raise ValueError(f"{flag} {path}: must end in {ENDINGS_IN_WORDS}")
         else:
             sources.append(Source(path, path.name, path.stat().st_size))
-    seen: set[Path] = set()
+    seen: set[Path | str] = set()
     for source in sources:
-        if source.path.resolve() in seen:
-            raise ValueError(f"{flag}: {source.path} is named twice; its rows would count twice")
-        seen.add(source.path.resolve())
+        identity = source.path.resolve() if source.is_local else str(source)
+        if identity in seen:
+            raise ValueError(f"{flag}: {source} is named twice; its rows would count twice")
+        seen.add(identity)
     return sources
+
+
+def find_at_url(url: str, *, flag: str) -> list[Source]:
+    """The file, or the data files below or matching the URL."""
+    found = find_remote(url, flag=flag)
+    if len(found) > 1 or not found:
+        found = [(name, remote) for name, remote in found if is_data_file(PurePath(name))]
+    if not found or data_ending(PurePath(found[0][0])) not in ENDINGS:
+        raise ValueError(f"{flag} {url}: must be, or match or hold, files that end in {ENDINGS_IN_WORDS}")
+    return [Source(Path(name), name, remote.num_bytes, remote=remote) for name, remote in found]
 
 
 def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
     """The directory's data files, except hidden ones and files that process_data.py wrote next to an output."""
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
-    names = sorted(
-        path
-        for path in files
-        if data_ending(path) in ENDINGS
-        and not any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
-        and not path.name.endswith((".meta.json", ".rejected.jsonl"))
-    )
+    names = sorted(path for path in files if is_data_file(path))
     if not names:
         raise ValueError(f"{flag} {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
     return [Source(directory / name, name.as_posix(), (directory / name).stat().st_size) for name in names]
+
+
+def is_data_file(path: PurePath) -> bool:
+    """Whether a file within a directory holds rows."""
+    is_ours = path.name.endswith((".meta.json", ".rejected.jsonl"))
+    is_hidden = any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
+    return data_ending(path) in ENDINGS and not is_ours and not is_hidden
 
 
 def list_sections(source: Source) -> list[int]:
@@ -161,8 +193,8 @@ class HashingReader(io.RawIOBase):
     """A file that is read once, in order. Invariant: `num_bytes`, and `digest` if it `hashes`, cover all bytes read so
     far."""
 
-    def __init__(self, path: Path, *, hashes: bool = True) -> None:
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+    def __init__(self, file: io.RawIOBase, *, hashes: bool = True) -> None:
+        self.file = file
         self.digest = hashlib.sha256()
         self.num_bytes, self.hashes = 0, hashes
 
@@ -188,10 +220,10 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         yield from source.read(source)
         return
     has_end = source.sections.end is None
-    with HashingReader(source.path, hashes=has_end) as raw, refused_if_damaged(source):
+    with HashingReader(source.open(), hashes=has_end) as raw, refused_if_damaged(source):
         with open_decompressed(raw, source.compression) as stream:
             if source.ending == ".parquet":
-                yield from read_parquet(stream, source=source, is_file=source.compression is None)
+                yield from read_parquet(stream, source=source, is_file=source.is_local and source.compression is None)
             elif source.has_sections:
                 yield from read_sections(stream, source=source, reader=raw)
             else:
@@ -203,6 +235,8 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
             while has_end and raw.read(BLOCK_BYTES):  # the hash covers the whole file
                 pass
         source.sha256 = raw.digest.hexdigest() if has_end else None
+    if source.remote is not None:
+        source.remote.check_unchanged()
 
 
 @contextmanager
@@ -211,7 +245,7 @@ def refused_if_damaged(source: Source) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{source.path}: damaged, or not in the format of its ending: {error}") from None
+        raise ValueError(f"{source}: damaged, or not in the format of its ending: {error}") from None
 
 
 @contextmanager
@@ -416,8 +450,8 @@ def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
 
 
 def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:
-    """Yields the rows of the source's sections of a Parquet file. It is read from its end, so a compressed one is
-    unpacked into a temporary file."""
+    """Yields the rows of the source's sections of a Parquet file. It is read from its end, so one that is compressed or
+    remote is copied to a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         if not is_file:
             shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)

@@ -93,7 +93,7 @@ def divide(sources: Sequence[Source], index: int, count: int) -> list[Source]:
     starts = [list_sections(source) for source in sources]
     if count > 1 and len(sources) == 1 and not sources[0].has_sections:
         raise ValueError(
-            f"--input-file {sources[0].path}: cannot be divided among {count} processes; .jsonl and .parquet can, if"
+            f"--input-file {sources[0]}: cannot be divided among {count} processes; .jsonl and .parquet can, if"
             " not compressed. Use one process, or give several files, which are then taken whole"
         )
     num_bytes, offset, divided = max(1, sum(source.num_bytes for source in sources)), 0, []
@@ -108,9 +108,15 @@ def divide(sources: Sequence[Source], index: int, count: int) -> list[Source]:
 
 
 def identify_sources(sources: Sequence[Source]) -> list[list[Any]]:
-    """Name, size and modification time of each file."""
-    stats = [source.path.stat() for source in sources]
-    return [[source.name, stat.st_size, stat.st_mtime_ns] for source, stat in zip(sources, stats, strict=True)]
+    """Name, size and modification time of each file; of a remote one what its store says."""
+    identities = []
+    for source in sources:
+        if source.remote is not None:
+            identities.append([source.name, source.remote.num_bytes, source.remote.version])
+        else:
+            stat = source.path.stat()
+            identities.append([source.name, stat.st_size, stat.st_mtime_ns])
+    return identities
 
 
 def write_part(part: Part, results: Iterable[ChunkResult], describe: Callable[[], dict[str, Any]]) -> None:
@@ -172,7 +178,7 @@ class ResultUnpickler(pickle.Unpickler):
 def read_results(parts: Sequence[Part]) -> Iterator[ChunkResult]:
     """Yields the results of all parts, in order; ValueError naming a part that is not as it was written."""
     for part in parts:
-        with HashingReader(part.rows) as raw:
+        with HashingReader(open(part.rows, "rb", buffering=0)) as raw:
             stream = io.BufferedReader(raw, BLOCK_BYTES)
             try:
                 while stream.peek(1):
@@ -212,8 +218,8 @@ def find_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
 
 def describe_read(sources: Sequence[Source], divided: Sequence[Source]) -> list[list[Any]]:
     """Number, format and hash of each source whose end is in `divided`."""
-    numbers = {source.path: number for number, source in enumerate(sources)}
-    return [[numbers[one.path], one.format, one.sha256] for one in divided if one.sections.end is None]
+    numbers = {str(source): number for number, source in enumerate(sources)}
+    return [[numbers[str(one)], one.format, one.sha256] for one in divided if one.sections.end is None]
 
 
 def fill_in(sources: Sequence[Source], parts: Sequence[Part]) -> None:

@@ -35,7 +35,8 @@ class RowOptions:
     """Rows to tokenize: location, format, and conversion to samples (docs/data.md)."""
 
     input_file: tuple[str, ...] = ()
-    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
+    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst); or URLs
+    of such (s3://, gs://, hf:// or https://), also with wildcards."""
     input_dataset: str | None = None
     """Instead of files: a data set on the hub (NAME or NAME:CONFIG), streamed, or a local folder saved by the datasets
     library."""

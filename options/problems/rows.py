@@ -17,6 +17,8 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     problems = []
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
         problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
+    if "://" in o.output_file:
+        problems.append(f"--output-file {o.output_file}: must be a local path; only input files may be elsewhere")
     if not list_row_sources(o.rows):
         problems.append("no rows are given: give --input-file or --input-dataset")
     problems += find_row_problems(o.rows)
@@ -77,6 +79,8 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append(f"--images cannot be used with --format {o.format}, which does not support images")
     if o.feedback_from_pairs and o.format != "preference":
         problems.append("--feedback-from-pairs: no effect without --format preference")
+    if o.images and any("://" in path for path in o.input_file):
+        problems.append("--images: image paths are relative to the rows' files, which therefore have to be local")
     if o.images and o.input_dataset is not None:
         problems.append("--images: image paths are relative to the rows' files: give these with --input-file")
     return [*problems, *find_field_problems(o), *find_classification_problems(o)]

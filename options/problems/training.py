@@ -83,6 +83,9 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
     """Problems with training data: none, several sources, or weights that do not match the data sets."""
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
     problems = find_row_problems(options.rows)
+    for path in (*o.data_path, *options.validation.validation_data_path):
+        if "://" in path:
+            problems.append(f"{path}: a tokenized data set must be local: copy it here, with its .meta.json")
     if not o.data_path and not rows:
         problems.append("no data is given: give --data-path, or rows with --input-file or --input-dataset")
     if o.data_path and rows:
