@@ -141,13 +141,15 @@ def test_a_store_without_its_package_is_refused_by_the_package_s_name(monkeypatc
         find_sources(["gs://bucket/a.jsonl"])
 
 
-def test_outputs_and_tokenized_data_are_local():
+def test_outputs_and_tokenized_data_are_local_and_urls_of_them_are_refused():
     paths = dict(input_file="i.jsonl", model_name_or_path="m")
     (problem,) = find_problems(group_options(ProcessDataOptions, **paths, output_file="s3://bucket/o.arrow"))
     assert problem == "--output-file s3://bucket/o.arrow: must be a local path; only input files may be elsewhere"
     train = dict(model_name_or_path="m", output_dir="o", max_epochs=1)
     (problem,) = find_problems(group_options(TrainOptions, **train, data_path="s3://bucket/o.arrow"))
     assert problem == "s3://bucket/o.arrow: a tokenized data set must be local: copy it here, with its .meta.json"
+    (problem,) = find_problems(group_options(TrainOptions, **(train | {"output_dir": "s3://b/o"}), data_path="o.arrow"))
+    assert problem == "--output-dir s3://b/o: must be a local directory"
 
 
 def test_the_cache_of_tokenized_rows_knows_remote_files_by_their_content(server):
