@@ -41,6 +41,7 @@ from corpus.hub_rows import find_dataset
 from corpus.outputs import Outputs
 from corpus.parts import (
     FORMAT_VERSION,
+    JoinedElsewhere,
     Part,
     describe_read,
     divide,
@@ -52,7 +53,6 @@ from corpus.parts import (
     list_parts,
     name_directory,
     read_results,
-    remove_if_empty,
     remove_parts,
     write_part,
 )
@@ -225,10 +225,13 @@ def join_if_complete(outputs: Outputs, count: int, prepared: Prepared, options: 
     """Joins the parts if all are there; says otherwise which are not."""
     parts = list_parts(name_directory(outputs.data), count)
     faults = find_faults(parts, identify_parts(count, prepared, options))
-    if not faults:
-        return join_parts(outputs, count, prepared, options)
-    missing = ", ".join(str(part) for part in faults)
-    say(f"the process that makes the last part joins them; still to be made: {missing}")
+    if faults:
+        missing = ", ".join(str(part) for part in faults)
+        return say(f"the process that makes the last part joins them; still to be made: {missing}")
+    try:
+        join_parts(outputs, count, prepared, options)
+    except JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
+        say(f"another process joins the parts: {error}")
 
 
 def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
@@ -248,7 +251,6 @@ def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: Proces
             num_bytes = sum(source.num_bytes for source in prepared.sources)
             write_data_set(outputs, read_results(parts), num_bytes, prepared, options)
             remove_parts(parts)
-    remove_if_empty(directory)
 
 
 def open_sources(options: RowOptions) -> list[Source]:

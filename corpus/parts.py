@@ -60,8 +60,10 @@ class Part:
         """The manifest; None if the part is not complete."""
         try:
             content = json.loads(self.manifest.read_bytes())
-            return content if self.rows.stat().st_size == content["file"]["size"] else None
-        except (OSError, ValueError, KeyError, TypeError):
+            is_whole = self.rows.stat().st_size == content["file"]["size"]
+            has_all = {"options", "sources"} <= content["made_with"].keys() and isinstance(content["read"], list)
+            return content if is_whole and has_all else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
 
@@ -229,13 +231,18 @@ def fill_in(sources: Sequence[Source], parts: Sequence[Part]) -> None:
             sources[number].format, sources[number].sha256 = data_format, sha256
 
 
+class JoinedElsewhere(ValueError):
+    """Another process is joining the parts."""
+
+
 @contextmanager
 def joining(directory: Path) -> Iterator[None]:
-    """Holds the parts' lock; ValueError if another process that joins them does."""
+    """Holds the parts' lock, and removes their directory if it is empty then. JoinedElsewhere if another process that
+    joins them holds it."""
     try:
         lock = RunLock(directory)
     except RunError as error:
-        raise ValueError(f"--join: {str(error).replace('--output-dir ', '')}") from None
+        raise JoinedElsewhere(f"--join: {str(error).replace('--output-dir ', '')}") from None
     has_ended = threading.Event()
 
     def beat() -> None:
@@ -250,6 +257,8 @@ def joining(directory: Path) -> Iterator[None]:
         has_ended.set()
         thread.join()
         lock.release()
+        with suppress(OSError):  # it holds parts
+            directory.rmdir()
 
 
 def remove_parts(parts: Sequence[Part]) -> None:
@@ -259,8 +268,3 @@ def remove_parts(parts: Sequence[Part]) -> None:
             remove(path)
             for leftover in part.directory.glob(f".{path.name}.*.part"):
                 remove(leftover)
-
-
-def remove_if_empty(directory: Path) -> None:
-    with suppress(OSError):  # it holds parts of another number
-        directory.rmdir()

@@ -240,10 +240,12 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(made, tmp_path, monke
     assert Part(name_directory(tmp_path / "out.arrow"), 2, COUNT).content is None
 
 
-def test_one_process_joins_at_a_time(made, tmp_path):
+def test_one_process_joins_at_a_time(made, tmp_path, capsys):
     lock = RunLock(name_directory(tmp_path / "out.arrow"))
+    process_data(replace_options(made, shard="2/3"))  # as the other process: no failure, which would end both
+    assert "another process joins the parts: " in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
     with pytest.raises(ValueError, match=r"--join: .*out.arrow.parts is in use by the run with pid"):
-        process_data(replace_options(made, shard="2/3"))
+        process_data(replace_options(made, join=True))
     lock.release()
     process_data(replace_options(made, join=True))
     assert (tmp_path / "out.arrow").exists() and not name_directory(tmp_path / "out.arrow").exists()
@@ -308,7 +310,7 @@ def start(model: Path, source: Path, output: Path, *flags: str, **environment: s
 
 
 @pytest.mark.slow
-def test_a_killed_part_is_made_again_alone_and_tasks_that_end_together_join_once(model, tmp_path):
+def test_a_killed_part_is_made_again_alone_and_one_of_two_processes_joins(model, tmp_path):
     """With sections as they are: the file has three, one for each task."""
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
@@ -332,7 +334,13 @@ def test_a_killed_part_is_made_again_alone_and_tasks_that_end_together_join_once
     assert [task.returncode for task in tasks] == [0, 0], told
     assert all("still to be made: " in out for out, _ in told) and not output.exists() and leftover.exists()
 
+    lock = RunLock(directory)
     again = start(model, source, output, "--shard", "2/3")
     out, err = again.communicate(timeout=300)
-    assert again.returncode == 0 and "part 2/3: " in out, err
+    assert again.returncode == 0 and "another process joins the parts" in out, err
+    lock.release()
+    joins = [start(model, source, output, "--join") for _ in range(2)]
+    errors = [join.communicate(timeout=300)[1] for join in joins]
+    assert sorted(join.returncode for join in joins) == [0, 2], errors  # the other found them in use, or gone
+    assert not directory.exists()
     assert read_files(tmp_path / "many") == read_files(tmp_path / "one")
