@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,11 +23,12 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
     """Hidden paths next to `targets` to write to. They replace the targets, in order, if the block succeeds; a target
     that was not written is removed, because it would belong to an older run. On failure nothing is left.
 
-    Parts of the same targets from killed processes are removed first.
+    Parts of the same targets from killed processes are removed first. The hidden names hold this machine's name, for
+    processes of several machines may write the same targets on a shared file system.
     """
     for target in targets:
         remove_parts(target)
-    asides = [target.with_name(f".{target.name}.{os.getpid()}.part") for target in targets]
+    asides = [target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}.part") for target in targets]
     try:
         yield asides
         for aside, target in zip(asides, targets, strict=True):
@@ -41,8 +43,9 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
 
 def remove_parts(target: Path) -> None:
     """Removes parts of `target` that `written_aside` left in processes of this machine that have ended."""
-    for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        pid = part.name.removeprefix(f".{target.name}.").removesuffix(".part")
+    begin = f".{target.name}.{socket.gethostname()}."
+    for part in target.parent.glob(f"{glob.escape(begin)}*.part"):
+        pid = part.name.removeprefix(begin).removesuffix(".part")
         if pid.isascii() and pid.isdecimal() and not is_running(int(pid)):
             with suppress(OSError):
                 remove(part)

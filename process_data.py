@@ -6,6 +6,11 @@
 Rows stream through: files are read in chunks, worker processes tokenize and mask them, and results are written in the
 input's order, so memory stays flat and the output does not depend on the number of processes. Everything is written
 aside and renamed when complete; the sidecar OUTPUT.meta.json records the data's sources and tokenizer.
+
+Several processes, on any machines, write the same output: each tokenizes a part of the rows, and the last joins them.
+
+    srun --ntasks=8 python process_data.py ...           # or torchrun
+    python process_data.py --shard 3/8 ...               # or one command for each part
 """
 
 import json
@@ -14,33 +19,46 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from command_line import parse_options
-from options import ProcessDataOptions, RowOptions
+from options import ProcessDataOptions, RowOptions, parse_shard
 
 if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
-from chat.masking import ChatMasker, load_stop_token_ids
-from chat.pictures import ImageExpander, load_processor
-from chat.templates import change_tokenizer, load_tokenizer
+from chat.masking import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
+from corpus.cache import identify_images, identify_options
 from corpus.columns import describe_unread
-from corpus.feedback import FEEDBACK, FeedbackFields
 from corpus.files import Source, find_sources
-from corpus.formats import OWN_NAMES, FieldPaths
 from corpus.hub_rows import find_dataset
-from corpus.labelled import CLASSIFICATION, FieldNames
-from corpus.labelled_tokens import LabelledTokenizer, describe_pairs
-from corpus.labels import describe_similar
 from corpus.outputs import Outputs
-from corpus.preferences import PREFERENCE, PreferenceFields
+from corpus.parts import (
+    FORMAT_VERSION,
+    JoinedElsewhere,
+    Part,
+    describe_read,
+    divide,
+    fill_in,
+    find_count,
+    find_faults,
+    identify_sources,
+    joining,
+    list_parts,
+    name_directory,
+    read_results,
+    remove_parts,
+    write_part,
+)
+from corpus.preparing import Prepared, changes_tokenizer, choose_paths, count_workers, prepare
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
-from corpus.random_rows import make_random_source, prepare_random
+from corpus.random_rows import make_random_source
 from corpus.report import (
     DROPPED,
     Totals,
@@ -54,37 +72,28 @@ from corpus.report import (
 )
 from corpus.rows import (
     IMPLEMENTED_ROWS,
-    Preparation,
-    prepare_chats,
-    prepare_feedback,
-    prepare_labelled,
-    prepare_pictured,
-    prepare_preferences,
+    NUM_REASONS_SHOWN,
+    ChunkResult,
     process_chunk,
     read_formatted_chunks,
-    write_rejected,
 )
-from corpus.sidecar import describe_data_set
+from corpus.sidecar import describe_data_set, describe_versions
 from corpus.split import SIDES, SideWriter, describe_split, mark_place
 from corpus.stops import check_stops
-from corpus.survey import describe_repeats, survey_rows
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import hash_file, written_aside
 from options.choices import check_choices
-from pretrained.files import find_model
 from ranks.ending import ExitCode, exit_with_message
-from ranks.garbage import without_collector
 from ranks.messages import say
-
-BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
-NUM_REASONS_SHOWN = 10
+from ranks.tasks import find_task
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 
 
 def process_data(options: ProcessDataOptions) -> None:
-    """Writes the data set and its sidecar, prints the report. ValueError or OSError for errors that a user can fix."""
+    """Writes the data set and its sidecar, prints the report; with `--shard` or `--join` a part of it, or all of its
+    parts joined. ValueError or OSError for errors that a user can fix."""
     check_choices(options, IMPLEMENTED_ROWS)
     # What can be refused is refused before any row is read.
     sources = open_sources(options.rows)
@@ -93,53 +102,53 @@ def process_data(options: ProcessDataOptions) -> None:
         page=None if options.preview_html is None else Path(options.preview_html),
         is_split=options.rows.validation_share is not None,
     )
-    outputs.check([source.path for source in sources if source.read is None])
-    model_dir = find_model(
-        options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
-    )
-    with without_collector():  # imports transformers
-        tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
-    stop_token_id, open_turns, notes = None, set(), []
-    if options.rows.mock_data is not None:
-        preparation = prepare_random(tokenizer, options.rows)
-    elif options.rows.format == CLASSIFICATION:
-        preparation, notes = prepare_classification(tokenizer, sources, options.rows)
-    else:
-        masker = ChatMasker(
-            tokenizer,
-            stop_token_ids=load_stop_token_ids(model_dir),
-            allow_missing_stop_token=options.rows.allow_missing_stop_token,
-            append_stop_token=options.rows.append_stop_token,
-            thinking_prefix=options.rows.thinking_prefix,
-            strict_reasoning=options.rows.strict_reasoning,
-            expander=open_expander(model_dir, options),
-        )
-        notes = check_template(masker, options)
-        preparation = choose_preparation(masker, sources, options)
-        stop_token_id, open_turns = masker.find_stop_token(), masker.open_turns
-    task = preparation.task
+    outputs.check([source.path for source in sources if source.is_local])
+    index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
+    divided = divide(sources, index, count) if count > 1 else sources
+    prepared = prepare(options, sources)
+    if options.join:
+        return join_parts(outputs, find_count(name_directory(outputs.data)), prepared, options)
+    if count == 1:
+        num_bytes = sum(source.num_bytes for source in sources)
+        return write_data_set(outputs, tokenize(sources, prepared, options), num_bytes, prepared, options)
+    make_part(Part(name_directory(outputs.data), index, count), divided, prepared, options)
+    join_if_complete(outputs, count, prepared, options)
+
+
+def write_data_set(
+    outputs: Outputs,
+    results: Iterator[ChunkResult],
+    num_bytes: int,
+    prepared: Prepared,
+    options: ProcessDataOptions,
+) -> None:
+    """Writes the results of all chunks as the data set, with its other files, and prints the report. `num_bytes`: of
+    the files, 0 if not known."""
+    sources, tokenizer, task = prepared.sources, prepared.tokenizer, prepared.preparation.task
     # Everything is written under hidden names, which are renamed to the outputs' names when all of it is complete.
     start = time.perf_counter()
     with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
-        with open(aside[outputs.rejected], "wb") as rejected_rows:
+        with closing(results), open(aside[outputs.rejected], "wb") as rejected_rows:
             paths = [aside[files.data] for files in outputs.data_sets]
             sides, reasons = write_data(
                 paths,
-                sources=sources,
-                preparation=preparation,
-                eos_token_id=tokenizer.eos_token_id,
+                results=results,
+                num_bytes=num_bytes,
+                prepared=prepared,
                 options=options,
                 rejected_rows=rejected_rows,
             )
         check_interrupt()
         totals = add_up(sides)
-        notes += describe_remarks(totals)
+        notes = [*prepared.notes, *describe_remarks(totals)]
         notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
-        check_totals(totals, reasons, sources=sources, skip_invalid=options.rows.skip_invalid)
+        check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
+        check_kept(totals, reasons, sources=sources)
         notes += describe_unread(totals.columns, options.rows.ignore_columns)
+        stop_token_id = prepared.stop_token_id
         stop = None if stop_token_id is None else tokenizer.convert_ids_to_tokens(stop_token_id)
-        notes += check_stops(totals, options.rows, stop=stop, open_turns=open_turns)
+        notes += check_stops(totals, options.rows, stop=stop, open_turns=prepared.open_turns)
         if outputs.is_split:
             check_sides(sides, share=options.rows.validation_share)
         if not reasons:
@@ -151,7 +160,7 @@ def process_data(options: ProcessDataOptions) -> None:
             sources=sources,
             tokenizer=tokenizer,
             stop_token_id=stop_token_id,
-            added_tokens=added_tokens,
+            added_tokens=prepared.added_tokens,
         )
         write_companions(outputs, aside, sides, options=options, tokenizer=tokenizer, describe=describe)
         if outputs.page is not None:
@@ -164,8 +173,84 @@ def process_data(options: ProcessDataOptions) -> None:
         print_sides(dict(zip(SIDES, sides, strict=True)), task)
     for note in notes:
         say(f"note: {note}")
-    print_outputs(outputs, added_tokens=added_tokens)
+    print_outputs(outputs, added_tokens=prepared.added_tokens)
     print_samples(totals.samples[: options.preview], tokenizer, mask=options.string_for_printing_masks)
+
+
+def make_part(part: Part, divided: list[Source], prepared: Prepared, options: ProcessDataOptions) -> None:
+    """Writes a part, unless it is there. ValueError for rows that cannot be used."""
+    made_with = identify_parts(part.count, prepared, options)
+    if part.content is not None and not find_faults([part], made_with):
+        return say(f"part {part}: already there, {part.rows}")
+    counts, reasons = Counter[str](), []
+
+    def count_rows() -> Iterator[ChunkResult]:
+        with closing(tokenize(divided, prepared, options)) as results, report_progress(num_bytes) as advance:
+            for result in results:
+                check_interrupt()
+                for side in result.sides:
+                    counts.update(side.totals.rows)
+                reasons.extend(result.reasons[: NUM_REASONS_SHOWN - len(reasons)])
+                advance(sum(side.totals.rows["in"] for side in result.sides), result.num_bytes)
+                yield result
+        check_rejected(Totals(0, rows=counts), reasons, skip_invalid=options.rows.skip_invalid)
+
+    def describe() -> dict[str, Any]:
+        if identify_sources(prepared.sources) != made_with["sources"]:
+            raise ValueError(f"part {part}: an input file changed while it was read: make the part again")
+        return {"made_with": made_with, "read": describe_read(prepared.sources, divided), "rows": dict(counts)}
+
+    num_bytes = sum(source.num_bytes for source in prepared.sources) // part.count
+    write_part(part, count_rows(), describe)
+    say(f"part {part}: {counts['in']:,} rows, {counts['kept']:,} kept, in {part.rows}")
+
+
+def identify_parts(count: int, prepared: Prepared, options: ProcessDataOptions) -> dict[str, Any]:
+    """The configuration that all parts of a data set must have in common."""
+    how = {"preview": num_samples_shown(options), "output_file": Path(options.output_file).suffix}
+    found = {
+        "options": identify_options(options.rows) | how,
+        "sources": identify_sources(prepared.sources),
+        "tokenizer": fingerprint_tokenizer(prepared.tokenizer),
+        "chat template": fingerprint_chat_template(prepared.tokenizer),
+        "special tokens": [prepared.tokenizer.all_special_tokens, load_stop_token_ids(prepared.model_dir)],
+        "images": identify_images(options.rows, prepared.model_dir),
+        "number of parts": count,
+        "versions": [FORMAT_VERSION, describe_versions()],
+    }
+    return json.loads(json.dumps(found))  # as it is read back
+
+
+def join_if_complete(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
+    """Joins the parts if all are there; says otherwise which are not."""
+    parts = list_parts(name_directory(outputs.data), count)
+    faults = find_faults(parts, identify_parts(count, prepared, options))
+    if faults:
+        missing = ", ".join(str(part) for part in faults)
+        return say(f"the process that makes the last part joins them; still to be made: {missing}")
+    try:
+        join_parts(outputs, count, prepared, options)
+    except JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
+        say(f"another process joins the parts: {error}")
+
+
+def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
+    """Writes the data set from its parts, and removes them. ValueError if some are missing, or of another
+    configuration."""
+    directory = name_directory(outputs.data)
+    with joining(directory):
+        parts = list_parts(directory, count)
+        faults = find_faults(parts, identify_parts(count, prepared, options))
+        if len(faults) == count and outputs.data.exists() and not options.join:
+            say(f"another process has joined the parts to {outputs.data}")
+        elif faults:
+            listed = "".join(f"\n  part {part} {fault}: make it by --shard {part}" for part, fault in faults.items())
+            raise ValueError(f"{len(faults)} of {count} parts in {directory} cannot be joined:{listed}")
+        else:
+            fill_in(prepared.sources, parts)
+            num_bytes = sum(source.num_bytes for source in prepared.sources)
+            write_data_set(outputs, read_results(parts), num_bytes, prepared, options)
+            remove_parts(parts)
 
 
 def open_sources(options: RowOptions) -> list[Source]:
@@ -175,97 +260,6 @@ def open_sources(options: RowOptions) -> list[Source]:
     if options.input_dataset is not None:
         return [find_dataset(options)]
     return find_sources(options.input_file)
-
-
-def choose_paths(options: RowOptions) -> FieldPaths:
-    """Paths to the tokenized values of rows; formats that are never detected have readers of their own."""
-    if options.format in (CLASSIFICATION, PREFERENCE, FEEDBACK):
-        return OWN_NAMES
-    fields = (options.messages_field, options.prompt_field, options.completion_field, options.text_field)
-    return FieldPaths(*fields, ignored=options.ignore_columns)
-
-
-def changes_tokenizer(options: ProcessDataOptions) -> bool:
-    return options.rows.chat_template is not None or bool(options.rows.add_special_tokens)
-
-
-def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any, dict[str, int]]:
-    """The model's tokenizer, changed according to the options, and the new entries of its vocabulary."""
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
-    if not changes_tokenizer(options):
-        return tokenizer, {}
-    added = change_tokenizer(
-        tokenizer, template=options.rows.chat_template, special_tokens=options.rows.add_special_tokens
-    )
-    return tokenizer, added
-
-
-def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander | None:
-    """The expander of images if rows may have them."""
-    if not options.rows.images:
-        return None
-    processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
-    directory = Path(options.output_file).resolve().parent
-    return ImageExpander(processor, directory=directory, may_download=options.rows.allow_downloads)
-
-
-def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
-    """How rows of conversations, preferences, feedback, completions and documents become samples."""
-    rows = options.rows
-    if rows.format == PREFERENCE:
-        fields = PreferenceFields(rows.prompt_field, rows.chosen_field, rows.rejected_field, rows.ignore_columns)
-        return (prepare_feedback if rows.feedback_from_pairs else prepare_preferences)(masker, fields)
-    if rows.format == FEEDBACK:
-        names = (rows.prompt_field, rows.completion_field, rows.label_field)
-        return prepare_feedback(masker, FeedbackFields(*names, ignored=rows.ignore_columns))
-    paths, is_given = choose_paths(rows), rows.format is not None
-    if not rows.images:
-        return prepare_chats(masker, paths, format_is_given=is_given)
-    directories = {source.name: source.path.resolve().parent for source in sources}
-    if len(directories) < len(sources):
-        raise ValueError("--images: two input files have the same name: pass their common directory instead")
-    return prepare_pictured(
-        masker,
-        paths,
-        format_is_given=is_given,
-        directories=directories,
-        output_dir=Path(options.output_file).resolve().parent,
-    )
-
-
-def prepare_classification(
-    tokenizer: Any, sources: Sequence[Source], options: RowOptions
-) -> tuple[Preparation, list[str]]:
-    """Reads all rows for their labels; returns the preparation of rows, and notes on them."""
-    names = (options.text_field, options.text_pair_field, options.label_field, options.label_separator)
-    fields = FieldNames(*names, ignored=options.ignore_columns)
-    survey = survey_rows(sources, fields, options, num_workers=count_workers(sources, options))
-    labelled_tokenizer = LabelledTokenizer(
-        tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
-    )
-    notes = [
-        *describe_repeats(survey.repeats),
-        *describe_similar(survey.labels.task.label_names),
-        *describe_pairs(tokenizer, has_pairs=survey.has_pairs),
-    ]
-    return prepare_labelled(labelled_tokenizer, fields), notes
-
-
-def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
-    """Notes on the template. Without one, rows other than chats can still be tokenized."""
-    if masker.tokenizer.chat_template is not None:
-        given = options.rows.chat_template
-        return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
-    useless = {
-        "--allow-missing-stop-token": options.rows.allow_missing_stop_token,
-        "--append-stop-token": options.rows.append_stop_token,
-        "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
-        "--strict-reasoning": options.rows.strict_reasoning,
-    }
-    for flag, is_given in useless.items():
-        if is_given:
-            raise ValueError(f"{flag} has no effect: the tokenizer has no chat template")
-    return []
 
 
 def write_companions(
@@ -288,61 +282,56 @@ def write_companions(
         aside[files.sidecar].write_text(json.dumps(describe(totals) | made, indent=2) + "\n")
 
 
-def write_data(
-    paths: Sequence[Path],
-    *,
-    sources: Sequence[Source],
-    preparation: Preparation,
-    eos_token_id: int | None,
-    options: ProcessDataOptions,
-    rejected_rows: BinaryIO,
-) -> tuple[list[Totals], list[str]]:
-    """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's totals, and
-    the first reasons of rejected rows."""
-    # Workers read, tokenize and mask; the files are read, and the samples written, here.
-    ending = Path(options.output_file).suffix
+def tokenize(sources: Sequence[Source], prepared: Prepared, options: ProcessDataOptions) -> Iterator[ChunkResult]:
+    """The results of the sources' chunks, in order. Workers read, tokenize and mask; the files are read here."""
     process = partial(
         process_chunk,
-        preparation=preparation,
-        ending=ending,
+        preparation=prepared.preparation,
+        ending=Path(options.output_file).suffix,
         num_shown=num_samples_shown(options),
         max_sample_num_tokens=options.rows.max_sample_num_tokens,
         cuts_blocks=options.rows.block_size is not None,
         validation_share=options.rows.validation_share,
     )
-    num_bytes = sum(source.num_bytes for source in sources)
     chunks = read_formatted_chunks(sources, options.rows.format, choose_paths(options.rows))
-    reasons = []
-    with (
-        closing(run_in_order(process, chunks, num_workers=count_workers(sources, options.rows))) as results,
-        ExitStack() as files,
-        report_progress(num_bytes) as advance,
-    ):
+    with closing(run_in_order(process, chunks, num_workers=count_workers(sources, options.rows))) as results:
+        yield from (result for _, result in results)
+
+
+def write_data(
+    paths: Sequence[Path],
+    *,
+    results: Iterator[ChunkResult],
+    num_bytes: int,
+    prepared: Prepared,
+    options: ProcessDataOptions,
+    rejected_rows: BinaryIO,
+) -> tuple[list[Totals], list[str]]:
+    """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's totals, and
+    the first reasons of rejected rows."""
+    ending, reasons = Path(options.output_file).suffix, []
+    with ExitStack() as files, report_progress(num_bytes) as advance:
         writers = [
             SideWriter(
-                files.enter_context(open_output(path, ending, preparation.task)),
+                files.enter_context(open_output(path, ending, prepared.preparation.task)),
                 ending=ending,
                 num_shown=num_samples_shown(options),
-                cutter=make_cutter(side, eos_token_id=eos_token_id, block_size=options.rows.block_size),
+                cutter=make_cutter(
+                    side, eos_token_id=prepared.tokenizer.eos_token_id, block_size=options.rows.block_size
+                ),
             )
             for path, side in zip(paths, SIDES, strict=False)
         ]
-        for (chunk, _), result in results:
+        for result in results:
             check_interrupt()
             for writer, side in zip(writers, result.sides, strict=True):
                 writer.add(side)
-            new_reasons = write_rejected(chunk, result.rejected, file=rejected_rows)
-            reasons += new_reasons[: NUM_REASONS_SHOWN - len(reasons)]
-            advance(sum(side.totals.rows["in"] for side in result.sides), chunk.num_bytes)
+            rejected_rows.write(result.rejected)
+            reasons += result.reasons[: NUM_REASONS_SHOWN - len(reasons)]
+            advance(sum(side.totals.rows["in"] for side in result.sides), result.num_bytes)
         for writer in writers:
             writer.finish()
     return [writer.totals for writer in writers], reasons
-
-
-def count_workers(sources: Sequence[Source], options: RowOptions) -> int:
-    if any(source.num_bytes == 0 and source.read is not None for source in sources):
-        return options.num_proc  # the size of the input is not known
-    return min(options.num_proc, 1 + sum(source.num_bytes for source in sources) // BYTES_PER_WORKER)
 
 
 def make_cutter(side: str, *, eos_token_id: int | None, block_size: int | None) -> BlockCutter | None:
@@ -356,20 +345,29 @@ def num_samples_shown(options: ProcessDataOptions) -> int:
     return max(options.preview, NUM_PAGE_SAMPLES if options.preview_html is not None else 0)
 
 
-def check_totals(totals: Totals, reasons: list[str], *, sources: Sequence[Source], skip_invalid: bool) -> None:
-    """Refuses invalid rows, listing the first, unless they are to be skipped; and a data set without samples."""
-    shown, where = "".join(f"\n  {reason}" for reason in reasons), describe_sources(sources)
+def check_rejected(totals: Totals, reasons: list[str], *, skip_invalid: bool) -> None:
+    """Refuses invalid rows, listing the first, unless they are to be skipped."""
     if reasons and not skip_invalid:
         more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
         raise ValueError(
-            f"{totals.rows['invalid']:,} of {totals.rows['in']:,} rows cannot be used{more}:{shown}\n"
+            f"{totals.rows['invalid']:,} of {totals.rows['in']:,} rows cannot be used{more}:{list_below(reasons)}\n"
             "fix them, or pass --skip-invalid to skip them"
         )
+
+
+def list_below(reasons: list[str]) -> str:
+    return "".join(f"\n  {reason}" for reason in reasons)
+
+
+def check_kept(totals: Totals, reasons: list[str], *, sources: Sequence[Source]) -> None:
+    """Refuses a data set without samples."""
     if totals.rows["in"] == 0:
-        raise ValueError(f"{where}: has no rows")
+        raise ValueError(f"{describe_sources(sources)}: has no rows")
     if totals.rows["kept"] == 0:
         dropped = ", ".join(f"{totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
-        raise ValueError(f"{where}: no row is left of {totals.rows['in']:,}: {dropped}{shown}")
+        raise ValueError(
+            f"{describe_sources(sources)}: no row is left of {totals.rows['in']:,}: {dropped}{list_below(reasons)}"
+        )
 
 
 def check_sides(sides: Sequence[Totals], *, share: float) -> None:
@@ -410,13 +408,23 @@ def check_interrupt() -> None:
         raise KeyboardInterrupt
 
 
+def choose_part(options: ProcessDataOptions) -> ProcessDataOptions:
+    """The options with the part of this process, if torchrun or srun started several: they have one output."""
+    task = find_task()
+    if task is None or options.shard is not None or options.join:
+        return options
+    shard = f"{task[0]}/{task[1]}"
+    say(f"process {task[0]} of {task[1]} that torchrun or srun started: makes part {shard} (--shard 1/1: all)")
+    return replace(options, shard=shard)
+
+
 def main(options: ProcessDataOptions) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --num-proc sets the number of cores
     signal.signal(signal.SIGINT, raise_interrupt)
     signal.signal(signal.SIGTERM, raise_interrupt)
     sys.stdout.reconfigure(errors="backslashreplace")  # samples can hold what the terminal cannot show
     try:
-        process_data(options)
+        process_data(choose_part(options))
     except ValueError as error:
         exit_with_message(str(error))
     except OSError as error:

@@ -57,7 +57,10 @@ RESERVED = {
         ),
         *("print_config", "preset", "push_to_hub", "allow_changed_options", "keep_exports"),
     },
-    "process_data": {*OWN_CODE, "config", "input_file", "output_file", "model_name_or_path", "preview_html"},
+    "process_data": {
+        *OWN_CODE,
+        *("config", "input_file", "output_file", "model_name_or_path", "preview_html", "shard", "join"),
+    },
     "evaluate": {*OWN_CODE, "config", "output_dir", "model", "run", "data", "task", "lm_eval", "metrics"},
     "generate": {*OWN_CODE, "config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
     "score_data": {*OWN_CODE, "config", "model_name_or_path", "data_path", "teacher_data", "name"},

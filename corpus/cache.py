@@ -6,6 +6,8 @@ A data set is renamed to its name after its other files, so one that exists is c
 """
 
 import dataclasses
+import hashlib
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +16,10 @@ from typing import Any
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from chat.templates import load_tokenizer
-from corpus.files import find_sources
+from corpus.files import Source, find_sources
 from corpus.hub_rows import find_revision, list_files
 from corpus.outputs import Outputs
+from corpus.remote import is_url
 from corpus.sidecar import FORMAT_VERSION, describe_versions
 from disk import hash_file, hash_json, remove
 from options import RowOptions
@@ -48,11 +51,21 @@ def identify_rows(options: RowOptions) -> Any:
     if options.mock_data is not None:
         return None  # the options identify the rows
     if options.input_dataset is None:
-        return [[source.name, hash_file(source.path)] for source in find_sources(options.input_file)]
+        return [[source.name, identify_source(source)] for source in find_sources(options.input_file)]
     folder = Path(options.input_dataset)
     if folder.exists():
         return [[str(path.relative_to(folder)), hash_file(path)] for path in list_files(folder)]
     return find_revision(options)
+
+
+def identify_source(source: Source) -> Any:
+    """The hash of a file; of a remote one what its store says, if that changes with the content."""
+    if source.remote is None:
+        return hash_file(source.path)
+    if source.remote.version is not None:
+        return [str(source), source.num_bytes, source.remote.version]
+    with source.open() as file:
+        return hashlib.file_digest(io.BufferedReader(file), "sha256").hexdigest()
 
 
 def identify_options(options: RowOptions) -> dict[str, Any]:
@@ -79,7 +92,10 @@ def identify_images(options: RowOptions, model_dir: str) -> Any:
 def name_rows(options: RowOptions) -> str:
     """The data set's name in a run's log: that of the file or folder of its rows, if there is only one."""
     given = [options.input_dataset] if options.input_dataset is not None else list(options.input_file)
-    return Path(given[0].partition(":")[0]).resolve().name.split(".")[0] or "data" if len(given) == 1 else "data"
+    if len(given) != 1:
+        return "data"
+    path = Path(given[0].rstrip("/").rpartition("/")[2]) if is_url(given[0]) else Path(given[0].partition(":")[0])
+    return path.resolve().name.split(".")[0].strip("*[]") or "data"
 
 
 @contextmanager

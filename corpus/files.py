@@ -1,6 +1,11 @@
-"""Splits files into chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories.
+"""Splits files into chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories;
+and such files in object stores and on web servers (corpus/remote.py).
 
 Rows are not parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is skipped.
+
+A file has sections, which can be read without the rows before them and have chunks of their own: of .jsonl the rows
+whose first byte lies in [k * SECTION_BYTES, (k + 1) * SECTION_BYTES), of .parquet some consecutive row groups. Other
+and compressed files are one section.
 """
 
 import hashlib
@@ -8,17 +13,19 @@ import io
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import repeat
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corpus.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
+from corpus.remote import RemoteFile, find_remote, is_url
 from corpus.tables import DELIMITERS, split_table
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -27,6 +34,7 @@ ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be comp
 CHUNK_ROWS = 1000  # most rows of a chunk, and of an Arrow record batch of the output
 CHUNK_BYTES = 4 << 20  # bounds chunks of long rows: a worker needs some hundred bytes per token
 BLOCK_BYTES = 1 << 20
+SECTION_BYTES = 8 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Encoding = Literal["json", "text", "table", "arrow"]
@@ -49,9 +57,20 @@ class Chunk:
         return len(self.table) + sum(count_bytes(value) for _, value in self.lines)
 
 
+@dataclass(frozen=True)
+class Sections:
+    """The sections [start, end) of a file; `end` None: to its last."""
+
+    start: int = 0
+    end: int | None = None
+
+    def __contains__(self, section: int) -> bool:
+        return self.start <= section and (self.end is None or section < self.end)
+
+
 @dataclass
 class Source:
-    """A file of rows, or rows from `read`. `sha256` and `format` are set when it has been read."""
+    """A file of rows, or rows from `read`. `format` is set when it has been read, and `sha256` if all of it has."""
 
     path: Path
     name: str  # in messages and the sidecar: the path within the input directory, or the file's name
@@ -59,6 +78,25 @@ class Source:
     sha256: str | None = None
     format: str | None = None
     read: Callable[["Source"], Iterator[Chunk]] | None = None  # returns the rows if they are not in a file
+    sections: Sections = Sections()  # to read
+    remote: RemoteFile | None = None  # the file, if `path` is only its name
+
+    def __str__(self) -> str:
+        """Its path or URL."""
+        return str(self.path) if self.remote is None else self.remote.url
+
+    @property
+    def has_sections(self) -> bool:
+        divisible = (".jsonl",) if self.remote is not None else (".jsonl", ".parquet")  # a remote one is copied whole
+        return self.read is None and self.path.suffix in divisible
+
+    @property
+    def is_local(self) -> bool:
+        return self.read is None and self.remote is None
+
+    def open(self) -> io.RawIOBase:
+        """The bytes of its file, unbuffered."""
+        return open(self.path, "rb", buffering=0) if self.remote is None else self.remote.open()
 
     @property
     def compression(self) -> str | None:
@@ -69,19 +107,23 @@ class Source:
         return data_ending(self.path)
 
 
-def data_ending(path: Path) -> str:
+def data_ending(path: PurePath) -> str:
     """The ending that shows a file's format: .jsonl for a.jsonl.gz."""
     return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
 def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
-    """The files named by `inputs` (values of `flag`), in their order; files of a directory, recursively, by name.
+    """The files named by `inputs` (values of `flag`), in their order; files of a directory, recursively, by name; URLs
+    of files, folders, or with wildcards.
 
     Raises ValueError for a path that does not exist, has an unknown ending, or is named twice.
     """
     sources = []
-    for path in map(Path, inputs):
-        if path.is_dir():
+    for given in inputs:
+        path = Path(given)
+        if is_url(given):
+            sources += find_at_url(given, flag=flag)
+        elif path.is_dir():
             sources += find_in_directory(path, flag=flag)
         elif not path.is_file():
             raise ValueError(f"{flag} {path}: no such file")
@@ -89,43 +131,80 @@ def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[S
             raise ValueError(f"{flag} {path}: must end in {ENDINGS_IN_WORDS}")
         else:
             sources.append(Source(path, path.name, path.stat().st_size))
-    seen: set[Path] = set()
+    seen: set[Path | str] = set()
     for source in sources:
-        if source.path.resolve() in seen:
-            raise ValueError(f"{flag}: {source.path} is named twice; its rows would count twice")
-        seen.add(source.path.resolve())
+        identity = source.path.resolve() if source.is_local else str(source)
+        if identity in seen:
+            raise ValueError(f"{flag}: {source} is named twice; its rows would count twice")
+        seen.add(identity)
     return sources
+
+
+def find_at_url(url: str, *, flag: str) -> list[Source]:
+    """The file, or the data files below or matching the URL."""
+    found = find_remote(url, flag=flag)
+    if len(found) > 1 or not found:
+        found = [(name, remote) for name, remote in found if is_data_file(PurePath(name))]
+    if not found or data_ending(PurePath(found[0][0])) not in ENDINGS:
+        raise ValueError(f"{flag} {url}: must be, or match or hold, files that end in {ENDINGS_IN_WORDS}")
+    return [Source(Path(name), name, remote.num_bytes, remote=remote) for name, remote in found]
 
 
 def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
     """The directory's data files, except hidden ones and files that process_data.py wrote next to an output."""
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
-    names = sorted(
-        path
-        for path in files
-        if data_ending(path) in ENDINGS
-        and not any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
-        and not path.name.endswith((".meta.json", ".rejected.jsonl"))
-    )
+    names = sorted(path for path in files if is_data_file(path))
     if not names:
         raise ValueError(f"{flag} {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
     return [Source(directory / name, name.as_posix(), (directory / name).stat().st_size) for name in names]
 
 
-class HashingReader(io.RawIOBase):
-    """A file that is read once, in order. Invariant: `digest` and `num_bytes` cover all bytes read so far."""
+def is_data_file(path: PurePath) -> bool:
+    """Whether a file within a directory holds rows."""
+    is_ours = path.name.endswith((".meta.json", ".rejected.jsonl"))
+    is_hidden = any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
+    return data_ending(path) in ENDINGS and not is_ours and not is_hidden
 
-    def __init__(self, path: Path) -> None:
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+def list_sections(source: Source) -> list[int]:
+    """The bytes of the file where its sections begin; of .parquet as its row groups' sizes divide them."""
+    if not source.has_sections:
+        return [0]
+    if source.ending == ".jsonl":
+        return list(range(0, max(source.num_bytes, 1), SECTION_BYTES))
+    with refused_if_damaged(source):
+        metadata = pq.read_metadata(source.path)
+    sizes = [sum(metadata.row_group(i).total_byte_size for i in group) for group in group_rows(metadata)]
+    return [source.num_bytes * sum(sizes[:i]) // max(sum(sizes), 1) for i in range(len(sizes))]
+
+
+def group_rows(metadata: pq.FileMetaData) -> list[range]:
+    """The row groups of each section of a Parquet file: as many as reach SECTION_BYTES."""
+    groups, start, num_bytes = [], 0, 0
+    for i in range(metadata.num_row_groups):
+        num_bytes += metadata.row_group(i).total_byte_size
+        if num_bytes >= SECTION_BYTES or i + 1 == metadata.num_row_groups:
+            groups.append(range(start, i + 1))
+            start, num_bytes = i + 1, 0
+    return groups or [range(0)]
+
+
+class HashingReader(io.RawIOBase):
+    """A file that is read once, in order. Invariant: `num_bytes`, and `digest` if it `hashes`, cover all bytes read so
+    far."""
+
+    def __init__(self, file: io.RawIOBase, *, hashes: bool = True) -> None:
+        self.file = file
         self.digest = hashlib.sha256()
-        self.num_bytes = 0
+        self.num_bytes, self.hashes = 0, hashes
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         count = self.file.readinto(buffer)
-        self.digest.update(memoryview(buffer)[:count])
+        if self.hashes:
+            self.digest.update(memoryview(buffer)[:count])
         self.num_bytes += count
         return count
 
@@ -135,22 +214,38 @@ class HashingReader(io.RawIOBase):
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
-    """Yields the file's rows; ValueError if the file is damaged. Sets `source.sha256` at the end."""
+    """Yields the rows of the source's sections; ValueError if the file is damaged. Sets `source.sha256` at the end, if
+    the last section is one of them."""
     if source.read is not None:
         yield from source.read(source)
         return
-    with HashingReader(source.path) as raw:
-        try:
-            with open_decompressed(raw, source.compression) as stream:
-                if source.ending == ".parquet":
-                    yield from read_parquet(stream, source=source, is_file=source.compression is None)
-                else:
-                    yield from pack_lines(*read_lines(stream, source.ending), source=source, reader=raw)
-                while raw.read(BLOCK_BYTES):  # the hash covers the whole file
-                    pass
-        except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{source.path}: damaged, or not in the format of its ending: {error}") from None
-        source.sha256 = raw.digest.hexdigest()
+    has_end = source.sections.end is None
+    with HashingReader(source.open(), hashes=has_end) as raw, refused_if_damaged(source):
+        with open_decompressed(raw, source.compression) as stream:
+            if source.ending == ".parquet":
+                yield from read_parquet(stream, source=source, is_file=source.is_local and source.compression is None)
+            elif source.has_sections:
+                yield from read_sections(stream, source=source, reader=raw)
+            else:
+                encoding, lines = read_lines(stream, source.ending)
+                first_row = 2 if encoding == "table" else 1
+                yield from pack_lines(
+                    encoding, zip(repeat(0), lines), source=source, reader=raw, first_row=first_row, num_read=0
+                )
+            while has_end and raw.read(BLOCK_BYTES):  # the hash covers the whole file
+                pass
+        source.sha256 = raw.digest.hexdigest() if has_end else None
+    if source.remote is not None:
+        source.remote.check_unchanged()
+
+
+@contextmanager
+def refused_if_damaged(source: Source) -> Iterator[None]:
+    """Raises ValueError naming the file if it cannot be read."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{source}: damaged, or not in the format of its ending: {error}") from None
 
 
 @contextmanager
@@ -163,9 +258,13 @@ def open_decompressed(raw: HashingReader, compression: str | None) -> Iterator[B
             yield io.BufferedReader(stream, BLOCK_BYTES)
 
 
+def starts_with_mark(stream: BinaryIO) -> bool:
+    return stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK)
+
+
 def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]:
     """The encoding of the rows, and the rows. A .json file that does not begin with a list holds JSON lines."""
-    if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+    if starts_with_mark(stream):
         stream.read(len(BYTE_ORDER_MARK))
     if ending == ".txt":
         return "text", split_text(stream)
@@ -186,9 +285,42 @@ def split_text(stream: BinaryIO) -> Iterator[Line]:
         yield 1, TooLong(text[:NUM_BYTES_SHOWN], len(text) + rest)
 
 
-def split_lines(stream: BinaryIO) -> Iterator[Line]:
-    """Yields lines, which end only at line feeds. Lines that are too long are skipped in pieces."""
-    number = 0
+def read_sections(stream: BinaryIO, *, source: Source, reader: HashingReader) -> Iterator[Chunk]:
+    """Yields the rows of the source's sections of a .jsonl file."""
+    num_before, start = 0, SECTION_BYTES * source.sections.start
+    if start > 0:
+        num_before, position = skip_lines(stream, start)
+    else:
+        position = len(stream.read(len(BYTE_ORDER_MARK))) if starts_with_mark(stream) else 0
+    lines = find_sections(split_lines(stream, num_before), position, source.sections)
+    yield from pack_lines("json", lines, source=source, reader=reader, first_row=num_before + 1, num_read=start)
+
+
+def skip_lines(stream: BinaryIO, start: int) -> tuple[int, int]:
+    """Reads up to the first line that begins at byte `start` or later; the number of lines before it, and its byte."""
+    num_lines, position = 0, 0
+    while block := stream.read(min(BLOCK_BYTES, start - 1 - position)):
+        num_lines, position = num_lines + block.count(b"\n"), position + len(block)
+    for piece in iter(partial(stream.readline, BLOCK_BYTES), b""):  # the line of the byte before `start`
+        position += len(piece)
+        if piece.endswith(b"\n"):
+            return num_lines + 1, position
+    return num_lines, position
+
+
+def find_sections(lines: Iterable[Line], position: int, sections: Sections) -> Iterator[tuple[int, Line]]:
+    """Yields the lines of these sections with the section of each; the first line is at byte `position`."""
+    for line in lines:
+        section = position // SECTION_BYTES
+        if section not in sections:
+            return
+        yield section, line
+        position += line[1].num_bytes if isinstance(line[1], TooLong) else len(line[1])
+
+
+def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[Line]:
+    """Yields lines, which end only at line feeds, numbered from `number` + 1. Lines that are too long are skipped in
+    pieces."""
     for line in iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""):
         number += 1
         if len(line) <= MAX_ROW_BYTES:
@@ -288,23 +420,28 @@ class ElementBuffer:
         self.clear()
 
 
-def pack_lines(encoding: Encoding, lines: Iterator[Line], *, source: Source, reader: HashingReader) -> Iterator[Chunk]:
-    """Yields the lines in chunks of at most CHUNK_ROWS, fewer if they reach CHUNK_BYTES."""
+def pack_lines(
+    encoding: Encoding,
+    lines: Iterable[tuple[int, Line]],
+    *,
+    source: Source,
+    reader: HashingReader,
+    first_row: int,
+    num_read: int,
+) -> Iterator[Chunk]:
+    """Yields the lines, which come with their sections, in chunks of at most CHUNK_ROWS, fewer if they reach
+    CHUNK_BYTES or their section ends. `num_read`: bytes of the file before the first line."""
     chunk: list[Line] = []
-    num_bytes, first_row, num_read = 0, 2 if encoding == "table" else 1, 0
-
-    def finish() -> Chunk:
-        return Chunk(source.name, first_row, encoding, chunk, b"", reader.num_bytes - num_read)
-
-    for line in lines:
-        chunk.append(line)
-        num_bytes += count_bytes(line[1])
-        if len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
-            yield finish()
+    num_bytes, chunk_section = 0, 0
+    for section, line in lines:
+        if chunk and (len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES or section != chunk_section):
+            yield Chunk(source.name, first_row, encoding, chunk, b"", reader.num_bytes - num_read)
             num_read, first_row = reader.num_bytes, first_row + len(chunk)
             chunk, num_bytes = [], 0
+        chunk.append(line)
+        num_bytes, chunk_section = num_bytes + count_bytes(line[1]), section
     if chunk:
-        yield finish()
+        yield Chunk(source.name, first_row, encoding, chunk, b"", reader.num_bytes - num_read)
 
 
 def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
@@ -313,7 +450,8 @@ def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
 
 
 def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:
-    """Yields a Parquet file's rows. It is read from its end, so a compressed one is unpacked into a temporary file."""
+    """Yields the rows of the source's sections of a Parquet file. It is read from its end, so one that is compressed or
+    remote is copied to a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         if not is_file:
             shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)
@@ -322,10 +460,14 @@ def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator
         size = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
         batch_size = min(CHUNK_ROWS, 1 + CHUNK_BYTES * num_rows // max(size, 1))
         first_row = 1
-        for batch in table.iter_batches(batch_size=batch_size):
-            num_bytes = source.num_bytes * batch.num_rows // num_rows
-            yield Chunk(source.name, first_row, "arrow", [], to_stream(batch), num_bytes)
-            first_row += batch.num_rows
+        for section, group in enumerate(group_rows(table.metadata)):
+            if section not in source.sections:
+                first_row += sum(table.metadata.row_group(i).num_rows for i in group)
+                continue
+            for batch in table.iter_batches(batch_size=batch_size, row_groups=group):
+                num_bytes = source.num_bytes * batch.num_rows // num_rows
+                yield Chunk(source.name, first_row, "arrow", [], to_stream(batch), num_bytes)
+                first_row += batch.num_rows
 
 
 def to_stream(batch: pa.RecordBatch) -> bytes:

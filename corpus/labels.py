@@ -259,22 +259,23 @@ def find_declared_names(sources: Sequence[Source], fields: FieldNames) -> tuple[
     declared: dict[tuple[str, ...], Source] = {}
     for source in sources:
         if source.ending == ".parquet" and source.compression is None:
-            names = find_class_label(read_metadata(source.path), fields)
+            names = find_class_label(read_metadata(source), fields)
             if names:
                 declared.setdefault(names, source)
     if len(declared) > 1:
         (first, one), (second, other) = list(declared.items())[:2]
         raise ValueError(
-            f"{one.path} names its labels {describe_names(first)}, but {other.path} {describe_names(second)}: use"
+            f"{one} names its labels {describe_names(first)}, but {other} {describe_names(second)}: use"
             " files that agree"
         )
     return next(iter(declared), ())
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
+def read_metadata(source: Source) -> dict[str, Any]:
     """The features of the columns that `datasets` stored; empty if unreadable, as reading the rows reports damage."""
     try:
-        metadata = pq.read_schema(path).metadata or {}
+        with source.open() as file:
+            metadata = pq.read_schema(file).metadata or {}
         return json.loads(metadata[b"huggingface"])["info"]["features"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -186,7 +186,7 @@ def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
 
 
 def describe_sources(sources: Sequence[Source]) -> str:
-    return str(sources[0].path) if len(sources) == 1 else f"{len(sources):,} files"
+    return str(sources[0]) if len(sources) == 1 else f"{len(sources):,} files"
 
 
 def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequence[Source]) -> None:

@@ -4,10 +4,10 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from chat.examples import ASSISTANT
 from chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
 from corpus.feedback import FEEDBACK, Feedback, FeedbackFields, mask_feedback, read_feedback, read_pairs
-from corpus.files import Chunk, Source, iterate_rows, read_chunks
+from corpus.files import Chunk, Sections, Source, iterate_rows, read_chunks
 from corpus.formats import FORMATS, OWN_NAMES, Example, FieldPaths, check_paths, detect_format, read_examples
 from corpus.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
@@ -36,6 +36,8 @@ IMPLEMENTED_ROWS: Implemented = {
     "label_type": LABEL_TYPES,
     "thinking_prefix": THINKING_PREFIXES,
 }
+
+NUM_REASONS_SHOWN = 10
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None until a row of the file has one
 AnyExample = Example | Labelled | Preference | Feedback
@@ -117,21 +119,32 @@ class ChunkResult:
     """A worker's result for a chunk."""
 
     sides: list[SideResult]  # in the order of SIDES; only training if rows are not split
-    rejected: dict[int, str]  # number of the row -> reason
+    rejected: bytes  # unusable rows with their reasons, as JSON lines
+    reasons: list[str]  # the first of them, with the places of their rows
+    num_bytes: int  # bytes of the file that were read for the chunk
 
 
 def read_formatted_chunks(
     sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
 ) -> Iterator[FormattedChunk]:
-    """Yields the chunks of all files, with the given format or that of the file's first row."""
+    """Yields the chunks of all sources' sections, with the given format or that of the file's first row."""
     for source in sources:
-        source.format = data_format
+        source.format, is_beginning = data_format, source.sections.start == 0
+        if not is_beginning:
+            source.format = detect_at_beginning(source, data_format, paths)
         for i, chunk in enumerate(read_chunks(source)):
-            if i == 0 and paths.given:
+            if i == 0 and is_beginning and paths.given:
                 check_paths(chunk, paths)
             if source.format is None:
                 source.format = detect_format(chunk, paths)
             yield chunk, source.format
+
+
+def detect_at_beginning(source: Source, data_format: str | None, paths: FieldPaths) -> str | None:
+    """The format, given or detected, that the rows before the source's sections have made the file's."""
+    beginning = replace(source, sections=Sections(0, source.sections.start))
+    found = (found for _, found in read_formatted_chunks([beginning], data_format, paths))
+    return next((one for one in found if one is not None), data_format)
 
 
 def process_chunk(
@@ -184,7 +197,8 @@ def process_chunk(
     count_rejected(training.totals, rejected)
     # Samples are written as they are; documents to be cut need only their tokens.
     encode = concatenate_ids if cuts_blocks else partial(encode_samples, ending=ending, task=preparation.task)
-    return ChunkResult([SideResult(encode(side.samples), side.totals) for side in sides], rejected)
+    results = [SideResult(encode(side.samples), side.totals) for side in sides]
+    return ChunkResult(results, *describe_rejected(chunk, rejected), chunk.num_bytes)
 
 
 def concatenate_ids(samples: Sequence[TokenizedSample]) -> np.ndarray:  # (tokens,) int32
@@ -223,13 +237,14 @@ def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:
         totals.add_invalid(reason)
 
 
-def write_rejected(chunk: Chunk, rejected: dict[int, str], *, file: BinaryIO) -> list[str]:
-    """Writes the rejected rows with their reasons, and returns the reasons with their places."""
+def describe_rejected(chunk: Chunk, rejected: dict[int, str]) -> tuple[bytes, list[str]]:
+    """The rejected rows with their reasons as JSON lines, and the first reasons with their places."""
     rows = [row for row in iterate_rows(chunk) if row.number in rejected] if rejected else []
-    for row in rows:
-        entry = {"file": chunk.file, "line": row.line, "reason": rejected[row.number], "row": show_row(row)}
-        file.write(json.dumps(entry).encode() + b"\n")
-    return [f"{chunk.file}:{row.place}: {rejected[row.number]}" for row in rows]
+    entries = [
+        {"file": chunk.file, "line": row.line, "reason": rejected[row.number], "row": show_row(row)} for row in rows
+    ]
+    reasons = [f"{chunk.file}:{row.place}: {rejected[row.number]}" for row in rows[:NUM_REASONS_SHOWN]]
+    return "".join(json.dumps(entry) + "\n" for entry in entries).encode(), reasons
 
 
 def show_row(row: Row) -> str:

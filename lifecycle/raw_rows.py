@@ -57,7 +57,8 @@ def run_process_data(options: TrainOptions, output_file: Path) -> None:
     names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
     values = {name: value for name, value in flatten_options(options).items() if name in names}
     config = output_file.with_name(OPTIONS_FILE)
-    config.write_text(describe_options(ProcessDataOptions, values | {"output_file": str(output_file)}))
+    whole = {"output_file": str(output_file), "shard": "1/1"}  # not a part of it, as torchrun's processes make
+    config.write_text(describe_options(ProcessDataOptions, values | whole))
     child = subprocess.Popen(
         [sys.executable, str(PROGRAM), "process-data", "--config", str(config)],
         stdin=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ from .fields import (
     list_types,
     parse_duration,
     parse_rate,
+    parse_shard,
     parse_steps,
     parse_subset,
     replace_options,

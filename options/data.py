@@ -48,7 +48,8 @@ class RowOptions:
     """Rows to tokenize: location, format, and conversion to samples (docs/data.md)."""
 
     input_file: tuple[str, ...] = ()
-    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
+    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst); or URLs
+    of such (s3://, gs://, hf:// or https://), also with wildcards."""
     input_dataset: str | None = None
     """Instead of files: a data set on the hub (NAME or NAME:CONFIG), streamed, or a local folder saved by the datasets
     library."""
@@ -186,4 +187,9 @@ class ProcessDataOptions:
     """HTML page to write, with the report and samples to browse."""
     string_for_printing_masks: str | None = None
     """Text to print for each run of masked tokens, instead of the tokens."""
+    shard: str | None = None
+    """Make only part I of N (3/8) of the output; the process that makes the last part joins them. Processes of torchrun
+    and srun each make one by themselves; 1/1 makes everything."""
+    join: bool = False
+    """Only join the parts that --shard made, with the same other options."""
     rows: RowOptions = field(default_factory=RowOptions)

@@ -84,6 +84,15 @@ def parse_steps(text: str) -> tuple[int, int]:
     return first, last
 
 
+def parse_shard(text: str) -> tuple[int, int]:
+    """The number of a part, from 1, and the number of parts, in '3/8'; ValueError if it is something else."""
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    index, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= index <= count:
+        raise ValueError(f"{text}: must be the number of a part, from 1, and the number of parts: 3/8")
+    return index, count
+
+
 def parse_rate(text: str) -> tuple[str, float]:
     """Pattern and learning rate in 'lm_head*=1e-6'; ValueError if it is something else."""
     pattern, _, rate = text.rpartition("=")

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = {"tests", "benchmarks", "quickstart", "docs"}
+OUTSIDE = {"tests", "benchmarks", "quickstart", "docs", "clusters"}
 
 
 def list_sources() -> dict[str, str]:

@@ -336,7 +336,7 @@ def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(decoder, tmp_path):
 
 
 def test_workers_do_not_matter(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr("process_data.BYTES_PER_WORKER", 1 << 10)
+    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 1 << 10)
     rows = [{"text": f"film {i % 997}" + " good" * (i % 9), "label": i % 5} for i in range(3000)]
     source = write_csv(tmp_path / "a.csv", rows)
     written = []

@@ -11,7 +11,7 @@ import yaml
 from heavy import need
 
 from command_line import parse_options
-from options import TrainOptions
+from options import ProcessDataOptions, TrainOptions
 
 ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "clusters"
@@ -49,3 +49,21 @@ def test_the_image_installs_the_dependencies_of_the_extras_and_has_every_file_of
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert not {name.removeprefix("mini_trainer.").replace(".", "/") for name in packages} & set(ignored)
+
+
+def test_a_task_of_the_array_makes_its_part(tmp_path):
+    """The script as bash runs it, with a python that shows its words."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+    words = ["--input-file", "rows", "--output-file", "o.arrow", "--model-name-or-path", "m"]
+    found = {}
+    for name, given in (("first", {"SLURM_ARRAY_TASK_COUNT": "8"}), ("again", {"NUM_PARTS": "8"})):
+        task = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "5"}
+        script = ["bash", str(CLUSTERS / "tokenize_array.sbatch"), *words]
+        done = subprocess.run(script, env=task | given, capture_output=True, text=True, check=True)
+        program, *shown = done.stdout.splitlines()
+        assert program == "process_data.py"
+        found[name] = parse_options(ProcessDataOptions, shown)
+    assert found["first"] == found["again"]
+    assert (found["first"].shard, found["first"].rows.num_proc) == ("3/8", 5)

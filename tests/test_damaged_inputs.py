@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from objectives.class_loss import choose_class_weights
 from objectives.columns import Task
 from pretrained.finite import check_finite
 
+HOST = socket.gethostname()
 DEEP = "[" * 100_000
 
 
@@ -227,13 +229,15 @@ def test_links_are_removed_and_what_they_lead_to_stays(tmp_path):
 def test_parts_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
-    names = [f".data[1].arrow.{pid}.part" for pid in (gone.pid, os.getppid(), "x")]
-    for name in (*names, f".other.{gone.pid}.part"):
+    here, elsewhere, other = (f".{name}" for name in (f"data[1].arrow.{HOST}", "data[1].arrow.n2", f"other.{HOST}"))
+    names = [f"{here}.{pid}.part" for pid in (gone.pid, os.getppid(), "x")]
+    names += [f"{elsewhere}.{gone.pid}.part", f"{other}.{gone.pid}.part"]
+    for name in names:
         (tmp_path / name).touch()
     with written_aside(tmp_path / "data[1].arrow") as (aside,):
         aside.touch()
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == sorted([*names[1:], f".other.{gone.pid}.part", "data[1].arrow"])
+    assert left == sorted([*names[1:], "data[1].arrow"])
 
 
 # Weights.

@@ -284,7 +284,7 @@ FLAGS_OF_OTHERS = {
     *("revision", "logdir"),  # hf upload, tensorboard
     *("enable-lora", "lora-modules", "max-logprobs", "model-path"),  # vllm serve, sglang
     *("no-deps", "only-binary", "python-version", "config-settings"),  # pip
-    *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
+    *("nodes", "time", "kill-on-bad-exit", "array", "ntasks"),  # SLURM's sbatch and srun
 }
 
 
@@ -293,7 +293,7 @@ def find_declared_flags() -> set[str]:
     groups = [value for value in vars(options).values() if isinstance(value, type) and is_dataclass(value)]
     declared = {field.name.replace("_", "-") for group in groups for field in fields(group)}
     declared |= {f"no-{name}" for name in declared}
-    for path in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "quickstart").glob("*.py")]:
+    for path in (path for room in ("benchmarks", "quickstart", "clusters") for path in (ROOT / room).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.AnnAssign) and path.parent.name == "quickstart":
                 declared.add(ast.unparse(node.target).replace("_", "-"))  # a field of a script's options

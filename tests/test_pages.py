@@ -97,7 +97,7 @@ def test_every_name_in_the_architecture_exists():
 
 
 def test_the_architecture_has_every_room_and_every_module_of_the_root():
-    outside = {"tests", "benchmarks", "quickstart", "docs"}
+    outside = {"tests", "benchmarks", "quickstart", "docs", "clusters"}
     parts = {name.partition("/")[::2] for name in list_files() if name.endswith(".py")}
     rooms = {f"{room}/" if rest else room for room, rest in parts} - {f"{name}/" for name in outside}
     assert {"train.py", "chat/"} <= rooms

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from breadth import wide
+from data_runs import chat, command_for, options_for, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -25,11 +26,12 @@ from chat.labels import IGNORED
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from command_line import parse_options
 from corpus.files import MAX_ROW_BYTES
+from corpus.preparing import BYTES_PER_WORKER
 from corpus.reader import TokenizedData
 from corpus.report import percentile
-from options import ProcessDataOptions, group_options, replace_options
+from options import ProcessDataOptions, replace_options
 from options.problems.finding import find_problems
-from process_data import BYTES_PER_WORKER, process_data
+from process_data import process_data
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,31 +46,6 @@ def model(tokenizer, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tokenizer.save_pretrained(path)
     return path
-
-
-def chat(i: int, *, words: int = 3) -> dict:
-    turns = [("user", f"How many are {i}?" + " and" * words), ("assistant", f"{i}" + " 42" * (i % 7))]
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
-
-
-def write_rows(path: Path, rows: list) -> Path:
-    path.write_bytes(b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows))
-    return path
-
-
-def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDataOptions:
-    return group_options(
-        ProcessDataOptions,
-        input_file=(str(source),),
-        output_file=str(output),
-        model_name_or_path=str(model),
-        **{"num_proc": 1} | options,
-    )
-
-
-def command_for(model: Path, source: Path, output: Path, *flags: str) -> list[str]:
-    script = [sys.executable, str(ROOT / "process_data.py"), "--input-file", str(source), "--output-file", str(output)]
-    return [*script, "--model-name-or-path", str(model), *flags]
 
 
 def run(*args) -> subprocess.CompletedProcess:

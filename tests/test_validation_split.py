@@ -227,7 +227,7 @@ def test_nothing_is_lost_and_every_side_counts_its_own(models, tmp_path, capsys)
 def test_sides_depend_on_nothing_else(models, tmp_path, monkeypatch):
     """Order, duplicates, other rows, files, formats, tokenizers, templates, the limit, and the number of workers."""
     monkeypatch.setattr("corpus.files.CHUNK_ROWS", 7)
-    monkeypatch.setattr("process_data.BYTES_PER_WORKER", 100)
+    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 100)
     rows = [chat(i) for i in range(120)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     sides = [set(read_texts(models[0], side)) for side in split(models[0], source, tmp_path / "out.arrow", num_proc=1)]
@@ -259,7 +259,7 @@ def test_sides_depend_on_nothing_else(models, tmp_path, monkeypatch):
 @pytest.mark.parametrize("block_size", [None, 7, 64])
 def test_whole_documents_fall_on_one_side(models, tmp_path, monkeypatch, block_size, num_proc):
     monkeypatch.setattr("corpus.files.CHUNK_ROWS", 3)
-    monkeypatch.setattr("process_data.BYTES_PER_WORKER", 100)
+    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 100)
     texts = [f"answer {i} and " * (1 + i % 9) for i in range(60)]
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     sides = split(models[0], source, tmp_path / "out.arrow", block_size=block_size, num_proc=num_proc)
@@ -370,7 +370,7 @@ def test_a_failure_leaves_both_sides_as_they_were(models, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, and so die as they are told, only there")
 def test_a_killed_worker_leaves_nothing(models, tmp_path, monkeypatch):
     monkeypatch.setattr("corpus.files.CHUNK_ROWS", 5)
-    monkeypatch.setattr("process_data.BYTES_PER_WORKER", 100)
+    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 100)
     parent = os.getpid()
 
     def die_late(example: Chat, share: float) -> bool:

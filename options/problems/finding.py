@@ -35,6 +35,7 @@ from options.problems.training import (
     find_preference_problems,
     find_teacher_problems,
     find_training_data_problems,
+    find_url_problems,
     find_validation_problems,
 )
 
@@ -59,6 +60,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
     """Values out of range, options without effect, and options that contradict each other."""
     return [
         *find_numbers_out_of_range(flatten_options(options)),
+        *find_url_problems(options),
         *find_training_data_problems(options),
         *find_validation_problems(options),
         *find_objective_problems(options),

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from options import ProcessDataOptions, RowOptions, flag_name
+from options import ProcessDataOptions, RowOptions, flag_name, parse_shard
 from options.problems.given import list_changed, list_row_sources
 
 # Minimum values of row options; a block is cut one token short if the next would begin with an end-of-text token, and
@@ -17,16 +17,29 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     problems = []
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
         problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
+    if "://" in o.output_file:
+        problems.append(f"--output-file {o.output_file}: must be a local path; only input files may be elsewhere")
     if not list_row_sources(o.rows):
         problems.append("no rows are given: give --input-file or --input-dataset")
     problems += find_row_problems(o.rows)
     if o.preview < 0:
         problems.append(f"--preview {o.preview}: must be at least 0")
+    if o.shard is not None:
+        problems += find_shard_problems(o)
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
     if o.string_for_printing_masks is not None and o.rows.format == "classification":
         problems.append("--string-for-printing-masks: no effect with --format classification")
     return problems
+
+
+def find_shard_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with --shard, which is given."""
+    try:
+        parse_shard(o.shard)
+    except ValueError as error:
+        return [f"--shard {error}"]
+    return ["--shard has no effect with --join, which joins all parts"] if o.join else []
 
 
 def find_row_problems(o: RowOptions) -> list[str]:
@@ -66,6 +79,8 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append(f"--images cannot be used with --format {o.format}, which does not support images")
     if o.feedback_from_pairs and o.format != "preference":
         problems.append("--feedback-from-pairs: no effect without --format preference")
+    if o.images and any("://" in path for path in o.input_file):
+        problems.append("--images: image paths are relative to the rows' files, which therefore have to be local")
     if o.images and o.input_dataset is not None:
         problems.append("--images: image paths are relative to the rows' files: give these with --input-file")
     return [*problems, *find_field_problems(o), *find_classification_problems(o)]

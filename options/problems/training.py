@@ -79,6 +79,15 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     return problems
 
 
+def find_url_problems(options: TrainOptions) -> list[str]:
+    """Problems with URLs in place of local paths."""
+    data = [path for path in (*options.data.data_path, *options.validation.validation_data_path) if "://" in path]
+    problems = [f"{path}: a tokenized data set must be local: copy it here, with its .meta.json" for path in data]
+    if "://" in options.output_dir:
+        problems.append(f"--output-dir {options.output_dir}: must be a local directory")
+    return problems
+
+
 def find_training_data_problems(options: TrainOptions) -> list[str]:
     """Problems with training data: none, several sources, or weights that do not match the data sets."""
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights

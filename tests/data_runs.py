@@ -1,0 +1,34 @@
+"""Rows of short chats, and runs of process_data.py on them."""
+
+import json
+import sys
+from pathlib import Path
+
+from program import ROOT
+
+from options import ProcessDataOptions, group_options
+
+
+def chat(i: int, *, words: int = 3) -> dict:
+    turns = [("user", f"How many are {i}?" + " and" * words), ("assistant", f"{i}" + " 42" * (i % 7))]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_bytes(b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows))
+    return path
+
+
+def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDataOptions:
+    return group_options(
+        ProcessDataOptions,
+        input_file=(str(source),),
+        output_file=str(output),
+        model_name_or_path=str(model),
+        **{"num_proc": 1} | options,
+    )
+
+
+def command_for(model: Path, source: Path, output: Path, *flags: str) -> list[str]:
+    script = [sys.executable, str(ROOT / "process_data.py"), "--input-file", str(source), "--output-file", str(output)]
+    return [*script, "--model-name-or-path", str(model), *flags]

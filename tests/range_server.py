@@ -1,0 +1,64 @@
+"""A web server for files, with the faults that a test asks for."""
+
+import hashlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class RangeServer:
+    """Files by name, and how the next requests for their content are answered, each once.
+
+    None: well; "break": half of the answer, then the end of the connection; "500"; "whole": the file, for any range.
+    """
+
+    def __init__(self):
+        self.files: dict[str, bytes] = {}
+        self.faults: list[str | None] = []
+        self.says_length = True
+        self.asked: list[str] = []  # ranges
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                content = server.files.get(self.path.strip("/"))
+                self.send_response(404 if content is None else 200)
+                if content is not None and server.says_length:
+                    self.send_header("Content-Length", str(len(content)))
+                    self.send_header("ETag", hashlib.sha256(content).hexdigest())
+                self.send_header("Connection", "close")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                server.answer(self)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        asked = request.headers.get("Range", "")
+        self.asked.append(asked)
+        content = self.files[request.path.strip("/")]
+        fault = self.faults.pop(0) if self.faults else None
+        if fault == "500":
+            return request.send_error(500)
+        start, _, end = asked.removeprefix("bytes=").partition("-")
+        part = content if fault == "whole" or not start else content[int(start) : int(end) + 1]
+        request.send_response(200 if part is content else 206)
+        if part is not content:
+            request.send_header("Content-Range", f"bytes {start}-{int(start) + len(part) - 1}/{len(content)}")
+        if self.says_length:
+            request.send_header("Content-Length", str(len(part)))
+        request.send_header("Connection", "close")
+        request.end_headers()
+        request.wfile.write(part[: len(part) // 2] if fault == "break" else part)
+        request.close_connection = True
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()

@@ -1,0 +1,346 @@
+"""Parts of a data set: joined they are what one process writes, and no other part is taken for one of them."""
+
+import gzip
+import json
+import os
+import pickle
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_runs import chat, command_for, options_for, write_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from make_tiny_model import train_tokenizer
+
+import corpus.files as data_files
+from command_line import parse_options
+from corpus.files import find_sources, iterate_rows, read_chunks
+from corpus.parts import Part, divide, list_parts, name_directory, read_results
+from options import ProcessDataOptions, replace_options
+from options.problems.finding import find_problems
+from process_data import process_data
+from ranks.lock import RunLock
+from ranks.tasks import find_task
+
+COUNT = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def small_sections(monkeypatch):
+    monkeypatch.setattr(data_files, "SECTION_BYTES", 3000)
+    monkeypatch.setattr(data_files, "CHUNK_ROWS", 7)
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def write_chats(directory: Path) -> Path:
+    """JSON lines with blank and unusable ones, a compressed file, and Parquet of several row groups."""
+    lines: list = [chat(i, words=i % 30) for i in range(200)]
+    lines[120:120] = [b"\n", b"not a row\n", chat(1, words=3000)]
+    write_rows(directory / "a.jsonl", lines)
+    (directory / "b.jsonl.gz").write_bytes(gzip.compress((json.dumps(chat(300)) + "\n").encode() * 3))
+    rows = [chat(i) | {"messages": [m | {"weight": 0.5} for m in chat(i)["messages"]]} for i in range(90)]
+    pq.write_table(pa.Table.from_pylist(rows), directory / "c.parquet", row_group_size=11)
+    write_rows(directory / "d.jsonl", [])
+    return directory
+
+
+def write_documents(directory: Path) -> Path:
+    write_rows(directory / "a.jsonl", [{"text": f"How many are {i}?" + " and" * (i % 40)} for i in range(300)])
+    return directory
+
+
+def write_labelled(directory: Path) -> Path:
+    write_rows(
+        directory / "a.jsonl", [{"text": f"{i} and" * 9, "label": "odd" * (i % 2) or "even"} for i in range(200)]
+    )
+    return directory
+
+
+def write_pairs(directory: Path) -> Path:
+    rows = [{"prompt": f"How many are {i}?" + " and" * 30, "chosen": f"{i}", "rejected": "no"} for i in range(150)]
+    write_rows(directory / "a.jsonl", rows)
+    return directory
+
+
+CASES = {
+    "chats": (write_chats, "out.arrow", dict(skip_invalid=True, validation_share=0.2, preview=3)),
+    "chats as Parquet": (write_chats, "out.parquet", dict(skip_invalid=True, max_sample_num_tokens=60)),
+    "chats as lines": (write_chats, "out.jsonl", dict(skip_invalid=True, chat_template="chatml")),
+    "blocks": (write_documents, "out.arrow", dict(block_size=32, validation_share=0.1)),
+    "labels": (write_labelled, "out.arrow", dict(format="classification")),
+    "pairs": (write_pairs, "out.arrow", dict(format="preference")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_joined_parts_are_what_one_process_writes(case, model, small_sections, tmp_path, capsys):
+    write, output, options = CASES[case]
+    for name in ("rows", "one", "many"):
+        (tmp_path / name).mkdir()
+    rows = write(tmp_path / "rows")
+
+    def options_of(name: str, **more) -> ProcessDataOptions:
+        page = str(tmp_path / name / "page.html")
+        return options_for(model, rows, tmp_path / name / output, preview_html=page, **options, **more)
+
+    process_data(options_of("one"))
+    shown = [line for line in capsys.readouterr().out.splitlines() if "rows/s" not in line]
+    for index in (2, COUNT, 1):
+        process_data(options_of("many", shard=f"{index}/{COUNT}"))
+    assert read_files(tmp_path / "many") == read_files(tmp_path / "one")
+    printed = capsys.readouterr().out.replace("/many/", "/one/").splitlines()
+    assert [line for line in printed if "rows/s" not in line][-len(shown) :] == shown  # the same report and samples
+    assert any(f"part 2/{COUNT}: " in line for line in printed)
+
+
+def number_rows(source) -> list[tuple[int, int, object]]:
+    return [(row.number, row.line, row.value) for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    files=st.lists(st.tuples(st.binary(max_size=200), st.booleans()), min_size=1, max_size=3),
+    count=st.integers(1, 6),
+    section_bytes=st.integers(4, 60),
+    max_row_bytes=st.integers(1, 80),
+)
+def test_each_line_is_in_one_part_with_its_number(files, count, section_bytes, max_row_bytes, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lines")
+    for number, (content, has_mark) in enumerate(files):
+        content = content.translate(bytes(range(251)) + b"\n" * 5)  # more line feeds than by chance
+        (directory / f"{number}.jsonl").write_bytes(b"\xef\xbb\xbf" * has_mark + content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_files, "SECTION_BYTES", section_bytes)
+        patch.setattr(data_files, "MAX_ROW_BYTES", max_row_bytes)
+        sources = find_sources([str(directory)])
+        whole = [(source.name, row) for source in sources for row in number_rows(source)]
+        chunks = [chunk for source in sources for chunk in read_chunks(source)]
+        divided = [one for index in range(1, count + 1) for one in divide(sources, index, count)]
+        assert [(one.name, row) for one in divided for row in number_rows(one)] == whole
+        cut = [chunk for one in divided for chunk in read_chunks(one)]
+        assert [(chunk.first_row, chunk.lines) for chunk in cut] == [(chunk.first_row, chunk.lines) for chunk in chunks]
+        ends = {one.name: one.sha256 for one in divided if one.sections.end is None}
+        assert ends == {source.name: source.sha256 for source in sources}  # each file's end is in one part
+
+
+def test_parts_are_of_about_the_same_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_files, "SECTION_BYTES", 1000)
+    write_rows(tmp_path / "a.jsonl", [chat(i) for i in range(900)])
+    sources = find_sources([str(tmp_path)])
+    sizes = [sum(chunk.size for one in divide(sources, i, 7) for chunk in read_chunks(one)) for i in range(1, 8)]
+    assert max(sizes) - min(sizes) < 2000 < min(sizes)
+
+
+def test_a_part_names_the_line_of_the_file_and_leaves_nothing(model, small_sections, tmp_path):
+    rows = [chat(i) for i in range(200)]
+    rows[150] = b"no row\n"
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    with pytest.raises(ValueError, match=r"1 of \d+ rows cannot be used:\n  in.jsonl:151: "):
+        process_data(options_for(model, source, tmp_path / "out.arrow", shard="3/4"))
+    assert list((tmp_path / "out.arrow.parts").iterdir()) == []
+    rows[150] = {"messages": chat(1)["messages"], "label": False}  # changes the training signal
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    with pytest.raises(ValueError, match=r"^in.jsonl:151: has 'label'"):
+        process_data(options_for(model, source, tmp_path / "out.arrow", shard="3/4"))
+
+
+def test_the_format_is_that_of_the_file_s_first_row(model, small_sections, tmp_path):
+    rows = [{"text": "12 and"}, *(chat(i) for i in range(100)), *({"text": "30 and"} for _ in range(200))]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    with pytest.raises(ValueError, match=r"in.jsonl:\d+: of another format than the file's: messages, but the first"):
+        process_data(options_for(model, source, tmp_path / "out.arrow", shard="2/4"))
+    with pytest.raises(ValueError, match=r"--text-field body: none of the first 7 rows of in.jsonl has it"):
+        process_data(options_for(model, source, tmp_path / "out.arrow", shard="4/4", text_field="body"))
+
+
+@pytest.fixture
+def made(model, small_sections, tmp_path):
+    """Options of three parts, of which the first and the third are made."""
+    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
+    options = options_for(model, source, tmp_path / "out.arrow")
+    for index in (1, 3):
+        process_data(replace_options(options, shard=f"{index}/{COUNT}"))
+    return options
+
+
+def test_what_is_not_a_part_of_this_data_set_is_refused_by_name(made, tmp_path, capsys):
+    join = replace_options(made, join=True)
+    directory = name_directory(tmp_path / "out.arrow")
+    with pytest.raises(ValueError, match=r"1 of 3 parts in .*\n  part 2/3 is not there yet: make it by --shard 2/3$"):
+        process_data(join)
+    process_data(replace_options(made, shard="2/3", max_sample_num_tokens=9))  # others are not: nothing is joined
+    assert "still to be made: 1/3, 3/3" in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
+    with pytest.raises(
+        ValueError, match="2/3 was made with another configuration: --max-sample-num-tokens was 9, is N"
+    ):
+        process_data(join)
+    process_data(replace_options(made, shard="1/4"))
+    with pytest.raises(ValueError, match="has parts of 3 and of 4: make all parts with the same number N"):
+        process_data(join)
+    Part(directory, 1, 4).manifest.unlink()
+    os.utime(tmp_path / "in.jsonl")
+    with pytest.raises(ValueError, match=r"1/3 was made with another configuration: the input in.jsonl has changed"):
+        process_data(join)
+    assert not (tmp_path / "out.arrow").exists()
+
+
+def test_damaged_parts_are_refused_and_made_again_alone(made, tmp_path, capsys):
+    third = Part(name_directory(tmp_path / "out.arrow"), 3, COUNT)
+    content = third.rows.read_bytes()
+    third.rows.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"part 3/3: .* is damaged .*: remove it, and pass --shard 3/3 again"):
+        process_data(replace_options(made, shard="2/3"))
+    assert not (tmp_path / "out.arrow").exists()
+    third.rows.write_bytes(content[:-1])  # cut off: not there
+    process_data(replace_options(made, shard="2/3"))
+    assert "part 2/3: already there" in capsys.readouterr().out
+    process_data(replace_options(made, shard="3/3"))
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.arrow", "out.arrow.meta.json"]
+
+
+def test_a_part_that_runs_code_is_refused(made, tmp_path):
+    part = Part(name_directory(tmp_path / "out.arrow"), 1, COUNT)
+
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made by a part"),)
+
+    part.rows.write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ValueError, match=r"part 1/3: .* is damaged \(it holds posix.mkdir\)"):
+        list(read_results([part]))
+    assert not (tmp_path / "made by a part").exists()
+
+
+def test_an_input_that_changes_while_it_is_read_is_noticed(made, tmp_path, monkeypatch):
+    from corpus import parts
+
+    def change(*args):
+        os.utime(tmp_path / "in.jsonl", ns=(0, 0))
+        return pack(*args)
+
+    pack = parts.pack_result
+    monkeypatch.setattr(parts, "pack_result", change)
+    with pytest.raises(ValueError, match="part 2/3: an input file changed while it was read"):
+        process_data(replace_options(made, shard="2/3"))
+    assert Part(name_directory(tmp_path / "out.arrow"), 2, COUNT).content is None
+
+
+def test_one_process_joins_at_a_time(made, tmp_path, capsys):
+    lock = RunLock(name_directory(tmp_path / "out.arrow"))
+    process_data(replace_options(made, shard="2/3"))  # as the other process: no failure, which would end both
+    assert "another process joins the parts: " in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
+    with pytest.raises(ValueError, match=r"--join: .*out.arrow.parts is in use by the run with pid"):
+        process_data(replace_options(made, join=True))
+    lock.release()
+    process_data(replace_options(made, join=True))
+    assert (tmp_path / "out.arrow").exists() and not name_directory(tmp_path / "out.arrow").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("in.csv", r"in.csv: cannot be divided among 2 processes; .jsonl and .parquet can"), (None, "only files can be")],
+)
+def test_rows_that_cannot_be_divided(name, reason, model, tmp_path):
+    options = replace_options(options_for(model, tmp_path, tmp_path / "out.arrow"), mock_data=9, input_file=())
+    if name is not None:
+        (tmp_path / name).write_text("text\nHow many\n")
+        options = options_for(model, tmp_path / name, tmp_path / "out.arrow")
+    with pytest.raises(ValueError, match=reason):
+        process_data(replace_options(options, shard="1/2"))
+
+
+@pytest.mark.parametrize("shard", ["0/8", "9/8", "3", "3/8/1", "a/b", "-1/8"])
+def test_shards_that_are_none(shard):
+    (problem,) = find_problems(options_for(Path("m"), Path("in.jsonl"), Path("out.jsonl"), shard=shard))
+    assert problem == f"--shard {shard}: must be the number of a part, from 1, and the number of parts: 3/8"
+
+
+def test_joining_takes_no_shard():
+    words = ["--input-file", "i", "--output-file", "o.arrow", "--model-name-or-path", "m"]
+    options = parse_options(ProcessDataOptions, [*words, "--shard", "3/8"])
+    assert options.shard == "3/8" and not options.join
+    assert find_problems(replace_options(options, join=True)) == [
+        "--shard has no effect with --join, which joins all parts"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "task"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "2", "WORLD_SIZE": "4"}, (3, 4)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script of a job, not one of its tasks
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}, (4, 4)),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "5", "WORLD_SIZE": "8"},
+            (6, 8),
+        ),  # torchrun by srun
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}, (2, 2)),
+    ],
+)
+def test_tasks_of_torchrun_and_srun(environment, task, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_task() == task
+
+
+def start(model: Path, source: Path, output: Path, *flags: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command_for(model, source, output, "--num-proc", "1", *flags),
+        env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_part_is_made_again_alone_and_one_of_two_processes_joins(model, tmp_path):
+    """With sections as they are: the file has three, one for each task."""
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
+    source = write_rows(tmp_path / "in.jsonl", [chat(i, words=400) for i in range(10_500)])
+    output = tmp_path / "many" / "out.arrow"
+    process_data(options_for(model, source, tmp_path / "one" / "out.arrow"))
+    directory = name_directory(output)
+
+    killed = start(model, source, output, RANK="1", WORLD_SIZE="3")
+    deadline = time.monotonic() + 120
+    while not any(path.stat().st_size for path in directory.glob(".part_2_of_3.rows.*.part")):
+        assert killed.poll() is None and time.monotonic() < deadline, killed.communicate()
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert [part.content for part in list_parts(directory, 3)] == [None] * 3
+    (leftover,) = directory.iterdir()
+
+    tasks = [start(model, source, output, SLURM_PROCID=str(i), SLURM_STEP_NUM_TASKS="3") for i in (0, 2)]
+    told = [task.communicate(timeout=300) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], told
+    assert all("still to be made: " in out for out, _ in told) and not output.exists() and leftover.exists()
+
+    lock = RunLock(directory)
+    again = start(model, source, output, "--shard", "2/3")
+    out, err = again.communicate(timeout=300)
+    assert again.returncode == 0 and "another process joins the parts" in out, err
+    lock.release()
+    joins = [start(model, source, output, "--join") for _ in range(2)]
+    errors = [join.communicate(timeout=300)[1] for join in joins]
+    assert sorted(join.returncode for join in joins) == [0, 2], errors  # the other found them in use, or gone
+    assert not directory.exists()
+    assert read_files(tmp_path / "many") == read_files(tmp_path / "one")

@@ -1,0 +1,207 @@
+"""Rows in object stores and on web servers: the same data set as of local files, or an error that names the file."""
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_runs import chat, options_for, write_rows
+from heavy import need
+from make_tiny_model import train_tokenizer
+from range_server import RangeServer
+
+from corpus import remote
+from corpus.cache import identify_source, name_rows
+from corpus.files import find_sources, iterate_rows, read_chunks
+from options import ProcessDataOptions, RowOptions, TrainOptions, group_options, replace_options
+from options.problems.finding import find_problems
+from process_data import process_data
+
+KEY = "AKIAIOSFODNN7EXAMPLE"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0, 0))
+    monkeypatch.setattr(remote, "FETCHED_BYTES", 2000)
+    monkeypatch.setattr("corpus.files.BLOCK_BYTES", 1000)
+
+
+@pytest.fixture
+def server():
+    server = RangeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    """A folder of rows in files of several kinds."""
+    folder = tmp_path / "rows"
+    (folder / "inner").mkdir(parents=True)
+    write_rows(folder / "a.jsonl", [chat(i) for i in range(60)])
+    (folder / "b.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(json.dumps(chat(i)).encode() + b"\n" for i in range(50)))
+    )
+    pq.write_table(pa.Table.from_pylist([chat(i) for i in range(40)]), folder / "inner" / "c.parquet")
+    (folder / "a.jsonl.meta.json").write_text("{}")  # no rows
+    return folder
+
+
+def read_outputs(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def process_both(model: Path, tmp_path: Path, given: list[str], local: list[Path]) -> None:
+    """Makes the data set of URLs and of local files; they and their sidecars must be the same, byte by byte."""
+    for name, inputs in (("here", [str(path) for path in local]), ("there", given)):
+        (tmp_path / name).mkdir()
+        options = options_for(model, tmp_path, tmp_path / name / "out.arrow", preview=0)
+        process_data(replace_options(options, input_file=tuple(inputs)))
+    assert read_outputs(tmp_path / "there") == read_outputs(tmp_path / "here")
+
+
+def test_files_of_a_web_server(server, rows, model, tmp_path):
+    files = [rows / "a.jsonl", rows / "b.jsonl.gz", rows / "inner" / "c.parquet"]
+    server.files = {path.name: path.read_bytes() for path in files}
+    server.faults = ["break", "500", "break"]
+    process_both(model, tmp_path, [f"{server.url}/{path.name}" for path in files], files)
+    assert server.faults == []
+
+
+def read_rows(url: str) -> list[object]:
+    return [row.value for source in find_sources([url]) for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+
+
+def test_a_broken_connection_goes_on_at_the_byte_reached(server):
+    lines = [b"%d\n" % i for i in range(5000)]
+    server.files["a.jsonl"] = b"".join(lines)
+    server.faults = ["break", "break", None, "500", None, None, "break", "500", "break"]
+    assert read_rows(f"{server.url}/a.jsonl") == lines
+    starts = [int(asked.removeprefix("bytes=").partition("-")[0]) for asked in server.asked]
+    assert starts == sorted(starts) and starts.count(0) == 3  # what has been read is not read again
+    assert len(starts) - len(set(starts)) == 6  # a request for each fault
+
+
+@pytest.mark.parametrize("fault", ["break", "500", "whole"])
+def test_a_connection_that_keeps_breaking_is_an_error_with_the_file_and_the_byte(server, fault):
+    server.files["a.jsonl"] = b"1\n" * 9000
+    server.faults = [None, *[fault] * 99]
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+/a.jsonl: broke off at byte [1-9],000 of 18,000: "):
+        read_rows(f"{server.url}/a.jsonl")
+
+
+def test_a_file_of_another_length_or_content_than_said_is_an_error(server):
+    server.files["a.jsonl"] = b"1\n" * 9000
+    (source,) = find_sources([f"{server.url}/a.jsonl"])
+    server.files["a.jsonl"] = b"1\n" * 4000
+    with pytest.raises(ValueError, match=r"a.jsonl: broke off at byte 8,000 of 18,000: "):
+        list(read_chunks(source))
+    server.files["a.jsonl"] = b"2\n" * 9000
+    with pytest.raises(ValueError, match=r"a.jsonl: changed while it was read"):
+        list(read_chunks(source))
+    server.says_length = False
+    with pytest.raises(ValueError, match=r"a.jsonl: the server does not say the file's length: download it first"):
+        find_sources([f"{server.url}/a.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("{server}/missing.jsonl", "missing.jsonl: no such file"),
+        ("{server}/a.bin", "must be, or match or hold, files that end in .jsonl, "),
+        ("ftp://host/a.jsonl", "--input-file ftp://host/a.jsonl: must be a local path, or begin with s3://, gs://, "),
+        ("http://127.0.0.1:9/a.jsonl", "/a.jsonl: no such file, or it cannot be reached: Cannot connect"),
+        ("https://me:hunter2@host/a.jsonl", "has a password, key or signature in it"),
+        ("https://host/a.jsonl?X-Amz-Signature=hunter2", "has a password, key or signature in it"),
+        ("s3://key:hunter2@bucket/a.jsonl", "has a password, key or signature in it"),
+    ],
+)
+def test_urls_that_are_refused(server, url, reason):
+    server.files["a.bin"] = b"1"
+    with pytest.raises(ValueError, match="--input-file") as error:
+        find_sources([url.format(server=server.url)])
+    assert reason in str(error.value) and "hunter2" not in str(error.value)
+
+
+def test_a_store_without_its_package_is_refused_by_the_package_s_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ValueError, match=r"--input-file gs://bucket/a.jsonl: needs the package gcsfs \(pip install "):
+        find_sources(["gs://bucket/a.jsonl"])
+
+
+def test_outputs_and_tokenized_data_are_local_and_urls_of_them_are_refused():
+    paths = dict(input_file="i.jsonl", model_name_or_path="m")
+    (problem,) = find_problems(group_options(ProcessDataOptions, **paths, output_file="s3://bucket/o.arrow"))
+    assert problem == "--output-file s3://bucket/o.arrow: must be a local path; only input files may be elsewhere"
+    train = dict(model_name_or_path="m", output_dir="o", max_epochs=1)
+    (problem,) = find_problems(group_options(TrainOptions, **train, data_path="s3://bucket/o.arrow"))
+    assert problem == "s3://bucket/o.arrow: a tokenized data set must be local: copy it here, with its .meta.json"
+    (problem,) = find_problems(group_options(TrainOptions, **(train | {"output_dir": "s3://b/o"}), data_path="o.arrow"))
+    assert problem == "--output-dir s3://b/o: must be a local directory"
+
+
+def test_the_cache_of_tokenized_rows_knows_remote_files_by_their_content(server):
+    server.files["a.jsonl"] = b"1\n"
+    url = f"{server.url}/a.jsonl"
+    found = [identify_source(*find_sources([url]))]
+    server.files["a.jsonl"] = b"2\n"
+    found += [identify_source(*find_sources([url])), identify_source(*find_sources([url]))]
+    assert found[0] != found[1] == found[2]
+    assert name_rows(RowOptions(input_file=(url,))) == "a"
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket of a server that speaks S3's protocol, and its client."""
+    need("s3fs")
+    server = need("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/EXAMPLEKEY")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        import boto3
+
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="bucket")
+        yield client
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "given", [["s3://bucket/rows"], ["s3://bucket/rows/*.jsonl*", "s3://bucket/rows/inner/c.parquet"]]
+)
+def test_files_of_s3(bucket, rows, model, tmp_path, given):
+    for path in rows.rglob("*"):
+        if path.is_file():
+            bucket.upload_file(str(path), "bucket", f"rows/{path.relative_to(rows)}")
+    local = [rows] if len(given) == 1 else [rows / "a.jsonl", rows / "b.jsonl.gz", rows / "inner" / "c.parquet"]
+    process_both(model, tmp_path, given, local)
+    written = b"".join(read_outputs(tmp_path / "there").values())
+    assert KEY.encode() not in written and os.environ["AWS_SECRET_ACCESS_KEY"].encode() not in written
+
+
+def test_parts_of_a_file_on_s3(bucket, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("corpus.files.SECTION_BYTES", 3000)
+    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
+    bucket.upload_file(str(source), "bucket", "in.jsonl")
+    for name, given, shards in (("here", str(source), ["1/1"]), ("there", "s3://bucket/in.jsonl", ["2/2", "1/2"])):
+        (tmp_path / name).mkdir()
+        options = options_for(model, source, tmp_path / name / "out.arrow", preview=0)
+        for shard in shards:
+            process_data(replace_options(options, input_file=(given,), shard=shard))
+    assert read_outputs(tmp_path / "there") == read_outputs(tmp_path / "here")
