@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/optimizers.py --chats gsm8k_train_messages.jsonl --output-dir runs/optimizers
 
 Two tasks. `quickstart`: the quickstart's chats from random weights, its batch size and epochs. `chats`: one epoch over
-`--num-chats` of the chats in a file, starting from a base that is pretrained here by AdamW on `--num-documents` source
-files of Python's standard library. The same batches for all, fp32, weight decay 0, clipping at 1, 10 % warm-up, then
+`--num-chats` of the chats in a file, starting from a base that is pretrained here by AdamW on `--num-documents` pieces
+of Python's standard library. The same batches for all, fp32, weight decay 0, clipping at 1, 10 % warm-up, then
 cosine (schedule-free: constant). Learning rates are a factor of about 3 apart, and go on until the best is not at an
 edge; the best is then run with `--num-seeds` orders of the data.
 
@@ -48,6 +48,7 @@ from lifecycle.step import TrainState, train_step
 from objectives.next_tokens import CausalLM
 from optim.schedules import learning_rate_at
 
+PIECE = 4000  # characters of a document
 BETAS, LION_BETAS = (0.9, 0.95), (0.9, 0.99)
 LADDER = [scale * 10.0**power for power in range(-6, 0) for scale in (1, 3)]
 
@@ -180,15 +181,17 @@ def count_state(state: TrainState) -> int:
 
 
 def list_documents(count: int) -> list[dict]:
-    """Source files of the standard library, by name, without its tests."""
+    """Pieces of source files of the standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         file
         for file in sorted(root.rglob("*.py"))
         if not {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(file.relative_to(root).parts)
     ]
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files[:: max(1, len(files) // count)])
-    return [{"messages": [{"role": "pretrain", "content": text[:20_000]}]} for text in texts if text.strip()]
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+    pieces = [text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE)]
+    random.Random(0).shuffle(pieces)
+    return [{"messages": [{"role": "pretrain", "content": piece}]} for piece in pieces[:count] if piece.strip()]
 
 
 def make_tasks(args: argparse.Namespace, work: Path) -> dict[str, Task]:
@@ -204,7 +207,7 @@ def make_tasks(args: argparse.Namespace, work: Path) -> dict[str, Task]:
     start = write_model(
         work / "random", [*documents, *trained], vocab_size=args.vocab_size, hidden_size=args.hidden_size
     )
-    pretraining = write_task(start, documents, held_out, batch_size=8, num_epochs=1)
+    pretraining = write_task(start, documents, held_out, batch_size=16, num_epochs=1)
     if not base.exists():
         began = time.process_time()
         state, facts = train(pretraining, "adamw", lr=1e-3, seed=0)
@@ -278,7 +281,7 @@ def main() -> None:
     parser.add_argument("--chats", type=Path, help="messages JSONL; without, only the quickstart's chats")
     parser.add_argument("--num-chats", type=int, default=2000)
     parser.add_argument("--num-held-out", type=int, default=200)
-    parser.add_argument("--num-documents", type=int, default=600)
+    parser.add_argument("--num-documents", type=int, default=4000)
     parser.add_argument("--num-seeds", type=int, default=3)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden-size", type=int, default=128)
