@@ -95,8 +95,8 @@ def divide(sources: Sequence[Source], index: int, count: int) -> list[Source]:
     starts = [list_sections(source) for source in sources]
     if count > 1 and len(sources) == 1 and not sources[0].has_sections:
         raise ValueError(
-            f"--input-file {sources[0]}: cannot be divided among {count} processes; .jsonl and .parquet can, if"
-            " not compressed. Use one process, or give several files, which are then taken whole"
+            f"--input-file {sources[0]}: cannot be divided among {count} processes; .jsonl and local"
+            " .parquet can, if not compressed. Use one process, or give several files, which are then taken whole"
         )
     num_bytes, offset, divided = max(1, sum(source.num_bytes for source in sources)), 0, []
     for source, begins in zip(sources, starts, strict=True):

@@ -28,7 +28,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "text", "python", "yaml", "json"}
 BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]+) -->\n)?^```sh\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 # Pages whose commands build on those of the pages before them.
-TASKS = ["your_data", "one_gpu", "another_cluster", "keep_knowledge", "serve", "sweep", "classify", "look_at_images"]
+TASKS = [
+    *("your_data", "tokenize_on_many_nodes", "one_gpu", "another_cluster", "keep_knowledge", "serve", "sweep"),
+    *("classify", "look_at_images"),
+]
 NEEDS_RUNS = {"curves", "using"}  # pages that look at runs of the reader's
 CAPITALS = {"Peru": "Lima", "Mali": "Bamako", "Oman": "Muscat", "Cuba": "Havana", "Iran": "Tehran", "Chad": "N'Djamena"}
 OPINIONS = {"good": "positive", "great": "positive", "bad": "negative", "dull": "negative"}

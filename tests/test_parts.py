@@ -253,7 +253,10 @@ def test_one_process_joins_at_a_time(made, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("in.csv", r"in.csv: cannot be divided among 2 processes; .jsonl and .parquet can"), (None, "only files can be")],
+    [
+        ("in.csv", r"in.csv: cannot be divided among 2 processes; .jsonl and local .parquet can"),
+        (None, "only files can be"),
+    ],
 )
 def test_rows_that_cannot_be_divided(name, reason, model, tmp_path):
     options = replace_options(options_for(model, tmp_path, tmp_path / "out.arrow"), mock_data=9, input_file=())
