@@ -34,6 +34,7 @@ from corpus.feedback import FEEDBACK, FeedbackFields
 from corpus.files import Source, find_sources
 from corpus.formats import OWN_NAMES, FieldPaths
 from corpus.hub_rows import find_dataset
+from corpus.index import keep_index
 from corpus.labelled import CLASSIFICATION, FieldNames
 from corpus.labelled_tokens import LabelledTokenizer, describe_pairs
 from corpus.labels import describe_similar
@@ -158,6 +159,8 @@ def process_data(options: ProcessDataOptions) -> None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
             directory = Path(options.output_file).resolve().parent
             write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title, directory=directory)
+    for files in outputs.data_sets:
+        keep_index(files.data)
     # The report comes last, below anything that libraries may print.
     print_report(totals, task, seconds=time.perf_counter() - start, sources=sources)
     if outputs.is_split:
