@@ -8,13 +8,14 @@ without one, and again if a file of the data set has another size or time of cha
 """
 
 import io
+import itertools
 import json
 import mmap
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,7 @@ from disk import locked, written_aside
 VERSION = 1
 KEPT_FROM = 1 << 22  # rows from which the index is kept in a file; for fewer it is made quickly
 PAGE = 4096
+BATCHES_BETWEEN_RELEASES = 1024
 SPOOLED_BYTES = 1 << 25  # of a column, held in memory while the index is written
 INDEXED = ("len", "num_loss_counted_tokens")  # columns
 
@@ -111,7 +113,7 @@ def write_index(file: BinaryIO, files: Sequence[ArrowFile], identity: list[Any])
         tempfile.SpooledTemporaryFile(SPOOLED_BYTES) as lengths,
         tempfile.SpooledTemporaryFile(SPOOLED_BYTES) as counts,
     ):
-        for batch in (file.read(i) for file in files for i in range(file.num_batches)):
+        for batch in itertools.chain.from_iterable(map(iterate_batches, files)):
             first_rows.append(first_rows[-1] + batch.num_rows)
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 num_nulls[name] += column.null_count
@@ -128,6 +130,14 @@ def write_index(file: BinaryIO, files: Sequence[ArrowFile], identity: list[Any])
             shutil.copyfileobj(part, file, 1 << 24)
         file.write(np.array(first_rows, np.int64).tobytes())
         file.flush()
+
+
+def iterate_batches(file: ArrowFile) -> Iterator[pa.RecordBatch]:
+    """Yields the record batches; pages that were read do not stay in this process's memory."""
+    for i in range(file.num_batches):
+        yield file.read(i)
+        if i % BATCHES_BETWEEN_RELEASES == 0:
+            file.map.madvise(mmap.MADV_DONTNEED)
 
 
 def read_numbers(batch: pa.RecordBatch, name: str) -> np.ndarray:  # (rows,) int32

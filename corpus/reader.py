@@ -5,7 +5,7 @@ import io
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
-from corpus.index import ArrowFile, Index, open_index, read_numbers
+from corpus.index import ArrowFile, Index, iterate_batches, open_index, read_numbers
 from disk import read_object
 from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, RowFacts, check_sample
@@ -55,8 +55,8 @@ class TokenizedData:
         self._starts, self._first_batches = index.first_rows, np.cumsum([0] + [f.num_batches for f in self._files])
         self._open_batch = functools.lru_cache(maxsize=NUM_OPEN_BATCHES)(self._read_batch)
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
-        self.image_sizes = read_image_sizes(list(self._iterate_batches())) if has_images else None
-        self.sequences = read_sequences(list(self._iterate_batches())) if has_sequences else None
+        self.image_sizes = read_image_sizes(self._list_batches()) if has_images else None
+        self.sequences = read_sequences(self._list_batches()) if has_sequences else None
         if num_rows == 0:
             raise ValueError(f"{path}: holds no samples")
         if self.lengths.min() < 1:
@@ -69,15 +69,14 @@ class TokenizedData:
         check_size(recorded, self.path)
         self.release_pages()
 
+    def _list_batches(self) -> list[pa.RecordBatch]:
+        return [batch for file in self._files for batch in iterate_batches(file)]
+
     def _read_batch(self, number: int) -> dict[str, "ColumnChunk"]:
         """The columns of a record batch, by name."""
         file = int(np.searchsorted(self._first_batches, number, side="right")) - 1
         batch = self._files[file].read(number - int(self._first_batches[file]))
         return {name: ColumnChunk(batch.column(name)) for name in self.columns}
-
-    def _iterate_batches(self) -> Iterator[pa.RecordBatch]:
-        for file in self._files:
-            yield from map(file.read, range(file.num_batches))
 
     @property
     def longest(self) -> int:

@@ -4,12 +4,13 @@ The sizes from which these are used are lowered, so that a few rows are many.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from in_process import train_here, train_on
+from in_process import train_here
 from small_runs import OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import make_samples, to_row, write_rows, write_samples
 
@@ -20,9 +21,11 @@ from corpus.mixture import Mixture
 from corpus.order import FeistelPermutation, draw_permutation
 from corpus.reader import TokenizedData
 from model.fingerprints import fingerprint_data
+from objectives.next_tokens import CausalLM
 from objectives.token_columns import TextColumns
 from options import DataOptions, EndOptions
-from sampler import StreamTokens, count_steps, draw_samples
+from ranks.row_group import Place
+from sampler import StreamTokens, count_steps, draw_samples, iterate_batches
 
 VOCAB_SIZE, STEPS = 160, 5
 ENDINGS = (".arrow", ".parquet", ".jsonl")
@@ -129,6 +132,19 @@ def test_the_index_is_made_again_for_other_rows(many, tmp_path):
     assert path.stat().st_size == stat.st_size and TokenizedData(path).lengths.tolist() == [5, 3, 4, 2, 2]
 
 
+def test_one_of_several_makes_the_index_and_process_data_does_before_them(many, tmp_path):
+    path = write_lengths(tmp_path / "data.arrow", [3, 5, 4, 2, 2] * 40)
+    with ThreadPoolExecutor(4) as pool:  # each has its own lock, and without them the same file to write to
+        found = list(pool.map(lambda _: TokenizedData(path).lengths.tolist(), range(4)))
+    assert found == [[3, 5, 4, 2, 2] * 40] * 4
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data.arrow", "data.arrow.index"]
+    kept = tmp_path / "data.arrow.index"
+    kept.unlink()
+    index.keep_index(path)
+    made = kept.stat()
+    assert TokenizedData(path).lengths.tolist() == found[0] and kept.stat() == made
+
+
 def test_without_a_place_for_the_index_it_is_in_a_file_without_a_name(many, tmp_path):
     name = "d" * 239 + ".arrow"  # a name for the index, written aside, would be too long
     data = TokenizedData(write_lengths(tmp_path / name, [3, 5, 4]))
@@ -224,9 +240,19 @@ def test_a_run_of_many_rows_resumes_bit_for_bit_and_by_no_other_rule(many, input
         train_here(world, **inputs, output_dir=str(again), max_steps=STEPS)
 
 
-@pytest.mark.slow
-def test_two_ranks_train_what_one_does(many, inputs, world, tmp_path):
-    for num_ranks in (1, 2):
-        train_on(num_ranks, world, **inputs, output_dir=tmp_path / str(num_ranks), max_steps=STEPS)
-    for row, other in zip(read_rows(tmp_path / "1"), read_rows(tmp_path / "2"), strict=True):
-        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6) and other["num_samples"] == row["num_samples"]
+@pytest.mark.parametrize("sizes", [dict(batch_size=9), dict(batch_size=None, batch_tokens=70)])
+def test_ranks_share_the_batches_that_one_would_train(sizes, many, tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 40, 61).tolist()
+    data = Mixture([TokenizedData(write_lengths(tmp_path / "data.arrow", lengths))])
+    options = DataOptions(**sizes, max_tokens_per_gpu=40, seed=5)
+    batches = [
+        list(iterate_batches(data, options, objective=CausalLM(), num_steps=12, attention_cost=1e-4, world=place))
+        for place in (Place(0, 1), Place(0, 2), Place(1, 2))
+    ]
+    for whole, *parts in zip(*batches, strict=True):
+        assert all(np.array_equal(whole.sample_ids, part.sample_ids) for part in parts)
+        whole_draws, shared_draws = (
+            sorted(draw for part in some for one in part.micro_batches for draw in one.draws)
+            for some in ([whole], parts)
+        )
+        assert shared_draws == whole_draws and len(whole_draws) == len(whole.sample_ids)
