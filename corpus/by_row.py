@@ -21,6 +21,9 @@ class RowRange:
     def __len__(self) -> int:
         return self.size
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.first + self.size))
+
     def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:  # (places,) int32
         if isinstance(places, slice):
             start, stop, step = places.indices(self.size)
@@ -36,7 +39,7 @@ class RowRange:
         return RowRange(self.first + number, self.size)
 
     def tolist(self) -> list[int]:
-        return list(range(self.first, self.first + self.size))
+        return list(self)
 
 
 Rows = np.ndarray | RowRange

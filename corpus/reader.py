@@ -49,6 +49,8 @@ class TokenizedData:
         self.kept: Rows = RowRange(0, len(self.lengths))  # the stream draws from these rows
         self.vocab_size: float = math.inf  # the model's, once known; larger token ids are refused
         num_rows, names = len(self.lengths), {name for file in self._files for name in file.schema.names}
+        if num_rows == 0:
+            raise ValueError(f"{path}: holds no samples")
         self.columns = frozenset(
             name for name in self.kind.sample_columns if name in names and index.num_nulls[name] < num_rows
         )
@@ -57,8 +59,6 @@ class TokenizedData:
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
         self.image_sizes = read_image_sizes(self._list_batches()) if has_images else None
         self.sequences = read_sequences(self._list_batches()) if has_sequences else None
-        if num_rows == 0:
-            raise ValueError(f"{path}: holds no samples")
         if self.lengths.min() < 1:
             row = int(np.argmin(self.lengths))
             raise ValueError(
@@ -77,6 +77,12 @@ class TokenizedData:
         file = int(np.searchsorted(self._first_batches, number, side="right")) - 1
         batch = self._files[file].read(number - int(self._first_batches[file]))
         return {name: ColumnChunk(batch.column(name)) for name in self.columns}
+
+    def _mark_kept(self) -> np.ndarray:  # (rows,) bool
+        is_kept = np.zeros(len(self.lengths), bool)
+        for part in iterate_chunks(self.kept):
+            is_kept[part] = True
+        return is_kept
 
     @property
     def longest(self) -> int:
@@ -106,8 +112,7 @@ class TokenizedData:
 
     def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """The first row of the stream with one of these token ids, and that id; None if there is none."""
-        is_kept = np.zeros(len(self.lengths), bool)
-        is_kept[self.kept] = True
+        is_kept = self._mark_kept()
         for number, first_row in enumerate(self._starts[:-1].tolist()):
             offsets, values = self._read_batch(number)["input_ids"].views
             for start in range(int(offsets[0]), int(offsets[-1]), SEARCHED_TOKENS):
@@ -122,8 +127,7 @@ class TokenizedData:
     def count_labels(self) -> np.ndarray:  # (classes,) int64
         """Number of targets of each class in the kept rows of a classifier's data set."""
         num_labels = self.task.num_labels
-        is_kept, counts = np.zeros(len(self.lengths), bool), np.zeros(num_labels, np.int64)
-        is_kept[self.kept] = True
+        is_kept, counts = self._mark_kept(), np.zeros(num_labels, np.int64)
         for number, first_row in enumerate(self._starts[:-1].tolist()):
             offsets, values = self._read_batch(number)[self.kind.target].views
             lengths = np.diff(offsets)

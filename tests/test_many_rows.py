@@ -85,7 +85,7 @@ def test_arithmetic_looks_random(seed):
 
 def test_rows_that_are_not_held_are_indexed_like_arrays():
     rows, array = RowRange(5, 9), np.arange(5, 14, dtype=np.int32)
-    assert len(rows) == 9 and rows.tolist() == array.tolist() and np.asarray(rows).dtype == array.dtype
+    assert len(rows) == 9 and rows.tolist() == list(rows) == array.tolist() and np.asarray(rows).dtype == array.dtype
     for places in (slice(2, 5), slice(None), slice(7, 99), slice(0, 9, 4), np.array([3, 0, 3]), array % 2 == 0):
         assert np.array_equal(rows[places], array[places]) and rows[places].dtype == array.dtype
     parts = [np.array([4, 9, 1], np.int32), np.array([9], np.int32), np.array([2, 0], np.int32)]
