@@ -77,6 +77,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@contextmanager
+def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
+    """Lets one process at a time into the block; yields False where the file system has no locks. `flags`: to open the
+    file with."""
+    import fcntl
+
+    file, has_lock = os.open(path, flags, 0o666), False
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            has_lock = True
+        yield has_lock
+    finally:
+        os.close(file)
+
+
 MADE: set[Path] = set()  # directories that this process has begun to write in
 
 

@@ -38,6 +38,7 @@ from corpus.cache import identify_images, identify_options
 from corpus.columns import describe_unread
 from corpus.files import Source, find_sources
 from corpus.hub_rows import find_dataset
+from corpus.index import keep_index
 from corpus.outputs import Outputs
 from corpus.parts import (
     FORMAT_VERSION,
@@ -167,6 +168,8 @@ def write_data_set(
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
             directory = Path(options.output_file).resolve().parent
             write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title, directory=directory)
+    for files in outputs.data_sets:
+        keep_index(files.data)
     # The report comes last, below anything that libraries may print.
     print_report(totals, task, seconds=time.perf_counter() - start, sources=sources)
     if outputs.is_split:

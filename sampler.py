@@ -17,7 +17,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from batch_packer import pack_batch
+from corpus.by_row import Rows, Values, find_top_row, sum_values
 from corpus.mixture import Mixture, interleave
+from corpus.order import Permutation, draw_permutation
 from families.micro_batch import MicroBatch
 from objectives.objective import Objective
 from options import DataOptions, EndOptions
@@ -68,17 +70,17 @@ class Batch:
 
 
 @functools.lru_cache(maxsize=256)
-def epoch_permutations(seed: tuple[int, ...], num_samples: int) -> Callable[[int], np.ndarray]:
+def epoch_permutations(seed: tuple[int, ...], num_samples: int) -> Callable[[int], Permutation]:
     """A data set's order in each epoch: a permutation (num_samples,) drawn from (seed, epoch)."""
 
     @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-    def permute(epoch: int) -> np.ndarray:
-        return np.random.default_rng([seed[0], epoch, *seed[1:]]).permutation(num_samples)
+    def permute(epoch: int) -> Permutation:
+        return draw_permutation(num_samples, [seed[0], epoch, *seed[1:]])
 
     return permute
 
 
-def draw_from(kept: np.ndarray, *, seed: tuple[int, ...], start: int, count: int) -> np.ndarray:  # (count,)
+def draw_from(kept: Rows, *, seed: tuple[int, ...], start: int, count: int) -> np.ndarray:  # (count,)
     """Rows at positions [start, start + count) of the infinite stream of one data set's rows `kept`."""
     parts = [kept[:0]]
     while count > 0:
@@ -110,7 +112,7 @@ def count_drawn(data: Mixture, num_samples: int) -> np.ndarray:  # (sources,)
 
 
 class StreamTokens:
-    """Cumulated tokens of the stream, for any position without a walk over the ones before.
+    """Cumulated tokens of the stream at any position: at most the epoch that it lies in is walked, once.
 
     Holds the tokens of every `BLOCK` samples for two epochs of each data set: 16 / `BLOCK` bytes a sample.
     """
@@ -141,29 +143,42 @@ class StreamTokens:
         return first + bisect.bisect_left(range(first, expected + width), num_tokens, key=self.count)
 
 
-def cumulate_epochs(lengths: np.ndarray, kept: np.ndarray, *, seed: tuple[int, ...]) -> Callable[[int], int]:
+def cumulate_epochs(lengths: Values, kept: Rows, *, seed: tuple[int, ...]) -> Callable[[int], int]:
     """Returns the function from a number of draws from one data set's rows `kept` to the number of their tokens."""
-    total, permute = int(lengths[kept].sum(dtype=np.int64)), epoch_permutations(seed, len(kept))
+    num_tokens, size, permute = sum_values(lengths, kept), len(kept), epoch_permutations(seed, len(kept))
 
     @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-    def cumulate_blocks(epoch: int) -> np.ndarray:  # (blocks,) int64
-        """Tokens of the epoch before each `BLOCK`-th sample."""
-        order, sums = permute(epoch), []
-        for start in range(0, len(order), CHUNK):  # in parts, between which the training thread can run
-            part = lengths[kept[order[start : start + CHUNK]]]
-            sums.append(np.add.reduceat(part, np.arange(0, len(part), BLOCK), dtype=np.int64))
-        of_blocks = np.concatenate(sums)
-        return np.cumsum(of_blocks) - of_blocks
+    def open_epoch(epoch: int) -> EpochTokens:
+        return EpochTokens(lambda start, end: lengths[kept[permute(epoch)[start:end]]], size, num_tokens)
 
     def count(num_drawn: int) -> int:
-        epoch, offset = divmod(num_drawn, len(kept))
-        if offset == 0:
-            return epoch * total
-        block = offset // BLOCK
-        rest = lengths[kept[permute(epoch)[block * BLOCK : offset]]]
-        return epoch * total + int(cumulate_blocks(epoch)[block]) + int(rest.sum(dtype=np.int64))
+        epoch, offset = divmod(num_drawn, size)
+        return epoch * num_tokens + (open_epoch(epoch).count(offset) if offset else 0)
 
     return count
+
+
+class EpochTokens:
+    """Cumulated tokens of one data set's epoch, summed once, up to the furthest position asked for."""
+
+    def __init__(self, read: Callable[[int, int], np.ndarray], size: int, num_tokens: int):
+        """`read`: the lengths of the samples at positions [start, end) of the epoch, which has `size` of them."""
+        self.read, self.size, self.num_tokens = read, size, num_tokens
+        self.before = np.zeros(1 + -(-size // BLOCK), np.int64)  # tokens before each `BLOCK`-th sample
+        self.num_read = 0  # samples
+
+    def count(self, num_samples: int) -> int:
+        """Number of tokens of the first `num_samples` of the epoch."""
+        if self.size - num_samples < BLOCK:  # counted from the end: the number of a run's steps needs no walk
+            return self.num_tokens - int(self.read(num_samples, self.size).sum(dtype=np.int64))
+        block = num_samples // BLOCK
+        while self.num_read < block * BLOCK:  # in parts, between which the training thread can run
+            part = self.read(self.num_read, min(self.num_read + CHUNK, self.size))
+            sums = np.add.reduceat(part, np.arange(0, len(part), BLOCK), dtype=np.int64)
+            first = self.num_read // BLOCK
+            self.before[first + 1 : first + 1 + len(sums)] = self.before[first] + np.cumsum(sums)
+            self.num_read += len(part)
+        return int(self.before[block]) + int(self.read(block * BLOCK, num_samples).sum(dtype=np.int64))
 
 
 class Batching(Protocol):
@@ -241,7 +256,7 @@ def choose_batching(data: Mixture, options: DataOptions) -> Batching:
     """The rule of --batch-size or --batch-tokens. ValueError for a sample longer than --batch-tokens."""
     if options.batch_tokens is None:
         return SampleBatches(options.samples_per_step)
-    longest = int(data.kept[data.lengths[data.kept].argmax()])
+    longest = find_top_row(data.lengths, data.kept)
     if data.lengths[longest] > options.batch_tokens:
         path, row = data.locate(longest)
         raise ValueError(

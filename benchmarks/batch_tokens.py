@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from corpus.by_row import RowRange
 from ranks.memory import resident_memory
 from sampler import StreamTokens, TokenBatches, epoch_permutations
 
@@ -29,7 +30,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         self.sources, self.shares = [None], np.ones(1)
-        self.kept_of = [np.arange(len(self.lengths), dtype=np.int32)]
+        self.kept_of = [RowRange(0, len(self.lengths))]
 
 
 def measure(num_samples: int) -> list[str]:

@@ -1,19 +1,25 @@
 """Start-up time and memory of the data side of train.py, by the number of samples.
 
-    python benchmarks/data_startup.py
+    python benchmarks/data_startup.py                                               # up to 1,000,000 samples
+    python benchmarks/data_startup.py --num-samples 1000000 100000000 --max-length 3      # 4.9 GB of disk
 
-For a tiny and for a large data set, each in a process of its own: seconds from opening the file to the first batch,
-seconds a batch after that, and resident memory after 20 batches. Packing is compiled before the clock starts.
+Each number of samples in a process of its own: CPU seconds (and seconds) from opening the file to the first batch, of
+later batches, and of resumes in the middle; memory at the end, and the highest. Packing is compiled before the clock
+starts. A large data set is opened once before, which makes its index. `--max-length`: samples so short that the index,
+and not the tokens, takes the disk; without it GSM8K-like.
 """
 
 import argparse
 import json
+import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,16 +29,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from objectives.token_columns import TextColumns
 from ranks.row_group import Place
 
-VOCAB_SIZE = 32_000
+VOCAB_SIZE, ORDER_CHUNK = 32_000, 1 << 20
 
 
-def write_data(path: Path, num_samples: int) -> None:
-    """Random samples of GSM8K-like lengths (median 160 tokens), in record batches of 1,000."""
+def write_data(path: Path, num_samples: int, max_length: int | None) -> None:
+    """Random samples in record batches of 1,000: of GSM8K-like lengths (median 160 tokens), or of at most
+    `max_length` tokens."""
     random = np.random.default_rng(0)
     with pa.OSFile(str(path), "wb") as file:
         writer = None
         for start in range(0, num_samples, 1000):
-            lengths = np.clip(random.lognormal(5.1, 0.4, min(1000, num_samples - start)), 8, 2000).astype(np.int32)
+            size = min(1000, num_samples - start)
+            if max_length is None:
+                lengths = np.clip(random.lognormal(5.1, 0.4, size), 8, 2000).astype(np.int32)
+            else:
+                lengths = random.integers(2, max_length + 1, size, dtype=np.int32)
             offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
             tokens = pa.array(random.integers(0, VOCAB_SIZE, lengths.sum(), dtype=np.int32))
             lists = pa.ListArray.from_arrays(offsets, tokens)
@@ -50,53 +61,103 @@ def measure(path: str) -> None:
     from batch_packer import pack_batch
     from corpus.mixture import Mixture
     from corpus.reader import TokenizedData
+    from model.fingerprints import fingerprint_data
     from objectives.next_tokens import CausalLM
-    from options import DataOptions
-    from sampler import iterate_batches, prefetch
+    from options import DataOptions, EndOptions
+    from sampler import RunPosition, count_steps, draw_samples, iterate_batches
 
     pack_batch([1, 2], 4, 1)
-    start = time.perf_counter()
-    options = DataOptions(data_path=path, batch_size=256)
-    data = Mixture([TokenizedData(path)])
-    data.vocab_size = VOCAB_SIZE
-    data.fit_to(options.max_tokens_per_gpu, drop_overlong=False)
-    batches = prefetch(
-        iterate_batches(
-            data, options, objective=CausalLM(), num_steps=20, attention_cost=1e-4, world=Place(0, 8)
+    measured: dict[str, Any] = {}
+
+    def note(name: str, function: Callable[[], Any], *, per: int = 1) -> Any:
+        cpu, clock = time.process_time(), time.perf_counter()
+        result = function()
+        cpu, clock = (time.process_time() - cpu) / per, (time.perf_counter() - clock) / per
+        measured[name] = f"{cpu:.4f} ({clock:.4f})"
+        return result
+
+    def open_data() -> Mixture:
+        data = Mixture([TokenizedData(path)])
+        data.vocab_size = VOCAB_SIZE
+        data.fit_to(options.max_tokens_per_gpu, drop_overlong=False)
+        data.check_trained("--data-path")
+        assert data.num_tokens > 0
+        return data
+
+    def iterate(options: DataOptions, position: int) -> Any:
+        start = RunPosition(0, position)
+        return iterate_batches(
+            data, options, objective=CausalLM(), start=start, num_steps=21, attention_cost=1e-4, world=Place(0, 8)
         )
-    )  # fmt: skip
-    next(batches)
-    first = time.perf_counter() - start
-    start = time.perf_counter()
-    num_batches = sum(1 for _ in batches)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    result = dict(
-        first_batch_s=first,
-        later_batch_ms=(time.perf_counter() - start) / num_batches * 1e3,
-        resident_mb=int(status["VmRSS"].split()[0]) / 1e3,
-        anonymous_mb=int(status["RssAnon"].split()[0]) / 1e3,
-        peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-    )
-    print(json.dumps(result))
+
+    def draw_epoch() -> None:
+        for first in range(0, num_samples, ORDER_CHUNK):
+            draw_samples(data, seed=options.seed, start=first, count=min(ORDER_CHUNK, num_samples - first))
+
+    options = DataOptions(data_path=path, batch_size=256)
+    data = note("open", open_data)
+    num_samples = len(data.kept)
+    batches = iterate(options, 0)
+    note("first batch", lambda: next(batches))
+    note("a later batch (mean of 20)", lambda: list(batches), per=20)
+    measured["memory at the end"] = describe_memory()
+    note("first batch of a resume in the middle", lambda: next(iterate(options, num_samples // 2)))
+    source = data.sources[0]
+    note("digest", lambda: fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept))
+    data.release_pages()
+    mean = int(source.lengths[:ORDER_CHUNK].mean())
+    by_tokens = DataOptions(data_path=path, batch_size=None, batch_tokens=max(data.longest, 256 * mean))
+    note("by tokens: number of steps of 1 epoch", lambda: count_steps(data, by_tokens, EndOptions(max_epochs=1)))
+    batches = iterate(by_tokens, 0)
+    note("by tokens: first batch", lambda: next(batches))
+    note("by tokens: first batch in the middle", lambda: next(iterate(by_tokens, num_samples // 2)))
+    note("order of a whole epoch", draw_epoch)
+    measured["highest resident MB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:,.0f}"
+    print(json.dumps(measured))
 
 
-if __name__ == "__main__":
+def describe_memory() -> str:
+    """Megabytes: private, proportional (shared pages divided by those that share them) and resident."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(rest.split()[0]) / 1e3 for name, rest in (line.split(":", 1) for line in lines)}
+    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
+    return f"{private:,.0f} private, {sizes['Pss']:,.0f} proportional, {sizes['Rss']:,.0f} resident MB"
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-samples", type=int, default=1_000_000)
+    parser.add_argument("--num-samples", type=int, nargs="+", default=[1000, 1_000_000])
+    parser.add_argument("--max-length", type=int)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        measure(args.measure)
-        sys.exit()
-    print("samples    file MB  first batch s  a batch ms  resident MB  anonymous MB  peak MB")
-    with tempfile.TemporaryDirectory() as directory:
-        for num_samples in (1000, args.num_samples):
-            path = Path(directory) / f"{num_samples}.arrow"
-            write_data(path, num_samples)
+        return measure(args.measure)
+    print(f"$ OMP_NUM_THREADS=1 python {' '.join(sys.argv)}")
+    print(f"python {platform.python_version()}, numpy {np.__version__}, pyarrow {pa.__version__}, {platform.machine()}")
+    print("CPU seconds (seconds, on a machine with other work)")
+    for num_samples in args.num_samples:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "data.arrow"
+            write_data(path, num_samples, args.max_length)
+            print(f"\n{num_samples:,} samples, {path.stat().st_size / 1e6:,.0f} MB", flush=True)
+            command = [sys.executable, "-c", OPEN, str(path)]
+            subprocess.run(command, check=True)
             command = [sys.executable, __file__, "--measure", str(path)]
-            r = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-            print(
-                f"{num_samples:<10,} {path.stat().st_size / 1e6:7,.0f} {r['first_batch_s']:14.2f}"
-                f" {r['later_batch_ms']:11.2f} {r['resident_mb']:12,.0f} {r['anonymous_mb']:13,.0f}"
-                f" {r['peak_mb']:8,.0f}"
-            )
+            found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            for name, value in found.items():
+                print(f"  {name}: {value}", flush=True)
+
+
+OPEN = """
+import resource, sys, time
+from corpus.reader import TokenizedData
+cpu, clock = time.process_time(), time.perf_counter()
+TokenizedData(sys.argv[1])
+seconds = f"{time.process_time() - cpu:.4f} ({time.perf_counter() - clock:.4f})"
+most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+print(f"  open for the first time: {seconds}, at most {most:,.0f} MB")
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -8,12 +8,12 @@ A data set is renamed to its name after its other files, so one that exists is c
 import dataclasses
 import hashlib
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import disk
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from chat.templates import load_tokenizer
 from corpus.files import Source, find_sources
@@ -101,18 +101,10 @@ def name_rows(options: RowOptions) -> str:
 @contextmanager
 def locked(outputs: Outputs) -> Iterator[None]:
     """Lets one process at a time make a data set, if the file system has locks; removes leftovers of killed ones."""
-    import fcntl
-
     folder = outputs.data.parent
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with disk.locked(folder / ".lock") as is_alone:
+        if is_alone:  # without locks two processes may do the same work; each data set still appears as a whole
             for leftover in folder.glob(".*.part"):
                 remove(leftover)
-        except OSError:
-            pass  # without locks two processes may do the same work; each data set still appears as a whole
         yield
-    finally:
-        os.close(file)

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from batch_packer import SampleLoad
+from corpus.by_row import RowRange, Rows, Values, find_top_row, iterate_chunks, join_rows, join_values, sum_values
+from corpus.order import draw_permutation
 from corpus.reader import ImageSizes, RowSequences, TokenizedData
 from families.sample import Sample
 from objectives.columns import Task
@@ -56,7 +58,8 @@ def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[n
 class Mixture:
     """Tokenized data sets from which samples are drawn by their `shares`.
 
-    `lengths`, `sizes`, `num_loss_tokens` and `kept` are concatenated; `source_of` returns the data set of a row.
+    `lengths`, `sizes`, `num_loss_tokens` and `kept` are indexed like their concatenations; `source_of` returns the
+    data set of a row.
     """
 
     def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
@@ -71,10 +74,11 @@ class Mixture:
         assert by in WEIGHED_BY, by
         self.weights, self.by = weights, by
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
-        self.lengths = self.sizes = join([source.lengths for source in sources])
+        self.lengths: Values = join_values([source.lengths for source in sources])
+        self.sizes = self.lengths
         has_sequences = sources[0].sequences is not None  # as all have, which are for one task
         self.sequences = join_sequences([source.sequences for source in sources]) if has_sequences else None
-        self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
+        self.num_loss_tokens = join_values([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by `count_images`
         self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by corpus.pairs.pair
         self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
@@ -83,22 +87,29 @@ class Mixture:
     def _find_kept(self) -> None:
         first_rows = self._first_rows.tolist()
         self.kept_of = [source.kept + first for source, first in zip(self.sources, first_rows, strict=False)]
-        self.kept = join(self.kept_of)  # the stream draws from these rows
+        self.kept = join_rows(self.kept_of)  # the stream draws from these rows
         sizes = np.array([len(kept) for kept in self.kept_of], dtype=np.float64)
         shares = sizes if not self.weights else np.array(self.weights, dtype=np.float64)
         if self.weights and self.by == "tokens":
-            shares = shares / [self.lengths[kept].mean() for kept in self.kept_of]
+            shares = shares / [sum_values(source.lengths, source.kept) / len(source.kept) for source in self.sources]
         self.shares = shares / shares.sum()  # (sources,) of the samples that are drawn
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest kept sample, as it counts in micro-batches."""
-        return int(self.sizes[self.kept].max())
+        return int(self.sizes[find_top_row(self.sizes, self.kept)])
 
     @property
     def longest_sequence(self) -> int:
         """Number of tokens of the longest sequence of a kept sample."""
-        return int(self.list_sequences(self.kept).lengths.max())
+        if self.sequences is None:
+            return int(self.lengths[find_top_row(self.lengths, self.kept)])
+        return int(self.list_sequences(self.kept[:]).lengths.max())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the kept samples."""
+        return sum_values(self.lengths, self.kept)
 
     @property
     def has_images(self) -> bool:
@@ -171,14 +182,15 @@ class Mixture:
         """Keeps a random subset of each set's kept samples: this number, or this share of them, at least one."""
         for i, source in enumerate(self.sources):
             number = subset if isinstance(subset, int) else max(1, round(subset * len(source.kept)))
-            chosen = np.random.default_rng([seed, i]).permutation(source.kept)[:number]
-            source.kept = np.sort(chosen)
+            order, places = draw_permutation(len(source.kept), [seed, i]), RowRange(0, number)
+            chosen = [source.kept[order[part[0] : part[-1] + 1]] for part in iterate_chunks(places)]
+            source.kept = np.sort(np.concatenate(chosen))
         self._find_kept()
 
     def check_trained(self, option: str) -> None:
         """ValueError for a set without trained tokens in its kept samples; `option` is shown in the message."""
         for source in self.sources:
-            if not source.num_loss_tokens[source.kept].any():
+            if not any(source.num_loss_tokens[rows].any() for rows in iterate_chunks(source.kept)):
                 whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
                 raise ValueError(
                     f"{option} {source.path}: no token of its{whose} samples is trained, so it has no loss"
@@ -191,7 +203,7 @@ class Mixture:
         for source, num_drawn in zip(self.sources, drawn, strict=True):
             times = num_drawn / len(source.kept)  # draws of each of the set's samples
             counts += times * source.count_labels()
-            num_targets += times * source.num_loss_tokens[source.kept].sum(dtype=np.int64)
+            num_targets += times * sum_values(source.num_loss_tokens, source.kept)
         return counts, num_targets
 
     def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
@@ -213,7 +225,7 @@ class Mixture:
         """Gives each row's sample one value more."""
         self.computed[name] = values
 
-    def restricted_to(self, rows: np.ndarray) -> "Mixture":
+    def restricted_to(self, rows: Rows) -> "Mixture":
         """The same data, of which only `rows` are kept."""
         part = copy.copy(self)
         part.kept = rows

@@ -3,7 +3,8 @@
 import numpy as np
 
 from chat.labels import IGNORED
-from corpus.mixture import Mixture, join
+from corpus.by_row import join_values
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.sample import Sample
 
@@ -55,5 +56,5 @@ def pair(data: Mixture, seen: Mixture, *, column: str) -> None:
     for ours, theirs in zip(data.sources, seen.sources, strict=True):
         check_rows(ours, theirs)
         ours.sizes = ours.lengths + theirs.lengths
-    data.sizes, data.seen = join([source.sizes for source in data.sources]), seen
+    data.sizes, data.seen = join_values([source.sizes for source in data.sources]), seen
     data.add_column(column, PairedRows(data, seen))

@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
+from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
+from corpus.index import ArrowFile, Index, iterate_batches, open_index, read_numbers
 from disk import read_object
 from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, RowFacts, check_sample
@@ -23,6 +25,7 @@ from objectives.token_columns import IMAGES_COLUMN
 # Columns that are read from data sets of every kind.
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
 SEARCHED_TOKENS = 1 << 22  # tokens searched at once
+NUM_OPEN_BATCHES = 4096  # record batches whose columns are held, some kilobytes each
 # Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str, "stop_token_id": int,
                  "sources": list}  # fmt: skip
@@ -30,7 +33,7 @@ INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and t
 
 
 class TokenizedData:
-    """A tokenized data set, memory-mapped: only lengths, counts and the order are held, 28 bytes per sample."""
+    """A tokenized data set, memory-mapped: of a large one no array of all rows is held (`corpus.index`)."""
 
     def __init__(self, path: str | Path, *, option: str = "--data-path"):
         """`option`: the path's option, shown in messages."""
@@ -38,23 +41,24 @@ class TokenizedData:
         recorded = read_sidecar(path)
         self.task = read_task(recorded, named=f"{path}.meta.json")
         self.kind = COLUMNS[self.task.objective]
-        table, self._maps = open_table(self.path, self.kind, named=f"{option} {path}")
-        self.lengths = read_column(table, "len")
+        self._files, index = open_files(self.path, self.kind, named=f"{option} {path}")
+        self._maps = [file.map for file in self._files] + ([] if index.map is None else [index.map])
+        self.lengths = index.lengths
         self.sizes = self.lengths  # tokens of each row in a micro-batch, with those that a teacher reads beside it
-        self.num_loss_tokens = read_column(table, "num_loss_counted_tokens")
-        self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
-        self._columns = {
-            name: [ColumnChunk(chunk) for chunk in table.column(name).chunks]
-            for name in self.kind.sample_columns
-            if name in table.column_names and not is_empty(table.column(name))
-        }
-        self._input_ids = [chunk.views for chunk in self._columns["input_ids"]]
+        self.num_loss_tokens = index.num_loss_tokens
+        self.kept: Rows = RowRange(0, len(self.lengths))  # the stream draws from these rows
         self.vocab_size: float = math.inf  # the model's, once known; larger token ids are refused
-        self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
-        self.image_sizes = read_image_sizes(table) if IMAGES_COLUMN in self.kind.optional else None
-        self.sequences = read_sequences(table) if LENGTHS_COLUMN in self.kind.schema.names else None
-        if len(self.lengths) == 0:
+        num_rows, names = len(self.lengths), {name for file in self._files for name in file.schema.names}
+        if num_rows == 0:
             raise ValueError(f"{path}: holds no samples")
+        self.columns = frozenset(
+            name for name in self.kind.sample_columns if name in names and index.num_nulls[name] < num_rows
+        )
+        self._starts, self._first_batches = index.first_rows, np.cumsum([0] + [f.num_batches for f in self._files])
+        self._open_batch = functools.lru_cache(maxsize=NUM_OPEN_BATCHES)(self._read_batch)
+        has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
+        self.image_sizes = read_image_sizes(self._list_batches()) if has_images else None
+        self.sequences = read_sequences(self._list_batches()) if has_sequences else None
         if self.lengths.min() < 1:
             row = int(np.argmin(self.lengths))
             raise ValueError(
@@ -65,15 +69,25 @@ class TokenizedData:
         check_size(recorded, self.path)
         self.release_pages()
 
-    @property
-    def columns(self) -> frozenset[str]:
-        """The columns of its samples."""
-        return frozenset(self._columns)
+    def _list_batches(self) -> list[pa.RecordBatch]:
+        return [batch for file in self._files for batch in iterate_batches(file)]
+
+    def _read_batch(self, number: int) -> dict[str, "ColumnChunk"]:
+        """The columns of a record batch, by name."""
+        file = int(np.searchsorted(self._first_batches, number, side="right")) - 1
+        batch = self._files[file].read(number - int(self._first_batches[file]))
+        return {name: ColumnChunk(batch.column(name)) for name in self.columns}
+
+    def _mark_kept(self) -> np.ndarray:  # (rows,) bool
+        is_kept = np.zeros(len(self.lengths), bool)
+        for part in iterate_chunks(self.kept):
+            is_kept[part] = True
+        return is_kept
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest kept sample."""
-        return int(self.lengths[self.kept].max())
+        return int(self.lengths[find_top_row(self.lengths, self.kept)])
 
     def release_pages(self) -> None:
         """Unmaps pages read so far: they stay in the system's cache, but no longer count as this process's memory."""
@@ -82,11 +96,11 @@ class TokenizedData:
 
     def read(self, row: int) -> Sample:
         """A row's columns; ValueError naming the row if they break the contract of its objective."""
-        chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
-        i, length = row - int(self._starts[chunk]), int(self.lengths[row])
+        batch = int(np.searchsorted(self._starts, row, side="right")) - 1
+        i, length = row - int(self._starts[batch]), int(self.lengths[row])
         sample = {}
-        for name, chunks in self._columns.items():
-            value = chunks[chunk].read(i)
+        for name, column in self._open_batch(batch).items():
+            value = column.read(i)
             if value is None:
                 value = self.kind.fill(name, length)
             elif isinstance(value, list):  # URLs, or paths relative to the data set's directory
@@ -98,14 +112,14 @@ class TokenizedData:
 
     def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """The first row of the stream with one of these token ids, and that id; None if there is none."""
-        kept = np.zeros(len(self.lengths), bool)
-        kept[self.kept] = True
-        for (offsets, values), first_row in zip(self._input_ids, self._starts.tolist(), strict=False):
+        is_kept = self._mark_kept()
+        for number, first_row in enumerate(self._starts[:-1].tolist()):
+            offsets, values = self._read_batch(number)["input_ids"].views
             for start in range(int(offsets[0]), int(offsets[-1]), SEARCHED_TOKENS):
                 part = values[start : min(start + SEARCHED_TOKENS, int(offsets[-1]))]
                 for place in np.flatnonzero(np.isin(part, token_ids)).tolist():
                     row = first_row + int(np.searchsorted(offsets, start + place, side="right")) - 1
-                    if kept[row]:
+                    if is_kept[row]:
                         return row, int(part[place])
         self.release_pages()
         return None
@@ -113,10 +127,9 @@ class TokenizedData:
     def count_labels(self) -> np.ndarray:  # (classes,) int64
         """Number of targets of each class in the kept rows of a classifier's data set."""
         num_labels = self.task.num_labels
-        is_kept, counts = np.zeros(len(self.lengths), bool), np.zeros(num_labels, np.int64)
-        is_kept[self.kept] = True
-        for chunk, first_row in zip(self._columns[self.kind.target], self._starts.tolist(), strict=False):
-            offsets, values = chunk.views
+        is_kept, counts = self._mark_kept(), np.zeros(num_labels, np.int64)
+        for number, first_row in enumerate(self._starts[:-1].tolist()):
+            offsets, values = self._read_batch(number)[self.kind.target].views
             lengths = np.diff(offsets)
             chosen = np.repeat(is_kept[first_row : first_row + len(lengths)], lengths)
             targets = values[offsets[0] : offsets[-1]]
@@ -133,20 +146,27 @@ class TokenizedData:
     def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
         """Drops samples longer than `max_tokens_per_gpu` on each of the `num_sharing` ranks that share one, and returns
         their number. ValueError for such samples unless `drop_overlong`."""
-        overlong = self.sizes > max_tokens_per_gpu * num_sharing
-        cap = f"{max_tokens_per_gpu}" + (f" x --context-parallel {num_sharing}" if num_sharing > 1 else "")
-        num_overlong = int(np.count_nonzero(overlong))
-        if num_overlong and not drop_overlong:
+        most, cap = max_tokens_per_gpu * num_sharing, f"{max_tokens_per_gpu}"
+        cap += f" x --context-parallel {num_sharing}" if num_sharing > 1 else ""
+        num_rows, longest = len(self.sizes), int(self.sizes.max())
+        if longest <= most:
+            self.kept = RowRange(0, num_rows)
+            self.release_pages()
+            return 0
+        fitting = [rows[self.sizes[rows] <= most] for rows in iterate_chunks(RowRange(0, num_rows))]
+        num_overlong = num_rows - sum(map(len, fitting))
+        if not drop_overlong:
             row = int(np.argmax(self.sizes))
             beside = "" if self.sizes is self.lengths else ", with those that the teacher reads"
             raise ValueError(
-                f"{self.path}: {num_overlong:,} of {len(overlong):,} samples are longer than --max-tokens-per-gpu"
-                f" {cap}; the longest, row {row + 1}, has {self.sizes[row]} tokens{beside}. Raise"
+                f"{self.path}: {num_overlong:,} of {num_rows:,} samples are longer than --max-tokens-per-gpu"
+                f" {cap}; the longest, row {row + 1}, has {longest} tokens{beside}. Raise"
                 " --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong"
             )
-        if num_overlong == len(overlong):
+        if num_overlong == num_rows:
             raise ValueError(f"{self.path}: every sample is longer than --max-tokens-per-gpu {cap}")
-        self.kept = np.flatnonzero(~overlong).astype(np.int32)
+        self.kept = np.concatenate(fitting)
+        self.release_pages()
         return num_overlong
 
 
@@ -173,12 +193,13 @@ class ImageSizes:
     num_tokens: np.ndarray  # (rows,) int32: tokens of the language model for all images of a row
 
 
-def read_image_sizes(table: pa.Table) -> ImageSizes:
-    views = [list_views(chunk) for chunk in table.column("image_sizes").chunks]
+def read_image_sizes(batches: Sequence[pa.RecordBatch]) -> ImageSizes:
+    views = [list_views(batch.column("image_sizes")) for batch in batches]
     counts = np.concatenate([np.diff(offsets) for offsets, _ in views]) // 2
     numbers = np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views])
     row_of = np.repeat(np.arange(len(counts)), counts)
-    return ImageSizes(row_of, numbers.reshape(-1, 2), read_column(table, "num_image_tokens"))
+    num_tokens = np.concatenate([read_numbers(batch, "num_image_tokens") for batch in batches])
+    return ImageSizes(row_of, numbers.reshape(-1, 2), num_tokens)
 
 
 @dataclass(frozen=True)
@@ -208,56 +229,52 @@ class RowSequences:
         return np.bincount(np.repeat(np.arange(len(self.counts)), self.counts), values, minlength=len(self.counts))
 
 
-def read_sequences(table: pa.Table) -> RowSequences:
-    views = [list_views(chunk) for chunk in table.column(LENGTHS_COLUMN).chunks]
+def read_sequences(batches: Sequence[pa.RecordBatch]) -> RowSequences:
+    views = [list_views(batch.column(LENGTHS_COLUMN)) for batch in batches]
     counts = np.concatenate([np.diff(offsets) for offsets, _ in views]).astype(np.int64)
     return RowSequences(counts, np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views]))
 
 
-def is_empty(column: pa.ChunkedArray) -> bool:
-    """Whether a column is null in all rows."""
-    return column.null_count == len(column) > 0
-
-
-def open_table(path: Path, kind: Columns, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
-    """The table of a data set, and its memory maps; .parquet and .jsonl are first converted to Arrow, once. Messages
-    begin with `named`.
+def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile], Index]:
+    """The files of a data set and their index; .parquet and .jsonl are first converted to Arrow, once. Messages begin
+    with `named`.
     """
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
         raise ValueError(f"{named}: must end in .arrow, .parquet or .jsonl")
     try:
         if not path.stat().st_size:
             raise ValueError(f"{named}: holds no samples")
-        tables, maps = zip(
-            *map(map_table, [path] if path.suffix == ".arrow" else convert_to_arrow(path, kind)), strict=True
-        )
-        table = pa.concat_tables(tables)
+        files = list(map(ArrowFile, [path] if path.suffix == ".arrow" else convert_to_arrow(path, kind)))
+        schema = pa.concat_tables([file.schema.empty_table() for file in files]).schema
+        check_names(schema, kind, named=named)
+        index = open_index(path, files)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{named}: cannot be read as a data set of process_data.py: {error}") from None
-    fields = {field.name: field for field in (*kind.schema, *COMMON_SCHEMA)}
-    missing = [name for name in fields if name not in (*kind.optional, *table.column_names)]
+    for field in (*kind.schema, *COMMON_SCHEMA):
+        if field.name in schema.names:
+            check_column(
+                schema.field(field.name).type, field, index, is_optional=field.name in kind.optional, named=named
+            )
+    return files, index
+
+
+def check_names(schema: pa.Schema, kind: Columns, *, named: str) -> None:
+    """Raises ValueError for a missing column."""
+    wanted = {field.name: None for field in (*kind.schema, *COMMON_SCHEMA)}
+    missing = [name for name in wanted if name not in (*kind.optional, *schema.names)]
     if missing:
         if missing == ["num_loss_counted_tokens"]:
             what_to_do = "Add it: the number of each row's targets, which is 1 where the row has one for all its tokens"
         else:
             what_to_do = "Tokenize the data with process_data.py"
-        raise ValueError(
-            f"{named}: no column {', '.join(missing)}; found {', '.join(table.column_names)}. {what_to_do}"
-        )
-    for field in fields.values():
-        if field.name in table.column_names:
-            check_column(table.column(field.name), field, is_optional=field.name in kind.optional, named=named)
-    return table, list(maps)
+        raise ValueError(f"{named}: no column {', '.join(missing)}; found {', '.join(schema.names)}. {what_to_do}")
 
 
-def check_column(column: pa.ChunkedArray, expected: pa.Field, *, is_optional: bool, named: str) -> None:
-    """Raises ValueError for an unexpected type, ignoring the width of numbers, or misplaced nulls.
-
-    For lists, `null_count` counts the lists; the numbers in them are never null.
-    """
-    name, wants_list = expected.name, pa.types.is_list(expected.type)
-    is_list = wants_list and pa.types.is_list(column.type)
-    kind = column.type.value_type if is_list else column.type
+def check_column(found: pa.DataType, expected: pa.Field, index: Index, *, is_optional: bool, named: str) -> None:
+    """Raises ValueError for an unexpected type, ignoring the width of numbers, or misplaced nulls."""
+    name, wants_list, num_nulls = expected.name, pa.types.is_list(expected.type), index.num_nulls[expected.name]
+    is_list = wants_list and pa.types.is_list(found)
+    kind = found.value_type if is_list else found
     wanted_kind = expected.type.value_type if wants_list else expected.type
     if pa.types.is_string(wanted_kind):
         has_type, wanted = is_list and pa.types.is_string(kind), ", expected a list of texts"
@@ -265,20 +282,11 @@ def check_column(column: pa.ChunkedArray, expected: pa.Field, *, is_optional: bo
         has_type, wanted = is_list and pa.types.is_floating(kind), ", expected a list of floats"
     else:
         has_type, wanted = is_list == wants_list and pa.types.is_integer(kind), ""
-    if not has_type or (column.null_count and not is_optional):
-        nulls = "" if is_optional else f" with {column.null_count} nulls"
-        raise ValueError(f"{named}: column {name} is {column.type}{nulls}{wanted}")
-    if is_list and any(chunk.values.null_count for chunk in column.chunks):
+    if not has_type or (num_nulls and not is_optional):
+        nulls = "" if is_optional else f" with {num_nulls} nulls"
+        raise ValueError(f"{named}: column {name} is {found}{nulls}{wanted}")
+    if is_list and name in index.null_within:
         raise ValueError(f"{named}: column {name} has lists with null, expected numbers")
-
-
-def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:
-    """An Arrow file, in the file or the stream format, as a table of views into its memory map."""
-    with open(path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    buffer = pa.py_buffer(mapped)
-    is_file_format = mapped[:6] == b"ARROW1"
-    return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(buffer).read_all(), mapped
 
 
 def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
@@ -307,10 +315,6 @@ def infer_schema(path: Path, kind: Columns) -> pa.Schema:
     table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
     optional = [field for field in kind.schema if field.name in kind.optional]
     return pa.schema([*(field for field in table.schema if field.name not in kind.optional), *optional])
-
-
-def read_column(table: pa.Table, name: str) -> np.ndarray:  # (rows,) int32
-    return np.concatenate([view(chunk) for chunk in table.column(name).chunks] or [[]]).astype(np.int32)
 
 
 def view(array: pa.Array) -> np.ndarray:

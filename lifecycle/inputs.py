@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from corpus.by_row import find_top_row
 from corpus.mixture import Mixture
 from disk import hash_json
 from families.family import Family
@@ -111,7 +112,7 @@ class RunInputs:
     def longest_taught(self) -> int:
         """Tokens of the longest training sequence that a teacher reads."""
         data = self.data if self.teacher_data is None else self.teacher_data
-        return int(data.lengths[self.data.kept].max())
+        return int(data.lengths[find_top_row(data.lengths, self.data.kept)])
 
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)

@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoModelForImageTextToText
 
+from corpus.by_row import sum_values
 from lifecycle.inputs import RunInputs
 from lifecycle.record import read_params
 from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
@@ -181,7 +182,7 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
     data = inputs.data
     rows = []
     for i, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
-        tokens = int(source.lengths[source.kept].sum(dtype=np.int64))
+        tokens = sum_values(source.lengths, source.kept)
         rows.append((f"`{name}`", f"{len(source.kept):,}", f"{tokens:,}", f"{data.shares[i]:.1%}"))
     yield table(("data set", "samples", "tokens", "share of samples drawn"), rows)
     yield f"\nFingerprint of all: `{params['identity']['data']}`."

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.mixture import Mixture
+from corpus.order import PERMUTATION, name_rule
 from disk import hash_json, read_object, written_aside
 from lifecycle.file_names import PARAMS_FILE
 from model.fingerprints import fingerprint_data, fingerprint_model
@@ -36,6 +37,7 @@ from ranks.world import World
 
 # In a run's identity.
 OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
+ORDER = "order of the samples"
 
 
 def identify_run(
@@ -64,6 +66,7 @@ def identify_run(
         "tokenizer": fingerprint_tokenizer(tokenizer),
         "chat template": fingerprint_chat_template(tokenizer),
         "model": fingerprint_model(model_dir),
+        ORDER: name_rule([len(kept) for kept in data.kept_of]),
         "compute-dtype": str(compute_dtype).removeprefix("torch."),
         "number of steps": num_steps,
         **others,
@@ -179,7 +182,8 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 
     What an older version did not note down counts as the options' defaults, and cannot be compared if it is no option.
     """
-    defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()} | {ORIGIN: None}
+    defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()}
+    defaults |= {ORIGIN: None, ORDER: PERMUTATION}
     changes = {}
     for name in sorted(before.keys() | now.keys()):
         if name not in before and name not in defaults:

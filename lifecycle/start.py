@@ -107,7 +107,7 @@ def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> 
     if options.teacher.teacher_data:
         inputs.errors.attempt(lambda: open_teacher_data(inputs, options.teacher.teacher_data))
     if cap == "auto":  # a provisional value until the model is loaded
-        cap = -(-int(data.sizes.max()) // num_sharing)
+        cap = -(-data.longest // num_sharing)
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
     num_dropped = inputs.errors.attempt(
         lambda: data.fit_to(cap, num_sharing=num_sharing, drop_overlong=o.drop_overlong)

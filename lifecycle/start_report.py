@@ -1,7 +1,5 @@
 """The report on data and model at a run's start."""
 
-import numpy as np
-
 from lifecycle.inputs import RunInputs
 from model.attention import list_heads
 from model.context_parallel import describe_heads
@@ -24,7 +22,7 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
     if validation_data is not None:
         sources += f"\nvalidation: {len(validation_data.kept):,} samples of {', '.join(validation_data.names)}"
     log.info(
-        f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
+        f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens;"
         f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu{sources}\n"
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.batching}"
         f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"

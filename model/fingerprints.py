@@ -1,5 +1,6 @@
 """Digests of a run's inputs, so that a resumed run can check that they are unchanged."""
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from corpus.by_row import RowRange, Rows, iterate_chunks
 from disk import hash_json
 
 # Files, besides weights and tokenizer, that affect a model's computation or the preparation of its images.
@@ -58,10 +60,24 @@ def fingerprint_tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def fingerprint_data(path: Path, *, source: Any, lengths: np.ndarray, kept: np.ndarray) -> str:
+def fingerprint_data(path: Path, *, source: Any, lengths: np.ndarray, kept: Rows) -> str:
     """SHA-256 of a tokenized data set: its file (`fingerprint_file`), its samples' `lengths` (samples,), those `kept`.
 
     `source` is the sidecar's record of the file that it was made from.
     """
-    arrays = [hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for array in (lengths, kept)]
-    return hash_json([source, *arrays, fingerprint_file(path)])
+    return hash_json([source, hash_rows(lengths), hash_rows(kept), fingerprint_file(path)])
+
+
+def hash_rows(values: Rows) -> str:
+    """SHA-256 of an array's bytes."""
+    return hash_range(values) if isinstance(values, RowRange) else hash_chunks(values)
+
+
+def hash_chunks(values: Rows) -> str:
+    digest = hashlib.sha256()
+    for part in iterate_chunks(values):
+        digest.update(np.ascontiguousarray(part))
+    return digest.hexdigest()
+
+
+hash_range = functools.lru_cache(hash_chunks)  # of most data sets all rows are kept, and several digests name them

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from corpus.by_row import CHUNK
 from corpus.mixture import Mixture
 from lifecycle.inputs import RunInputs
 from lifecycle.step import TrainState
@@ -50,7 +51,7 @@ class Prober:
         self.state, self.objective, self.progress = state, inputs.objective, progress
         data = inputs.data
         self.longest = data.longest
-        lengths = data.list_sequences(data.kept).lengths
+        lengths = data.list_sequences(data.kept[:: 1 + len(data.kept) // CHUNK]).lengths
         self.lengths = (max(2, int(np.quantile(lengths, SHORT_QUANTILE))), data.longest_sequence)
         self.sharding = options.sharding
         device = state.world.device

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from corpus.by_row import find_top_row
 from corpus.mixture import Mixture
 from options import DataOptions, ShardingOptions
 from ranks.memory import GIB
@@ -152,7 +153,7 @@ def count_useful_tokens(data: Mixture, options: DataOptions, *, start: RunPositi
 def refuse_longest(data: Mixture, room: Room) -> str:
     """Why not even the longest sample can be trained, and what to change."""
     longest = data.longest
-    path, row = data.locate(int(data.kept[data.sizes[data.kept].argmax()]))
+    path, row = data.locate(find_top_row(data.sizes, data.kept))
     needed = extrapolate(room.probes, "bytes", longest)
     limit = int(needed - extrapolate(room.probes, "excess_bytes", longest))
     return (

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -219,7 +218,7 @@ def describe_run(target: Target, run: PlannedRun, options: TrainOptions, finding
         steps = "no end" if num_steps is None else f"{num_steps:,} steps"
         done = f", {run.start.step:,} of them done" if run.start.step else ""
         findings.lines.append(
-            f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens, the longest"
+            f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens, the longest"
             f" {data.longest:,}\nrun: {steps} of {run.inputs.batching}{done}"
         )
         findings.lines += describe_schedule(run.inputs, options, start=run.start)

@@ -1,0 +1,105 @@
+"""Rows and their values, read as arrays without being held as such."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CHUNK = 1 << 20  # rows that are read at once
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Consecutive rows, indexed like the array (rows,) int32 of their numbers; only what is read of it is made."""
+
+    first: int
+    size: int
+
+    dtype = np.dtype(np.int32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.first + self.size))
+
+    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:  # (places,) int32
+        if isinstance(places, slice):
+            start, stop, step = places.indices(self.size)
+            return np.arange(self.first + start, self.first + stop, step, dtype=self.dtype)
+        places = np.asarray(places)
+        numbers = np.flatnonzero(places) if places.dtype == bool else places
+        return (numbers + self.first).astype(self.dtype)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+    def __add__(self, number: int) -> "RowRange":
+        return RowRange(self.first + number, self.size)
+
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+Rows = np.ndarray | RowRange
+
+
+class Joined:
+    """The values of several data sets by consecutive rows, indexed like their concatenation, which is not made."""
+
+    def __init__(self, parts: Sequence[np.ndarray]):
+        self.parts, self.first_rows = parts, np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    def __getitem__(self, rows: int | slice | np.ndarray) -> np.ndarray:
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        of = np.searchsorted(self.first_rows, rows, side="right") - 1  # a scalar for one row
+        if np.ndim(rows) == 0:
+            return self.parts[of][rows - self.first_rows[of]]
+        values = np.empty(len(rows), self.parts[0].dtype)
+        for i, (part, first) in enumerate(zip(self.parts, self.first_rows.tolist(), strict=False)):
+            values[of == i] = part[rows[of == i] - first]
+        return values
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.concatenate(self.parts).astype(dtype or self.parts[0].dtype)
+
+
+Values = np.ndarray | Joined  # by row
+
+
+def join_values(parts: Sequence[np.ndarray]) -> Values:
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def iterate_chunks(rows: Rows) -> Iterator[np.ndarray]:
+    """Yields the rows in arrays of at most `CHUNK`."""
+    for start in range(0, len(rows), CHUNK):
+        yield rows[start : start + CHUNK]
+
+
+def sum_values(values: Values, rows: Rows) -> int:
+    """The sum of some rows' values."""
+    if isinstance(rows, RowRange) and isinstance(values, np.ndarray):
+        return int(values[rows.first : rows.first + rows.size].sum(dtype=np.int64))
+    return sum(int(values[part].sum(dtype=np.int64)) for part in iterate_chunks(rows))
+
+
+def find_top_row(values: Values, rows: Rows) -> int:
+    """The first of some rows, at least one, with the largest value."""
+    if isinstance(rows, RowRange) and isinstance(values, np.ndarray):
+        return rows.first + int(values[rows.first : rows.first + rows.size].argmax())
+    largest = [int(part[values[part].argmax()]) for part in iterate_chunks(rows)]
+    return max(largest, key=lambda row: values[row])
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts; one range if each part is one and begins where the one before it ends."""
+    ranges = [part for part in parts if isinstance(part, RowRange)]
+    if len(ranges) == len(parts) and all(a.first + a.size == b.first for a, b in itertools.pairwise(ranges)):
+        return RowRange(ranges[0].first, sum(map(len, ranges)))
+    return parts[0] if len(parts) == 1 else np.concatenate([part[:] for part in parts])
