@@ -12,7 +12,6 @@ say little, since all ranks share this machine's cores and one interpreter.
 """
 
 import argparse
-import collections
 import contextlib
 import json
 import os
@@ -28,10 +27,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, os.getcwd())
+sys.path.insert(0, str(ROOT))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as init_world sets it, for ranks that are processes
 
@@ -40,6 +39,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
 
+import ranks.lifeline
 import ranks.meeting
 import ranks.monitor
 import ranks.world
@@ -51,12 +51,13 @@ from ranks.agreement import compare_ranks
 from ranks.ending import ExitCode, RanksDiffer
 from ranks.lifeline import Connection
 from ranks.monitor import RunControl
-from ranks.world import World, call_on_rank0, connect_lifeline, init_world, make_mesh
+from ranks.world import World, connect_lifeline, init_world, make_mesh
 
 RANKS_PER_NODE = 8
-SECONDS_OF_HEARTBEATS = 10
 LONG, SECONDS_PER_RANK = 3600.0, 1 / 32  # the last rank's lifeline is connected later than the first one's
+SECONDS_TO_CONNECT = 600.0  # for threads of one interpreter
 STACK_BYTES = 512 << 10
+MOST_RANKS_IN_RING = 128  # N² messages take minutes here beyond
 
 here = threading.local()  # its `rank` is the rank to which this thread belongs; absent in the simulation's own
 
@@ -151,7 +152,7 @@ class CountingStream:
     def write(self, text: str) -> int:
         if threading.current_thread() is threading.main_thread():
             return self.real.write(text)
-        self.texts.append(text)
+        self.texts += [text] if text else []
         return len(text)
 
     def isatty(self) -> bool:
@@ -168,6 +169,7 @@ class Simulation:
         self.num_ranks, self.store = num_ranks, CountedStore()
         self.stream = sys.stderr = CountingStream(sys.stderr)
         self.num_lines = self.num_line_bytes = self.num_stacks = 0
+        self.counts_beats = False  # in one channel alone: in others their number depends on the time
         self.controls: dict[int, RunControl] = {}
         self.left: dict[int, threading.Event] = {}
         self.threads_of_rank0: set[int] = set()
@@ -182,14 +184,20 @@ class Simulation:
 
     def replace_transport(self) -> None:
         """Lets threads be ranks: environment, process group, store, the end of a process."""
-        os.environ = Environment(os.environ, self.num_ranks)
+        os.environ = Environment(os.environ, self.num_ranks)  # noqa: B003
         _install_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        ranks.lifeline.SECONDS_TO_CONNECT = SECONDS_TO_CONNECT
         ranks.meeting.open_store = lambda *args, **others: self.store
         ranks.monitor.leave, ranks.monitor.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
         ranks.monitor.dump_stacks = self.count_stacks
         traceback.print_exc = lambda: None  # of the SystemExit that ends a monitor here
-        init_group, start, run, send = dist.init_process_group, threading.Thread.start, threading.Thread.run, Connection.send
+        init_group, start, run, send = (
+            dist.init_process_group,
+            threading.Thread.start,
+            threading.Thread.run,
+            Connection.send,
+        )
         creating = threading.Lock()
 
         def init_one_group(*args: object, **others: object) -> None:
@@ -209,8 +217,9 @@ class Simulation:
             run(thread)
 
         def send_counted(connection: Connection, line: bytes) -> None:
-            self.num_lines += 1
-            self.num_line_bytes += len(line)
+            if self.counts_beats or b'"beat"' not in line:
+                self.num_lines += 1
+                self.num_line_bytes += len(line)
             send(connection, line)
 
         dist.init_process_group, Connection.send = init_one_group, send_counted
@@ -261,7 +270,11 @@ class Simulation:
 
     def look(self) -> SimpleNamespace:
         """Counters so far."""
-        messages, size, seconds = self.store.num_requests + self.num_lines, self.store.num_bytes + self.num_line_bytes, self.ended_cpu
+        messages, size, seconds = (
+            self.store.num_requests + self.num_lines,
+            self.store.num_bytes + self.num_line_bytes,
+            self.ended_cpu,
+        )
         for name in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):
                 if int(name) not in self.python_threads:
@@ -269,17 +282,23 @@ class Simulation:
                     messages, size = messages + int(io["syscw"]), size + int(io["wchar"])
                 if int(name) in self.threads_of_rank0:
                     seconds += int(Path(f"/proc/self/task/{name}/schedstat").read_text().split()[0]) / 1e9
-        return SimpleNamespace(messages=messages, bytes=size, cpu=seconds, printed=len(self.stream.texts), time=time.monotonic())
+        return SimpleNamespace(
+            messages=messages, bytes=size, cpu=seconds, printed=len(self.stream.texts), time=time.monotonic()
+        )
 
-    def measure(self, what: str, command: Callable[[int], object], *, times: int = 1, note: str = "") -> list[object]:
+    def measure(self, what: str, command: Callable[[int], object], *, times: float = 1, note: str = "") -> list[object]:
         """Runs `command` on all ranks, and prints a row of the table: its costs divided by `times`."""
         before = self.look()
         answers = self.run(command)
         seconds, after = time.monotonic() - before.time, self.look()
         row = dict(
-            ranks=self.num_ranks, channel=what, messages=round((after.messages - before.messages) / times),
-            bytes=round((after.bytes - before.bytes) / times), cpu=(after.cpu - before.cpu) / times, seconds=seconds / times,
-        )  # fmt: skip
+            ranks=self.num_ranks,
+            channel=what,
+            messages=round((after.messages - before.messages) / times),
+            bytes=round((after.bytes - before.bytes) / times),
+            cpu=(after.cpu - before.cpu) / times,
+            seconds=seconds / times,
+        )
         texts = self.stream.texts[before.printed :]
         if texts:
             note = f"{note}; " * bool(note) + f"{len(texts)} printed, {len(max(texts, key=len)):,} characters"
@@ -306,11 +325,13 @@ class Exchanges:
         measure = self.simulation.measure
         self.worlds = must_succeed(measure("meeting, process group", lambda rank: init_world()))
         must_succeed(measure("equal options", lambda rank: compare_ranks(self.worlds[rank], lambda: describe(0))))
+
+    def differ(self) -> None:
         for what, value in (("one rank differs", lambda rank: int(rank == 1)), ("all ranks differ", lambda rank: rank)):
-            answers = self.simulation.run(lambda rank: None)
-            answers = measure(what, lambda rank, value=value: compare_ranks(self.worlds[rank], lambda: describe(value(rank))))
+            answers = self.simulation.measure(
+                what, lambda rank, value=value: compare_ranks(self.worlds[rank], lambda: describe(value(rank)))
+            )
             assert all(isinstance(answer, RanksDiffer) for answer in answers) and len(set(map(str, answers))) == 1
-            print(json.dumps({"message": what, "characters": len(str(answers[0]))}), flush=True)
 
     def connect(self, what: str = "", *, hang_timeout: float = LONG) -> None:
         """Connects a lifeline among new monitors."""
@@ -326,9 +347,11 @@ class Exchanges:
 
         must_succeed(self.simulation.measure(what, connect) if what else self.simulation.run(connect))
 
-    def beat(self) -> None:
-        wait = lambda rank: time.sleep(SECONDS_OF_HEARTBEATS) if rank == 0 else None  # noqa: E731
-        self.simulation.measure("heartbeats, a second", wait, times=SECONDS_OF_HEARTBEATS)
+    def beat(self, seconds: float) -> None:
+        wait = lambda rank: time.sleep(seconds) if rank == 0 else None  # noqa: E731
+        self.simulation.counts_beats = True
+        self.simulation.measure("heartbeats, a second", wait, times=seconds)
+        self.simulation.counts_beats = False
 
     def end(self, what: str, command: Callable[[int], object]) -> None:
         """Ends all ranks of a lifeline by `command`; measures until the last one has ended."""
@@ -341,15 +364,16 @@ class Exchanges:
         must_succeed(self.simulation.measure(what, end))
         (self.directory / "exit.json").unlink(missing_ok=True)
 
-    def end_in_all_ways(self) -> None:
+    def end_in_all_ways(self, hang_timeout: float) -> None:
         controls, last = self.simulation.controls, self.num_ranks - 1
         self.end("the end of a run", lambda rank: controls[rank].finish(ExitCode.DONE, "done"))
         self.connect()
         self.end("a rank dies", lambda rank: self.simulation.close(rank) if rank == last else None)
         self.connect()
         self.end("all ranks raise", lambda rank: controls[rank].fail(RuntimeError("connection closed by peer")))
-        self.connect(hang_timeout=10 + self.num_ranks * SECONDS_PER_RANK)
-        self.end("a rank hangs, after the timeout", lambda rank: None)
+        if hang_timeout > 0:
+            self.connect(hang_timeout=hang_timeout + self.num_ranks * SECONDS_PER_RANK)
+            self.end("a hang, after the timeout", lambda rank: None)
 
     def step(self) -> None:
         loss, gradients = torch.ones(()), [torch.ones(4)]
@@ -369,7 +393,9 @@ class Exchanges:
             content = {"position": {"step": step, "num_samples": 0, "num_tokens": 0}, "identity": {}}
             save = lambda rank, step=step, content=content: savers[rank].save(states[rank], step=step, state=content)  # noqa: E731
             must_succeed(self.simulation.measure(what, save))
-        found = must_succeed(self.simulation.measure("a checkpoint's verification", lambda rank: savers[rank].choose("auto")))
+        found = must_succeed(
+            self.simulation.measure("a checkpoint's verification", lambda rank: savers[rank].choose("auto"))
+        )
         load = lambda rank: savers[rank].load(found[rank], states[rank])  # noqa: E731
         must_succeed(self.simulation.measure("loading", load, note=f"{len(os.listdir(found[0].path)):,} files"))
 
@@ -382,33 +408,73 @@ class Exchanges:
 
 def describe(value: int) -> dict[str, dict[str, str]]:
     """As many values as train.py compares of its options."""
-    return {"options": {f"--option-{i}": "value" for i in range(200)} | {"--seed": str(value)}, "code": {"program": "x"}}
+    return {
+        "options": {f"--option-{i}": "value" for i in range(200)} | {"--seed": str(value)},
+        "code": {"program": "x"},
+    }
 
 
 def make_state(world: World) -> TrainState:
     """A model of one parameter, with a row on each rank, and its optimizer."""
     local = torch.ones(1, 4)
     model = torch.nn.Module()
-    weight = DTensor.from_local(local, world.mesh, [Shard(0)], run_check=False, shape=torch.Size((world.world_size, 4)), stride=(4, 1))
+    weight = DTensor.from_local(
+        local, world.mesh, [Shard(0)], run_check=False, shape=torch.Size((world.world_size, 4)), stride=(4, 1)
+    )
     model.register_parameter("weight", torch.nn.Parameter(weight))
     return TrainState(model, Full(), torch.optim.SGD(model.parameters(), lr=0.1), world)
 
 
-def simulate(num_ranks: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def simulate(num_ranks: int, *, heartbeats: float, hang_timeout: float) -> None:
+    """Prints a JSON line per channel."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     threading.stack_size(STACK_BYTES)
     with tempfile.TemporaryDirectory() as directory:
         exchanges = Exchanges(Simulation(num_ranks), Path(directory))
         exchanges.start()
-        exchanges.connect("lifeline's connections")
-        exchanges.beat()
-        exchanges.step()
+        exchanges.connect("the lifeline's connections")
+        exchanges.beat(heartbeats)
         exchanges.save_and_load()
-        exchanges.end_in_all_ways()
+        exchanges.end_in_all_ways(hang_timeout)
+        exchanges.differ()
         exchanges.divide()
-    os._exit(0)
+        if num_ranks <= MOST_RANKS_IN_RING:
+            exchanges.step()
+    os._exit(0)  # with all threads as they are
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Prints a line per channel, whose cells have a number for each number of ranks."""
+    channels: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        channels.setdefault(row["channel"], []).append(row)
+    print("| channel | messages | bytes | rank 0's CPU seconds | seconds | |\n| --- | --- | --- | --- | --- | --- |")
+    for channel, found in channels.items():
+        counts = [" / ".join(f"{row[key]:,}" for row in found) for key in ("messages", "bytes")]
+        seconds = [
+            " / ".join(f"{row[key]:.{digits}f}" for row in found) for key, digits in (("cpu", 3), ("seconds", 1))
+        ]
+        print(f"| {' | '.join((channel, *counts, *seconds, found[-1]['note']))} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 128, 1024])
+    parser.add_argument("--heartbeats", type=float, default=10.0, help="seconds to count heartbeats")
+    parser.add_argument("--hang-timeout", type=float, default=10.0, help="seconds before a hang; 0 leaves it out")
+    parser.add_argument("--json", action="store_true", help="print lines of JSON, for one number of ranks")
+    args = parser.parse_args()
+    if args.json:
+        simulate(args.ranks[0], heartbeats=args.heartbeats, hang_timeout=args.hang_timeout)
+    rows = []
+    for num_ranks in args.ranks:
+        words = ("--heartbeats", args.heartbeats, "--hang-timeout", args.hang_timeout)
+        command = [sys.executable, __file__, "--json", "--ranks", str(num_ranks), *map(str, words)]
+        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+        rows += map(json.loads, lines)
+    print_table(rows)
 
 
 if __name__ == "__main__":
-    simulate(int(sys.argv[1]))
+    main()

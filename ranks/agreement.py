@@ -1,8 +1,8 @@
 """Comparison of the ranks at startup: options, code, data and files that must be equal.
 
-Rank 0 gathers one hash per group of values, 32 bytes per rank and group, and tells all which ranks have equal ones: two
-messages per rank, where an all-gather takes N² in total. Only if hashes differ do a few ranks, one of each kind,
-send the values themselves, and every rank raises the same error.
+Rank 0 gathers one hash per group of values, 32 bytes per rank and group, and answers whether they are equal: a few
+messages per rank, where an all-gather takes N². Only if hashes differ do a few ranks, one of each kind, send the values
+themselves, and every rank raises the same error.
 """
 
 import hashlib
@@ -43,15 +43,16 @@ def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
     groups = describe()
     own = torch.frombuffer(bytearray(hash_groups(groups)), dtype=torch.uint8)
     hashes = gather_rows(world, own)
-    kinds = call_on_rank0(world, lambda: find_kinds([row.tobytes() for row in hashes.numpy()]))
-    if len(kinds) == 1:
+    kinds = {} if hashes is None else find_kinds([row.tobytes() for row in hashes.numpy()])  # on rank 0
+    asked = call_on_rank0(world, lambda: list(kinds)[:MOST_KINDS])
+    if len(asked) == 1:
         return
     accounts = []
-    for rank in list(kinds)[:MOST_KINDS]:
+    for rank in asked:
         account = [Account(rank, socket.gethostname(), groups)]  # the broadcast overwrites it on all other ranks
         dist.broadcast_object_list(account, src=rank, group=world.control, device=torch.device("cpu"))
         accounts.append(account[0])
-    raise RanksDiffer(describe_differences(accounts, kinds))
+    raise RanksDiffer(call_on_rank0(world, lambda: describe_differences(accounts, kinds)))
 
 
 def hash_groups(groups: Groups) -> bytes:
