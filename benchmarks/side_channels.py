@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ from ranks.agreement import compare_ranks
 from ranks.ending import ExitCode, RanksDiffer
 from ranks.lifeline import Connection
 from ranks.monitor import RunControl
-from ranks.world import World, connect_lifeline, init_world, make_mesh
+from ranks.world import World, init_world, make_mesh
 
 RANKS_PER_NODE = 8
 LONG, SECONDS_PER_RANK = 3600.0, 1 / 32  # the last rank's lifeline is connected later than the first one's
@@ -334,14 +335,17 @@ class Exchanges:
             assert all(isinstance(answer, RanksDiffer) for answer in answers) and len(set(map(str, answers))) == 1
 
     def connect(self, what: str = "", *, hang_timeout: float = LONG) -> None:
-        """Connects a lifeline among new monitors."""
+        """Connects a lifeline among new monitors, which have its address in memory, not by a broadcast."""
+        address: Future[tuple[int, str]] = Future()
 
         def connect(rank: int) -> None:
             control = self.simulation.controls[rank] = RunControl(hang_timeout=hang_timeout, max_seconds=None)
             self.simulation.left[rank] = threading.Event()
             control.output_dir = self.directory
             threading.Thread(target=control._watch, daemon=True).start()
-            connect_lifeline(self.worlds[rank], control)
+            if rank == 0:
+                address.set_result(control.listen())
+            control.connect(*address.result())
             control.start_loop()
             control.step_done(1)
 
@@ -432,11 +436,11 @@ def simulate(num_ranks: int, *, heartbeats: float, hang_timeout: float) -> None:
     threading.stack_size(STACK_BYTES)
     with tempfile.TemporaryDirectory() as directory:
         exchanges = Exchanges(Simulation(num_ranks), Path(directory))
-        exchanges.start()
         exchanges.connect("the lifeline's connections")
         exchanges.beat(heartbeats)
-        exchanges.save_and_load()
         exchanges.end_in_all_ways(hang_timeout)
+        exchanges.start()  # last: gloo has a thread a rank that wakes a hundred times a second
+        exchanges.save_and_load()
         exchanges.differ()
         exchanges.divide()
         if num_ranks <= MOST_RANKS_IN_RING:
