@@ -1,7 +1,8 @@
 """Comparison of the ranks at startup: options, code, data and files that must be equal.
 
-The ranks exchange one hash per group of values in a single collective, 32 bytes per rank and group. Only if hashes
-differ do a few ranks, one of each kind, send the values themselves, and every rank raises the same error.
+Rank 0 gathers one hash per group of values, 32 bytes per rank and group, and answers whether they are equal: a few
+messages per rank, where an all-gather takes N². Only if hashes differ do a few ranks, one of each kind, send the values
+themselves, and every rank raises the same error.
 """
 
 import hashlib
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ranks.ending import RanksDiffer
-from ranks.peers import describe_ranks
-from ranks.world import World
+from ranks.messages import describe_ranks
+from ranks.world import World, call_on_rank0, gather_rows
 
 Items = Mapping[str, str]  # printable values by the name that messages use
 Groups = Mapping[str, Items]  # such as options, code, data; all ranks have the same groups
@@ -41,17 +42,17 @@ def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
         return
     groups = describe()
     own = torch.frombuffer(bytearray(hash_groups(groups)), dtype=torch.uint8)
-    hashes = torch.empty(world.world_size, len(own), dtype=torch.uint8)
-    dist.all_gather(list(hashes.unbind()), own, group=world.control)
-    kinds = find_kinds([row.tobytes() for row in hashes.numpy()])
-    if len(kinds) == 1:
+    hashes = gather_rows(world, own)
+    kinds = {} if hashes is None else find_kinds([row.tobytes() for row in hashes.numpy()])  # on rank 0
+    asked = call_on_rank0(world, lambda: list(kinds)[:MOST_KINDS])
+    if len(asked) == 1:
         return
     accounts = []
-    for rank in list(kinds)[:MOST_KINDS]:
+    for rank in asked:
         account = [Account(rank, socket.gethostname(), groups)]  # the broadcast overwrites it on all other ranks
         dist.broadcast_object_list(account, src=rank, group=world.control, device=torch.device("cpu"))
         accounts.append(account[0])
-    raise RanksDiffer(describe_differences(accounts, kinds))
+    raise RanksDiffer(call_on_rank0(world, lambda: describe_differences(accounts, kinds)))
 
 
 def hash_groups(groups: Groups) -> bytes:

@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
-from .messages import hide_secrets, say
+from .messages import describe_ranks, hide_secrets, say
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 
@@ -102,7 +102,7 @@ def choose_cause(causes: list[Cause]) -> Cause:
     first = min(causes, key=lambda cause: not cause.died)  # min returns the earliest of equals.
     others = sorted(cause.rank for cause in causes if cause.died and cause.message != first.message)
     if others:
-        return replace(first, message=f"{first.message}; and so did rank {', '.join(map(str, others))}")
+        return replace(first, message=f"{first.message}; and so did {describe_ranks(others)}")
     return min((cause for cause in causes if cause.message == first.message), key=lambda cause: cause.rank)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ranks.ending import ExitCode, RunError
+from ranks.messages import describe_ranks
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_SAY_HELLO = 10.0
@@ -41,9 +42,9 @@ class Connection:
     unsent: bytes = b""
     open: bool = True
 
-    def send(self, message: Message) -> None:
-        """Never blocks: unsent bytes are kept for the next `flush`."""
-        self.unsent += json.dumps(message).encode() + b"\n"
+    def send(self, line: bytes) -> None:
+        """Sends an encoded message. Never blocks: unsent bytes are kept for the next `flush`."""
+        self.unsent += line
         self.flush()
 
     def flush(self) -> None:
@@ -67,6 +68,10 @@ class Connection:
         if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
             raise ValueError("not an object with a kind")
         return messages
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 class Lifeline:
@@ -98,7 +103,7 @@ class Lifeline:
         self.last_poll = time.monotonic()
         self.token = ""
         self.connections: dict[int, Connection] = {}  # by rank; closed ones too, since no rank may connect twice
-        self.strangers: list[Connection] = []
+        self.strangers: dict[Connection, None] = {}  # in the order in which they came
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.selector = selectors.DefaultSelector()
         self.woken, self.waker = make_socket_pair()
@@ -129,7 +134,8 @@ class Lifeline:
         except OSError as error:
             reason = f"cannot reach rank 0 at {host}, port {port} (any free port): {error}"
             raise RunError(ExitCode.IO, reason) from None
-        connection.send({"kind": "hello", "token": token, "rank": self.rank, "host": self.host, "pid": os.getpid()})
+        hello = {"kind": "hello", "token": token, "rank": self.rank, "host": self.host, "pid": os.getpid()}
+        connection.send(encode(hello))
         connection.socket.setblocking(False)
         self.call(lambda: self._add_rank0(connection, host))
 
@@ -158,20 +164,22 @@ class Lifeline:
 
     def send(self, rank: int, message: Message) -> None:
         """Sends to a rank that has been met. Never blocks; nothing is sent to a rank that is gone."""
-        self.connections[rank].send(message)
+        self.connections[rank].send(encode(message))
 
     def send_to_all(self, message: Message) -> None:
         """Sends to every rank met so far."""
+        line = encode(message)
         for connection in self.connections.values():
-            connection.send(message)
+            connection.send(line)
 
     def send_beat(self, message: Message) -> None:
         """Sends to every rank without unsent messages; for the others, heartbeats would only pile up."""
+        line = encode(message)
         for connection in self.connections.values():
             if connection.unsent:
                 connection.flush()
             else:
-                connection.send(message)
+                connection.send(line)
 
     def wait_for_ends(self, seconds: float) -> None:
         """Waits at most this long for the other ranks to close their connections.
@@ -194,7 +202,8 @@ class Lifeline:
         while len(self.connections) < self.world_size - 1:
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(1, self.world_size) if rank not in self.connections]
-                raise RunError(ExitCode.IO, f"ranks {missing} did not connect to rank 0 on {self.host}, port {port}")
+                reason = f"{describe_ranks(missing)} did not connect to rank 0 on {self.host}, port {port}"
+                raise RunError(ExitCode.IO, reason)
             time.sleep(0.01)
 
     def _add_rank0(self, connection: Connection, host: str) -> None:
@@ -204,13 +213,14 @@ class Lifeline:
         self._watch_connection(connection)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accepts a connection from a stranger, which may turn out to be a rank."""
+        """Accepts all connections that wait: from strangers, which may turn out to be ranks."""
         with contextlib.suppress(OSError):
-            accepted, _ = listener.accept()
-            accepted.setblocking(False)
-            connection = Connection(accepted, self.clock)
-            self.strangers.append(connection)
-            self._watch_connection(connection)
+            while True:
+                accepted, _ = listener.accept()
+                accepted.setblocking(False)
+                connection = Connection(accepted, self.clock)
+                self.strangers[connection] = None
+                self._watch_connection(connection)
 
     def _welcome(self, connection: Connection, hello: Message) -> None:
         """Turns a stranger into a rank by its first message; ValueError if it is not one."""
@@ -223,22 +233,23 @@ class Lifeline:
             raise ValueError("a stranger")
         host, pid = str(hello["host"]), int(hello["pid"])
         connection.rank = rank
-        self.strangers.remove(connection)
+        del self.strangers[connection]
         self.on_met(rank, host, pid)
         self.connections[rank] = connection
-        connection.send({"kind": "welcome", "host": self.host, "pid": os.getpid()})
+        connection.send(encode({"kind": "welcome", "host": self.host, "pid": os.getpid()}))
 
     def _drop_silent_strangers(self) -> None:
-        for connection in list(self.strangers):
-            if self.clock - connection.opened > SECONDS_TO_SAY_HELLO:
-                self._drop(connection)
+        while self.strangers:
+            oldest = next(iter(self.strangers))
+            if self.clock - oldest.opened <= SECONDS_TO_SAY_HELLO:
+                break
+            self._drop(oldest)
 
     def _drop(self, connection: Connection) -> None:
         self.selector.unregister(connection.socket)
         connection.socket.close()
         connection.open = False
-        if connection in self.strangers:
-            self.strangers.remove(connection)
+        self.strangers.pop(connection, None)
 
     # Incoming data.
 

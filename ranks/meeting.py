@@ -14,8 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ranks.ending import ExitCode, RunError
-from ranks.messages import say
-from ranks.peers import describe_ranks
+from ranks.messages import describe_ranks, say
 
 START_TIMEOUT = 600.0
 SECONDS_PER_NOTICE = 30.0
@@ -38,7 +37,9 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
         if store.add(NUM_ARRIVED, 1) == world_size:
             store.set(COMPLETE, "yes")
         while not is_complete(store, min(seconds_per_notice, deadline - time.monotonic())):
-            missing = describe_missing(store.get(ARRIVED).decode(), world_size, count_local_ranks())
+            missing = "other ranks"  # Only one rank of a node reads who has arrived: for all it would be N² bytes.
+            if is_first_of_node():
+                missing = describe_missing(store.get(ARRIVED).decode(), world_size, count_local_ranks())
             if time.monotonic() >= deadline:
                 raise RunError(
                     ExitCode.PEER_DIED,
@@ -109,8 +110,12 @@ def late_notice(seconds: float, text: str) -> Iterator[None]:
 
 def print_notice(text: str) -> None:
     """Prints to stderr, once per node; rank 0's logger would not do, since rank 0 itself may be missing."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_of_node():
         say(f"[rank {os.environ['RANK']}] {text}", is_error=True)
+
+
+def is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def count_local_ranks() -> int:

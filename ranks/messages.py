@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 # Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
 # cannot be printed.
@@ -15,6 +16,7 @@ SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # names of
 NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # exceptions, whose values only say where a secret is
 SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
 HIDDEN = "***"
+MOST_RUNS = 20  # ranges of consecutive ranks that a message lists
 QUERY = re.compile(
     r"([?&][^=&\s]*(?:token|key|secret|password|signature|credential|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE
 )
@@ -52,3 +54,16 @@ class CleanFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return clean(super().format(record))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Formats ascending ranks: "rank 3", "ranks 0-7, 9"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:MOST_RUNS]]
+    more = f" and {sum(map(len, runs[MOST_RUNS:]))} more" if len(runs) > MOST_RUNS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}{more}"

@@ -127,9 +127,10 @@ class RunControl:
         self.started = time.monotonic()
         self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0)}
         self.marks_seen = 0
-        self.last_heartbeat = 0.0
+        self.last_heartbeat = self.last_judgement = 0.0
         self.first_signal: float | None = None
         self.causes: list[Cause] = []
+        self.reporters: set[int] = set()  # ranks that have sent their own error
         self.verdict_due: float | None = None
         self.goodbye: Cause | None = None
         self.signals, self.signals_in = make_socket_pair()
@@ -281,8 +282,13 @@ class RunControl:
         if self.verdict_due is not None:
             if now >= self.verdict_due:
                 self._end(choose_cause(self.causes))
-        elif is_hanging(self.peers, clock, self.hang_timeout, is_rank0=self.rank == 0):
+        elif clock - self.last_judgement >= TICK and self._sees_hang():
             self._end(self._cause(ExitCode.HANG, describe_hang(self.peers, clock)))
+
+    def _sees_hang(self) -> bool:
+        """Looks at all peers: not after every message, since each of N ranks sends one a second."""
+        self.last_judgement = self.lifeline.clock
+        return is_hanging(self.peers, self.lifeline.clock, self.hang_timeout, is_rank0=self.rank == 0)
 
     def _look_at_marks(self) -> None:
         """Updates this rank's own entry among the peers."""
@@ -321,7 +327,10 @@ class RunControl:
                 peer.moved = self.lifeline.clock - message["still"]
                 peer.limit, peer.where = message["limit"], message["where"]
             case "failed":
-                self._report(Cause(**message))
+                cause = Cause(**message)
+                if not cause.died:
+                    self.reporters.add(rank)
+                self._report(cause)
             case "goodbye":
                 peer.said_goodbye = True
                 self._end_together()
@@ -335,7 +344,7 @@ class RunControl:
 
     def _on_lost(self, rank: int) -> None:
         """Handles a closed connection, whose process is gone: rank 0 informs all ranks, any other rank ends."""
-        if self.rank == 0 and any(cause.rank == rank and not cause.died for cause in self.causes):
+        if rank in self.reporters:
             return  # It has reported why it ends, and did not wait for the verdict.
         message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
         self.causes.append(Cause(ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True))

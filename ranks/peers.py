@@ -1,13 +1,14 @@
 """State of every rank as known to this one, and hang detection."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ranks.lock import ERRORS_DIR
+from ranks.messages import describe_ranks
 
 SLOW_LIMIT = 3600.0  # seconds allowed without progress while loading, saving, or compiling in the first step
 SECONDS_PER_HEARTBEAT = 1.0
-MOST_RUNS = 20  # ranges of consecutive ranks that a message lists
+MOST_DETAILS = 4  # silent ranks that a message describes one by one
+MOST_PLACES = 12  # phases that a message lists with the ranks in them
 
 
 @dataclass
@@ -49,27 +50,16 @@ def describe_hang(peers: dict[int, Peer], clock: float) -> str:
         names = [
             f"rank {rank} (pid {peer.pid} on {peer.host}) has sent no heartbeat for {clock - peer.heard:.0f} s,"
             f" last seen in {peer.where}"
-            for rank, peer in sorted(silent.items())
+            for rank, peer in sorted(silent.items())[:MOST_DETAILS]
         ]
-        return f"{'; '.join(names)}: stopped, or cut off from the network; {stacks}"
+        others = sorted(silent)[MOST_DETAILS:]
+        more = f"; nor {'has' if len(others) == 1 else 'have'} {describe_ranks(others)}" if others else ""
+        return f"{'; '.join(names)}{more}: stopped, or cut off from the network; {stacks}"
     places: dict[str, list[int]] = {}
     for rank, peer in sorted(peers.items()):
         places.setdefault(peer.where, []).append(rank)
     seconds = max(clock - peer.moved for peer in peers.values())
-    found = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {where}" for where, ranks in places.items()
-    )
+    found = "; ".join(f"{describe_ranks(ranks)} in {where}" for where, ranks in list(places.items())[:MOST_PLACES])
+    if len(places) > MOST_PLACES:
+        found += f"; {sum(map(len, list(places.values())[MOST_PLACES:]))} ranks elsewhere"
     return f"all ranks are alive, but some made no progress for {seconds:.0f} s (--hang-timeout): {found}; {stacks}"
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """Formats ascending ranks: "rank 3", "ranks 0-7, 9"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:MOST_RUNS]]
-    more = f" and {sum(map(len, runs[MOST_RUNS:]))} more" if len(runs) > MOST_RUNS else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}{more}"

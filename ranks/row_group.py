@@ -1,6 +1,7 @@
 """Context parallelism (--context-parallel): N consecutive ranks share each packed row, in equal parts of its tokens."""
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,14 @@ def make_row_group(
     check_sharing(world_size, num_sharing)
     if num_sharing is None:
         return None
-    ranks = torch.arange(world_size).view(-1, num_sharing).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+    group = make_own_group(torch.arange(world_size).view(-1, num_sharing).tolist(), timeout)
     return RowGroup(group, rank % num_sharing, num_sharing)
+
+
+def make_own_group(groups: Sequence[Sequence[int]], timeout: datetime.timedelta | None = None) -> dist.ProcessGroup:
+    """Makes the group among `groups`, a partition of all ranks, that this rank belongs to. All ranks call this.
+
+    dist.new_subgroups_by_enumeration would let every rank wait for all at every group: groups x ranks requests.
+    """
+    own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return dist.new_group(own, timeout=timeout, use_local_synchronization=True)

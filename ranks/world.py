@@ -3,6 +3,7 @@
 import datetime
 import logging
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import pad
 
 from options import ShardingOptions
 from ranks.ending import ExitCode, RunError, describe_error, ending_with_message, log
@@ -19,7 +21,7 @@ from ranks.messages import CleanFormatter
 from ranks.monitor import RunControl
 from ranks.open_files import check_open_files, list_group_sizes, raise_open_file_limit
 from ranks.peers import SLOW_LIMIT
-from ranks.row_group import RowGroup, check_sharing, make_row_group
+from ranks.row_group import RowGroup, check_sharing, make_own_group, make_row_group
 from ranks.terminal import LinesAboveBars, shows_progress
 
 Result = TypeVar("Result")
@@ -73,13 +75,17 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
     else:
         device = torch.device("cpu")
         backend = "gloo"
+    # gloo would connect every rank to every other one, which takes N² connections and requests to the store.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "RANK" in os.environ:
         store = meet(rank, world_size, timeout=start_timeout)
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return World(rank, world_size, device, make_mesh(device.type, world_size, world_size), timeout=timeout)
+    world = World(rank, world_size, device, make_mesh(device.type, world_size, world_size), timeout=timeout)
+    connect_to_rank0(world)
+    return world
 
 
 def divide_world(world: World, sharding: ShardingOptions) -> World:
@@ -124,8 +130,17 @@ def make_mesh(
     if num_shards == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     ranks = torch.arange(world_size).view(-1, num_shards)
-    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]
+    groups = [make_own_group(rows.tolist(), timeout) for rows in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def connect_to_rank0(world: World) -> None:
+    """Makes the connections that `gather_on_rank0` and `call_on_rank0` use.
+
+    From now on the death of a rank closes a connection, on which the others wait until the lifeline is connected. A
+    first connection to a rank that is gone would be tried until the timeout.
+    """
+    gather_on_rank0(world, None)
 
 
 def connect_lifeline(world: World, control: RunControl) -> None:
@@ -191,7 +206,21 @@ def broadcast_from_rank0(
 
 
 def gather_on_rank0(world: World, value: Result) -> list[Result] | None:
-    """On rank 0, every rank's `value`, in rank order; None on the others."""
-    values = [None] * world.world_size if world.rank == 0 else None
-    dist.gather_object(value, values, dst=0, group=world.control)
-    return values
+    """On rank 0, every rank's `value`, in rank order; None on the others.
+
+    Takes a few messages per rank. dist.gather_object would first exchange the sizes among all ranks, N² messages.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = gather_rows(world, torch.tensor(len(own), device="cpu"))
+    largest = call_on_rank0(world, lambda: int(sizes.max()))
+    rows = gather_rows(world, pad(own, (0, largest - len(own))))
+    if rows is None:
+        return None
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def gather_rows(world: World, row: Tensor) -> Tensor | None:
+    """On rank 0, every rank's CPU tensor of the same shape, stacked in rank order; None on the others."""
+    rows = row.new_empty(world.world_size, *row.shape) if world.rank == 0 else None
+    dist.gather(row, None if rows is None else list(rows.unbind()), dst=0, group=world.control)
+    return rows

@@ -33,8 +33,8 @@ from options import (
 from process_data import process_data
 from ranks.agreement import Account, describe_differences, find_kinds, hash_groups
 from ranks.meeting import describe_missing
+from ranks.messages import MOST_RUNS, describe_ranks
 from ranks.open_files import count_open_files, list_group_sizes
-from ranks.peers import MOST_RUNS, describe_ranks
 from sampler import RunPosition
 
 NUM_RANKS = 1024

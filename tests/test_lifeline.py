@@ -100,7 +100,7 @@ def test_calls_of_other_threads_are_made_in_their_order_where_it_polls(ranks):
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):
     monkeypatch.setattr("ranks.lifeline.SECONDS_TO_CONNECT", 0.05)
-    with pytest.raises(RunError, match=r"ranks \[1, 2\] did not connect to rank 0 on .*, port 7"):
+    with pytest.raises(RunError, match=r"ranks 1-2 did not connect to rank 0 on .*, port 7"):
         Lifeline(0, 3, on_met=print, on_message=print, on_lost=print).connect(7, "token")
 
 
