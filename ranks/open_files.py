@@ -10,7 +10,8 @@ OTHER_FILES = 64  # open files of a rank besides its connections: libraries, dat
 def count_open_files(world_size: int, group_sizes: Sequence[int] = ()) -> int:
     """Open files of rank 0, which has the most: gloo's, the lifeline's connections, and others.
 
-    gloo opens N + 3 files for a group of N ranks. `group_sizes`: sizes of the groups besides the one of all ranks.
+    gloo opens at most N + 3 files for a group of N ranks: it connects two ranks when they first exchange something, and
+    all ranks do so with rank 0. `group_sizes`: sizes of the groups besides the one of all ranks.
     """
     return sum(size + 3 for size in (world_size, *group_sizes)) + world_size - 1 + OTHER_FILES
 
