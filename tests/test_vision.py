@@ -98,6 +98,7 @@ def run_plain(model: PreTrainedModel, path: Path, data: TokenizedData, row: int)
         made = processor(text=[places], images=[images], add_special_tokens=False, return_tensors="pt")
         taken = inspect.signature(type(model).forward).parameters
         own |= {name: value for name, value in made.items() if name in taken and name != "attention_mask"}
+        own["pixel_values"] = own["pixel_values"].to(model.dtype)  # bf16 from Llama 4's processor
         own |= dict(input_ids=ids) | (dict(mm_token_type_ids=kinds) if "mm_token_type_ids" in taken else {})
     if model.config.model_type == "gemma3":
         own["token_type_ids"] = kinds
