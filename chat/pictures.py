@@ -221,6 +221,7 @@ class ImageExpander:
         self.processor, self.directory, self.may_download = processor, directory, may_download
         self.placeholder = processor.image_token
         self.image_token_ids = find_image_ids(processor)
+        self.image_tokens = tuple(processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids)))
         import PIL.Image
 
         if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):
@@ -239,6 +240,9 @@ class ImageExpander:
                 f"{len(references)} images, but the rendered conversation has {self.placeholder!r} {num_found} times:"
                 " texts must not contain it, and the chat template has to write it once per image"
             )
+        typed = [token for token in self.image_tokens if token != self.placeholder and token in located.text]
+        if typed:
+            raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image")
         if not references:
             return located
         shown, kept = [], []
@@ -269,11 +273,10 @@ class ImageExpander:
     def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """The tokens [start, end) of each image, from its first image token to its last; `replacements`: the
         processor's text for each."""
-        names = self.processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids))
         places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
         spans, first = [], 0
         for replacement in replacements:
-            after = first + sum(replacement.count(name) for name in names)
+            after = first + sum(replacement.count(token) for token in self.image_tokens)
             spans.append((places[first], places[after - 1] + 1))
             first = after
         return tuple(spans)

@@ -313,9 +313,7 @@ def find_vision_base(model: PreTrainedModel) -> PreTrainedModel:
 
     ValueError if it cannot compute image features.
     """
-    base = find_base(model)
-    if not hasattr(base, "get_image_features") and model.config.model_type in PROJECTED_APART:
-        return model
+    base = model if model.config.model_type in PROJECTED_APART else find_base(model)
     if not hasattr(base, "get_image_features"):
         raise ValueError(
             f"model type {model.config.model_type!r} cannot be trained on images: {type(base).__name__} has no"
