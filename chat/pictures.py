@@ -240,8 +240,8 @@ class ImageExpander:
                 f"{len(references)} images, but the rendered conversation has {self.placeholder!r} {num_found} times:"
                 " texts must not contain it, and the chat template has to write it once per image"
             )
-        typed = [token for token in self.image_tokens if token != self.placeholder and token in located.text]
-        if typed:
+        typed = [token for token in self.image_tokens if token in located.text]
+        if typed and self.placeholder not in self.image_tokens:
             raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image")
         if not references:
             return located

@@ -283,8 +283,10 @@ class VisionLanguageReader(TextReader):
 
     def convert_pixels(self, pixels: dict[str, Tensor]) -> dict[str, Tensor]:
         """The pixels in the tower's dtype, where the tower does not convert them itself."""
-        dtype = self.model.get_input_embeddings().weight.dtype  # gathered, thus the one that the tower computes in
-        return pixels if self.projector is None else {name: value.to(dtype) for name, value in pixels.items()}
+        if self.projector is None:
+            return pixels
+        dtype = next(self.projector.parameters()).dtype  # gathered together with the tower, in the compute type
+        return {name: value.to(dtype) for name, value in pixels.items()}
 
     def touch(self, hidden: Tensor) -> Tensor:
         """Returns `hidden`, made to give all trained parameters of tower and projector a gradient, zero without images.

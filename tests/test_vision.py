@@ -192,12 +192,13 @@ def test_kinds_of_models_that_cannot_be_trained_are_refused_by_their_configs(kin
     assert obstacle == f"model type {kind!r} cannot be trained on images: {REFUSED[kind]}"
 
 
-def test_llama_4_packs_tiles_as_its_own_forward_reads_them(world, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_llama_4_packs_tiles_as_its_own_forward_reads_them(dtype, world, tmp_path):
     """Tiles as its processor makes them, in bf16 and several for an image, without the package that it needs."""
     path = save_vision_model(tmp_path, "llama4")
     source, random = load_source(path), np.random.default_rng(0)
     options = group_options(TrainOptions, model_name_or_path="", data_path="", output_dir="",
-                            activation_checkpointing="none", compute_dtype="float32")  # fmt: skip
+                            activation_checkpointing="none", compute_dtype=dtype)  # fmt: skip
     objective = VisionLanguage(VisionLanguageFamily(TextFamily(), ("nothing",)))
     packed = build_model(source, options.compute, options.sharding, objective=objective, method=Full(), world=world)
     patches = [source.config.image_token_id] * 4  # of a tile
@@ -215,8 +216,8 @@ def test_llama_4_packs_tiles_as_its_own_forward_reads_them(world, tmp_path):
     logits = [model(torch.tensor([ids]), **seen).logits[0] for ids, seen in zip(sequences, given, strict=True)]
     own = torch.nn.functional.cross_entropy(torch.cat(logits), joined, ignore_index=IGNORED, reduction="sum")
     own.backward()
-    assert loss.item() == pytest.approx(own.item(), rel=1e-6)
-    for name, param in packed.model.named_parameters():
+    assert loss.item() == pytest.approx(own.item(), rel=1e-6 if dtype == "float32" else 2e-2)
+    for name, param in packed.model.named_parameters() if dtype == "float32" else ():
         assert_same(param.grad, model.get_parameter(name).grad, name)
 
 
