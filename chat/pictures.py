@@ -242,7 +242,7 @@ class ImageExpander:
             )
         typed = [token for token in self.image_tokens if token in located.text]
         if typed and self.placeholder not in self.image_tokens:
-            raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image")
+            raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image: remove it")
         if not references:
             return located
         shown, kept = [], []
