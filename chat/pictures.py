@@ -31,6 +31,7 @@ PHOTO = "MPO"  # a phone's photo: a JPEG followed by others, such as a preview o
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")  # Pillow's modes with a known black and white
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # two tags of TIFF, and a value of the second
 TRIED_SIZE = (64, 48)  # width and height of the image used to test a processor
+WITH_PATCH_TOKEN = ("Llama4Processor",)  # processors whose `image_token_ids` omit the token of an image's parts
 SECONDS_TO_DOWNLOAD = 30
 LIMIT_OF_BYTES = 1 << 28  # largest file or download
 
@@ -197,6 +198,16 @@ def accept_absent(processor: Any, name: str, argument: Any) -> Any:
     return type(argument)
 
 
+def find_image_ids(processor: Any) -> frozenset[int]:
+    """Ids of the tokens that stand for parts of an image.
+
+    Llama 4's processor reports its placeholder's id instead, which also precedes the tile of the whole image.
+    """
+    if type(processor).__name__ in WITH_PATCH_TOKEN:
+        return frozenset(processor.tokenizer.convert_tokens_to_ids([processor.img_patch_token]))
+    return frozenset(token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
+
+
 class ImageExpander:
     """Expands the image placeholders of rendered conversations.
 
@@ -209,8 +220,8 @@ class ImageExpander:
             raise ValueError(f"{type(processor).__name__} has no image_token, so images cannot be located in the text")
         self.processor, self.directory, self.may_download = processor, directory, may_download
         self.placeholder = processor.image_token
-        known = (token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
-        self.image_token_ids = frozenset(known)
+        self.image_token_ids = find_image_ids(processor)
+        self.image_tokens = tuple(processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids)))
         import PIL.Image
 
         if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):
@@ -229,6 +240,9 @@ class ImageExpander:
                 f"{len(references)} images, but the rendered conversation has {self.placeholder!r} {num_found} times:"
                 " texts must not contain it, and the chat template has to write it once per image"
             )
+        typed = [token for token in self.image_tokens if token in located.text]
+        if typed and self.placeholder not in self.image_tokens:
+            raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image: remove it")
         if not references:
             return located
         shown, kept = [], []
@@ -259,11 +273,10 @@ class ImageExpander:
     def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """The tokens [start, end) of each image, from its first image token to its last; `replacements`: the
         processor's text for each."""
-        names = self.processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids))
         places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
         spans, first = [], 0
         for replacement in replacements:
-            after = first + sum(replacement.count(name) for name in names)
+            after = first + sum(replacement.count(token) for token in self.image_tokens)
             spans.append((places[first], places[after - 1] + 1))
             first = after
         return tuple(spans)

@@ -28,10 +28,11 @@ from pretrained.text_tower import find_base, find_decoder, find_placeholders, is
 
 # Model types that cannot be trained packed, and why.
 REFUSED = {
-    "llama4": "its get_image_features omits the projector, which only the whole model's forward applies",
     "paligemma": "its attention over the prompt is bidirectional, but the data does not record where prompts end",
 }
 WITH_BLOCKS = ("gemma3",)  # model types whose attention within an image is bidirectional in every layer
+# Model types whose get_image_features leaves the projector, of this name, and the pixels' dtype to the caller.
+PROJECTED_APART = {"llama4": "multi_modal_projector"}
 FREEZABLE = ("vision", "projector", "language", "nothing")
 CHECK_IMAGES = ((24, 32), (40, 24))  # pixels
 
@@ -90,7 +91,9 @@ class VisionInputs:
             import PIL.Image
 
             shown = [[PIL.Image.new("RGB", (width, height))]]
-            made = self.processor(text=[self.processor.image_token], images=shown, add_special_tokens=False)
+            made = self.processor(
+                text=[self.processor.image_token], images=shown, add_special_tokens=False, return_tensors="pt"
+            )
             shape = np.shape(made["pixel_values"])
             if len(shape) == 3:  # (images, patches, values per patch): flattened by the processor
                 return shape[0], shape[1]
@@ -239,6 +242,8 @@ class VisionLanguageReader(TextReader):
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):
         super().__init__(model, router_aux_loss=router_aux_loss, router_loss_over=router_loss_over)
         self.base = find_vision_base(model)
+        name = PROJECTED_APART.get(model.config.model_type)
+        self.projector = None if name is None else self.base.get_submodule(name)
         decoder = inspect.signature(type(find_decoder(model)).forward).parameters
         self.feeds_layers = "deepstack_visual_embeds" in decoder  # features of several layers (Qwen3-VL)
         text = text_config(model.config)
@@ -259,8 +264,9 @@ class VisionLanguageReader(TextReader):
             texts = torch.where(is_image[..., None], padding, hidden)
             more["per_layer_inputs"] = find_decoder(self.model).get_per_layer_inputs(input_ids, texts)
         if images.pixels:
-            seen = self.base.get_image_features(**images.pixels, return_dict=True)
-            features = join(seen.pooler_output).reshape(-1, hidden.shape[-1]).to(hidden)
+            seen = self.base.get_image_features(**self.convert_pixels(images.pixels), return_dict=True)
+            found = join(seen.pooler_output) if self.projector is None else self.projector(seen.last_hidden_state)
+            features = found.reshape(-1, hidden.shape[-1]).to(hidden)
             if len(features) != images.num_tokens:
                 raise ValueError(
                     f"the images have {len(features):,} feature vectors, but the data has {images.num_tokens:,} tokens"
@@ -275,6 +281,13 @@ class VisionLanguageReader(TextReader):
             more["position_ids"] = images.axis_positions
         return dict(input_ids=None, inputs_embeds=self.touch(hidden)) | more
 
+    def convert_pixels(self, pixels: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The pixels in the tower's dtype, where the tower does not convert them itself."""
+        if self.projector is None:
+            return pixels
+        dtype = next(self.projector.parameters()).dtype  # gathered together with the tower, in the compute type
+        return {name: value.to(dtype) for name, value in pixels.items()}
+
     def touch(self, hidden: Tensor) -> Tensor:
         """Returns `hidden`, made to give all trained parameters of tower and projector a gradient, zero without images.
 
@@ -287,14 +300,22 @@ class VisionLanguageReader(TextReader):
         kinds = (micro_batch.row.input_ids == self.model.config.image_token_id).long()
         parameters = inspect.signature(type(self.base).forward).parameters
         given = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in parameters}
-        given |= {"input_ids": micro_batch.row.input_ids, **micro_batch.extras.pixels}
-        hidden = self.base(**given, use_cache=False).last_hidden_state
-        return self.collect_own(hidden, self.model(**given, use_cache=False, **self.routed))
+        given |= {"input_ids": micro_batch.row.input_ids, **self.convert_pixels(micro_batch.extras.pixels)}
+        decoded: list[Any] = []
+        hook = find_decoder(self.model).register_forward_hook(lambda *call: decoded.append(call[-1]))
+        try:
+            outputs = self.model(**given, use_cache=False, **self.routed)
+        finally:
+            hook.remove()
+        return self.collect_own(decoded[0].last_hidden_state, outputs)
 
 
 def find_vision_base(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head. ValueError if it cannot compute image features."""
-    base = find_base(model)
+    """The part that joins tower and decoder: the model without its head, or the whole model (Llama 4).
+
+    ValueError if it cannot compute image features.
+    """
+    base = model if model.config.model_type in PROJECTED_APART else find_base(model)
     if not hasattr(base, "get_image_features"):
         raise ValueError(
             f"model type {model.config.model_type!r} cannot be trained on images: {type(base).__name__} has no"

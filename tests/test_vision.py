@@ -7,6 +7,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -17,7 +18,16 @@ from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
 from tiny_models import compile_by, load_source, make_osft
-from tiny_vision import VISION_MODELS, exact_families, load, make_image, make_rows, save_vision_model, tokenize
+from tiny_vision import (
+    VISION_MODELS,
+    exact_families,
+    lacking,
+    load,
+    make_image,
+    make_rows,
+    save_vision_model,
+    tokenize,
+)
 from transformers import AutoConfig, PreTrainedModel
 
 from chat.labels import IGNORED
@@ -25,9 +35,9 @@ from chat.pictures import load_processor, open_image
 from command_line import parse_options
 from corpus.cache import find_outputs
 from corpus.reader import TokenizedData
-from families.micro_batch import MicroBatch
+from families.micro_batch import MicroBatch, pack_row
 from families.text import TextFamily
-from families.vision import REFUSED, VisionLanguageFamily
+from families.vision import REFUSED, Images, VisionLanguageFamily
 from lifecycle.raw_rows import find_data
 from methods.full import Full
 from methods.lora import LoRA
@@ -35,7 +45,7 @@ from model.build import build_model
 from model.check import check_model
 from model.method import Method
 from objectives.columns import VISION
-from objectives.next_tokens import VisionLanguage
+from objectives.next_tokens import NextTokens, VisionLanguage
 from options import (
     LoRAOptions,
     MergeAdapterOptions,
@@ -44,6 +54,7 @@ from options import (
     group_options,
 )
 from osft import OSFTLinear
+from pretrained.parts import list_parts
 from tools.merge_adapter import merge_adapter
 
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
@@ -98,6 +109,7 @@ def run_plain(model: PreTrainedModel, path: Path, data: TokenizedData, row: int)
         made = processor(text=[places], images=[images], add_special_tokens=False, return_tensors="pt")
         taken = inspect.signature(type(model).forward).parameters
         own |= {name: value for name, value in made.items() if name in taken and name != "attention_mask"}
+        own["pixel_values"] = own["pixel_values"].to(model.dtype)  # bf16 from Llama 4's processor
         own |= dict(input_ids=ids) | (dict(mm_token_type_ids=kinds) if "mm_token_type_ids" in taken else {})
     if model.config.model_type == "gemma3":
         own["token_type_ids"] = kinds
@@ -178,6 +190,46 @@ def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, 
 def test_kinds_of_models_that_cannot_be_trained_are_refused_by_their_configs(kind):
     obstacle = VisionLanguageFamily(TextFamily()).check_config(AutoConfig.for_model(kind), trust_remote_code=False)
     assert obstacle == f"model type {kind!r} cannot be trained on images: {REFUSED[kind]}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_llama_4_packs_tiles_as_its_own_forward_reads_them(dtype, world, tmp_path):
+    """Tiles as its processor makes them, in bf16 and several for an image, without the package that it needs."""
+    path = save_vision_model(tmp_path, "llama4")
+    source, random = load_source(path), np.random.default_rng(0)
+    options = group_options(TrainOptions, model_name_or_path="", data_path="", output_dir="",
+                            activation_checkpointing="none", compute_dtype=dtype)  # fmt: skip
+    objective = VisionLanguage(VisionLanguageFamily(TextFamily(), ("nothing",)))
+    packed = build_model(source, options.compute, options.sharding, objective=objective, method=Full(), world=world)
+    patches = [source.config.image_token_id] * 4  # of a tile
+    words = [random.integers(3, 200, length).tolist() for length in (9, 14, 7)]
+    sequences = [words[0], [5, *patches, 6, *patches, *words[1]], [*patches, *words[2], *patches]]
+    tiles = torch.from_numpy(random.normal(size=(4, 3, 16, 16))).bfloat16()
+    labels = [torch.tensor([*ids[1:], IGNORED]) for ids in sequences]
+    joined = torch.cat([torch.where(of == patches[0], IGNORED, of) for of in labels])
+    targets = NextTokens(torch.nonzero(joined != IGNORED)[:, 0], labels=joined)
+    row = pack_row([np.array(ids) for ids in sequences])
+    loss = packed(MicroBatch(row, targets, extras=Images(16, {"pixel_values": tiles})))
+    loss.backward()
+    model = load(path)
+    given = [{}, {"pixel_values": tiles[:2].float()}, {"pixel_values": tiles[2:].float()}]
+    logits = [model(torch.tensor([ids]), **seen).logits[0] for ids, seen in zip(sequences, given, strict=True)]
+    own = torch.nn.functional.cross_entropy(torch.cat(logits), joined, ignore_index=IGNORED, reduction="sum")
+    own.backward()
+    assert loss.item() == pytest.approx(own.item(), rel=1e-6 if dtype == "float32" else 2e-2)
+    for name, param in packed.model.named_parameters() if dtype == "float32" else ():
+        assert_same(param.grad, model.get_parameter(name).grad, name)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", pytest.param("llama4", marks=[pytest.mark.wide, *lacking("torchvision")])]
+)
+def test_tokens_for_parts_of_images_typed_in_texts_are_refused(family, tmp_path):
+    """Where the chat template writes another one."""
+    token = VISION_MODELS[family].tokens[0]
+    turns = [{"role": "user", "content": f"what is {token}?"}, {"role": "assistant", "content": "a token"}]
+    with pytest.raises(ValueError, match=rf"a text contains '{re.escape(token)}', which stands for a part of an image"):
+        tokenize([{"messages": turns}], save_vision_model(tmp_path, family), tmp_path)
 
 
 def test_nothing_left_to_train_is_refused(models, world):
@@ -277,25 +329,30 @@ def read_validations(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_class(models, data, world, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "cap"),
+    [("qwen2.5-vl", 120), pytest.param("llama4", 160, marks=[pytest.mark.wide, *lacking("torchvision")])],
+)
+def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_class(family, cap, world, tmp_path):
     """Four ranks, of which most have no image in a micro-batch, with tower and projector trained; validations, too."""
-    family = "qwen2.5-vl"
-    given = dict(data_path=data[family], freeze="nothing", validation_data_path=(str(data[family]),))
-    exports = {n: train(world, tmp_path / f"on_{n}", models[family], num_ranks=n, **given) for n in (1, 4)}
+    model_dir = save_vision_model(tmp_path, family)
+    data = tokenize(make_rows(tmp_path), model_dir, tmp_path)
+    given = dict(data_path=data, freeze="nothing", validation_data_path=(str(data),), max_tokens_per_gpu=cap)
+    exports = {n: train(world, tmp_path / f"on_{n}", model_dir, num_ranks=n, **given) for n in (1, 4)}
     assert_same_runs(tmp_path / "on_1", tmp_path / "on_4")
     measured, same = (read_validations(tmp_path / f"on_{n}") for n in (1, 4))
     assert [row["loss"] for row in measured] == pytest.approx([row["loss"] for row in same], rel=1e-5)
-    rows, before = TokenizedData(data[family]), load(models[family])
+    rows, before = TokenizedData(data), load(model_dir)
     for row, model in ((measured[0], before), (measured[-1], load(exports[1]))):
-        total = run_all_plain(model, models[family], rows)[0]
+        total = run_all_plain(model, model_dir, rows)[0]
         assert row["loss"] == pytest.approx(total / int(rows.num_loss_tokens.sum()), rel=1e-5)
     own = load(exports[1])
     assert type(own) is type(before)
     changed = {name for name, param in own.named_parameters() if not torch.equal(param, before.get_parameter(name))}
-    assert any("visual.blocks" in name for name in changed) and any("merger" in name for name in changed)
-    assert load_processor(str(exports[1])).image_token == VISION_MODELS[family].tokens[0]
+    assert all(not changed.isdisjoint(names) for names in list_parts(before).values())
+    assert load_processor(str(exports[1])).image_token == load_processor(str(model_dir)).image_token
     resume = str(tmp_path / "on_1/checkpoints/step_1")
-    resumed = train(world, tmp_path / "resumed", models[family], **given, resume=resume)
+    resumed = train(world, tmp_path / "resumed", model_dir, **given, resume=resume)
     assert (resumed / "model.safetensors").read_bytes() == (exports[1] / "model.safetensors").read_bytes()
 
 

@@ -233,6 +233,19 @@ VISION_MODELS = {
     ),
     "gemma4": gemma4(hidden_size_per_layer_input=8, vocab_size_per_layer_input=SHAPE["vocab_size"]),
     "gemma4-both-ways": gemma4(hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+    "llama4": Family(
+        "llama4", ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>",
+                   "<|tile_y_separator|>"),
+        dict(image_processor_type="Llama4ImageProcessor", size=dict(height=16, width=16), max_patches=4),
+        dict(processor_class="Llama4Processor", patch_size=4),
+        # The last of 4 layers has no positions; the others attend in chunks shorter than an image.
+        dict(text_config=SHAPE | dict(num_hidden_layers=4, head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
+                                      attention_chunk_size=6, floor_scale=4),
+             vision_config=VISION | dict(patch_size=4, intermediate_size=128, vision_output_dim=24,
+                                         projector_input_dim=24, projector_output_dim=24),
+             image_token_index="<|patch|>", boi_token_index="<|image_start|>", eoi_token_index="<|image_end|>"),
+        place="<|image|>",
+    ),
     "paligemma": Family(
         "paligemma", ("<image>",),
         dict(image_processor_type="SiglipImageProcessor", size=dict(height=16, width=16), image_seq_length=16),
@@ -254,7 +267,7 @@ VISION_MODELS = {
 # Families that are refused at the start of a run, or when rows are tokenized.
 NOT_EXACT = ("idefics2", "aya-vision", "paligemma")
 # Packages that a family's own processor needs, and we do not.
-NEEDED = {"mistral3": "torchvision", "pixtral": "torchvision", "smolvlm": "num2words"}
+NEEDED = {"llama4": "torchvision", "mistral3": "torchvision", "pixtral": "torchvision", "smolvlm": "num2words"}
 
 
 def exact_families(always: tuple[str, ...]) -> list:
