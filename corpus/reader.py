@@ -245,7 +245,7 @@ def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile
         if not path.stat().st_size:
             raise ValueError(f"{named}: holds no samples")
         files = list(map(ArrowFile, [path] if path.suffix == ".arrow" else convert_to_arrow(path, kind)))
-        schema = pa.concat_tables([file.schema.empty_table() for file in files]).schema
+        schema = pa.concat_tables([pa.Table.from_batches([], schema=file.schema) for file in files]).schema
         check_names(schema, kind, named=named)
         index = open_index(path, files)
     except (OSError, pa.ArrowException) as error:

@@ -38,6 +38,8 @@ class Browser:
         )
         os.close(to_child)
         os.close(from_child)
+        self.poll = select.poll()  # select takes no numbers of files from 1,024 on
+        self.poll.register(self.input, select.POLLIN)
         self.buffer, self.last_id, self.session = b"", 0, None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -70,7 +72,7 @@ class Browser:
         """The next message; None if there is none in time."""
         deadline = time.monotonic() + seconds
         while b"\0" not in self.buffer:
-            if not select.select([self.input], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not self.poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 return None
             read = os.read(self.input, 1 << 20)
             assert read, "the browser has ended"

@@ -27,6 +27,7 @@ from options import (
     PlotOptions,
     ProcessDataOptions,
     ScoreDataOptions,
+    SweepOptions,
     TrainOptions,
     flag_name,
     group_options,
@@ -51,7 +52,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     ImportConfigOptions: import_config,
     ScoreDataOptions: lambda options: score(options, None),
 }
-WITHOUT_CHOICES = {BoardOptions, ContinualOptions, MergeModelsOptions, PlotOptions}
+WITHOUT_CHOICES = {BoardOptions, ContinualOptions, MergeModelsOptions, PlotOptions, SweepOptions}
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
 
 

@@ -15,6 +15,7 @@ from lifecycle.record import OF_METHOD, check_same_run
 from options import (
     PATH_OPTIONS,
     WITHOUT_NUMBERS,
+    CallbackOptions,
     CheckpointOptions,
     EndOptions,
     ExportOptions,
@@ -186,7 +187,7 @@ OUTPUT = (  # what is measured, written and said
     *("output_dir", "logging_level", *WITHOUT_NUMBERS),
     *(
         option.name
-        for group in (ValidationOptions, CheckpointOptions, ExportOptions, TrackingOptions, HubOptions)
+        for group in (ValidationOptions, CheckpointOptions, ExportOptions, TrackingOptions, HubOptions, CallbackOptions)
         for option in dataclasses.fields(group)
     ),
     *(option.name for group in (ProfilingOptions, PlanOptions) for option in dataclasses.fields(group)),

@@ -282,6 +282,7 @@ FLAGS_OF_OTHERS = {
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
     "max-restarts",  # torchrun
     *("revision", "logdir"),  # hf upload, tensorboard
+    "sweep",  # axolotl
     *("enable-lora", "lora-modules", "max-logprobs", "model-path"),  # vllm serve, sglang
     *("no-deps", "only-binary", "python-version", "config-settings"),  # pip
     *("nodes", "time", "kill-on-bad-exit", "array", "ntasks"),  # SLURM's sbatch and srun

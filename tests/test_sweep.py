@@ -146,6 +146,8 @@ def make_stage(folder: Path, number: int) -> Stage:
 def pool_of(given, tmp_path, monkeypatch):
     """A pool of `ShellPool` on GPUs of these names."""
     before = signal.getsignal(signal.SIGTERM)
+    # A shell cannot trap what was ignored when it started, as Ctrl-C is in a job in the background.
+    of_ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def make(devices: list[str], **settings: object) -> ShellPool:
         settings = read_settings(write_settings(given | {"output_dir": str(tmp_path)} | settings, tmp_path))
@@ -154,6 +156,7 @@ def pool_of(given, tmp_path, monkeypatch):
 
     yield make
     signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGINT, of_ctrl_c)
 
 
 def test_each_trial_has_devices_of_its_own(pool_of, tmp_path):
