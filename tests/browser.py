@@ -15,6 +15,7 @@ import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+NAVIGATED = "Inspected target navigated"
 SECONDS_TO_ANSWER = 120  # on a small machine that others use too
 
 
@@ -103,9 +104,17 @@ class Browser:
 
     def wait_until(self, condition: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
-        while not self.ask(condition):
+        while not self._holds(condition):
             assert time.monotonic() < deadline, f"after {seconds} s there is still no: {condition}"
             time.sleep(0.05)
+
+    def _holds(self, condition: str) -> bool:
+        try:
+            return bool(self.ask(condition))
+        except AssertionError as error:
+            if NAVIGATED in str(error):  # asked while one page gave way to the next
+                return False
+            raise
 
     def rest(self) -> None:
         """Until what the last event asked for has been drawn."""

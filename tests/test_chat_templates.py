@@ -535,7 +535,9 @@ PLAIN = ["ChatML", "Mistral Tekken", "Mistral v3", "Phi 4", "Command R", "Granit
 pieces = st.sampled_from(
     ["\n", " ", "Five.", "<", "assistant", "[INST]", "xQ00001Qx", "\u00e9", "\U0001f469\u200d\U0001f467"]
 )
-texts = st.lists(pieces | st.text(st.characters(exclude_categories=["Cs"]), max_size=5), min_size=1, max_size=6)
+# "\u2581" is what some tokenizers write for a space, and decode as one.
+letters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
+texts = st.lists(pieces | st.text(letters, max_size=5), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("name", [name for name in PLAIN if name in USABLE])
