@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -386,10 +386,15 @@ def parse_value(name: str, value: Any, options_class: type) -> Any:
 
 
 def parse_values(
-    given: Mapping[Any, Any], options_class: type, *, where: str, reserved: Mapping[str, str]
+    given: Mapping[Any, Any],
+    options_class: type,
+    *,
+    where: str,
+    reserved: Mapping[str, str],
+    parse: Callable[[str, Any, type], Any] = parse_value,
 ) -> dict[str, Any]:
-    """The options in a YAML file's mapping `where`, by name; one ValueError for all that are unknown, given twice, of
-    another type, or `reserved`, with the reason."""
+    """What `parse` makes of the options in a YAML file's mapping `where`, by name; one ValueError for all that are
+    unknown, given twice, of another type, or `reserved`, with the reason."""
     types, found, problems = list_types(options_class), {}, []
     for key, value in given.items():
         name = str(key).replace("-", "_")
@@ -401,7 +406,7 @@ def parse_values(
                 raise ValueError(f"{name}: is given twice, with - and with _")
             if name in reserved:
                 raise ValueError(f"{key}: {reserved[name]}")
-            found[name] = parse_value(name, value, options_class)
+            found[name] = parse(name, value, options_class)
         except ValueError as error:
             problems.append(f"{where} {error}")
     if problems:

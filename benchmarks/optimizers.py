@@ -236,7 +236,7 @@ def write_task(model: Path, trained: list[dict], held_out: list[dict], *, batch_
 
 
 def search(name: str, run: Callable[[float, int], dict], *, num_seeds: int) -> None:
-    """Runs the learning rates around the first, goes on while the best is at an edge, then the other seeds."""
+    """Runs the rates around the first and more while the best is at an edge; then the best with the other seeds."""
     first = min(range(len(LADDER)), key=lambda i: abs(LADDER[i] / OPTIMIZERS[name].first - 1))
     tried = {i: run(LADDER[i], 0)["loss"] for i in (first - 1, first, first + 1)}
     while (best := min(tried, key=tried.get)) in (min(tried), max(tried)):

@@ -411,7 +411,7 @@ class Exchanges:
 
 
 def describe(value: int) -> dict[str, dict[str, str]]:
-    """As many values as train.py compares of its options."""
+    """Stand-ins for the options that train.py compares, of the same number."""
     return {
         "options": {f"--option-{i}": "value" for i in range(200)} | {"--seed": str(value)},
         "code": {"program": "x"},

@@ -1,12 +1,11 @@
 """Runs the stages of an experiment, one after the other."""
 
 import json
-import signal
 import time
 from pathlib import Path
 
 from disk import hash_json, written_aside
-from lifecycle.stages import Stage, Stopped, describe_code, wait_for_lock
+from lifecycle.stages import Stage, describe_code, stop_at_sigterm, wait_for_lock
 from ranks.children import run_child
 from ranks.ending import ExitCode, RunError
 from ranks.messages import say
@@ -19,12 +18,7 @@ class Runner:
         """Locks the directory; RunError if another process uses it."""
         self.root, self.num_processes, self.lock = root, num_processes, wait_for_lock(root)
         self.has_run = False  # whether a stage has been run, and not only found done
-        signal.signal(signal.SIGTERM, self.stop)
-
-    def stop(self, *_: object) -> None:
-        """Ends as a scheduler asks; the running program saves first (`run_child`)."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
-        raise Stopped
+        stop_at_sigterm()
 
     def say(self, folder: Path, text: str) -> None:
         """Prints what happens in a folder of the directory."""

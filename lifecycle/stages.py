@@ -6,6 +6,7 @@ record of the settings that it belongs to.
 """
 
 import json
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,16 @@ class Stage:
 
 class Stopped(BaseException):
     """SIGTERM. No Exception, which a reader of files could take for an error of its own."""
+
+
+def stop_at_sigterm() -> None:
+    """Lets SIGTERM end the experiment as a scheduler asks: what runs is to save first."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lifecycle.stages import Stage, Stopped, wait_for_lock
+from lifecycle.stages import Stage, stop_at_sigterm, wait_for_lock
 from ranks.children import SECONDS_TO_SAVE, find_last_words, start_child
 from sweep.settings import Settings
 
@@ -70,12 +70,7 @@ class Pool:
         """Locks the directory; RunError if another process uses it. `environments`: see `divide_devices`."""
         self.root, self.environments, self.num_processes = root, environments, num_processes
         self.lock = wait_for_lock(root)
-        signal.signal(signal.SIGTERM, self.stop)
-
-    def stop(self, *_: object) -> None:
-        """Ends as a scheduler asks; running trials save first."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
-        raise Stopped
+        stop_at_sigterm()
 
     def run(self, waiting: list[int], make_stage: Callable[[int], Stage], end: Callable[[int, int, str], bool]) -> None:
         """Runs trials, given by number. `end` gets each one's exit code and last words once its process has ended, and

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from command_line import fill_in_environment, parse_value, parse_values, read_yaml
-from options import PRESETS, TrainOptions, group_options, iterate_fields, list_types
+from options import PRESETS, TrainOptions, group_options, iterate_fields
 from options.problems.finding import find_problems
 
 Values = dict[str, Any]  # options by name
@@ -171,21 +171,13 @@ def read_train(key: str, given: Any) -> Values:
 
 def read_parameters(key: str, given: Any) -> tuple[Parameter, ...]:
     given = as_mapping(key, given, "'option: [value, ...]' or 'option: {low: ..., high: ...}' lines")
-    types, found, problems = list_types(TrainOptions), [], []
-    for name, value in given.items():
-        option = str(name).replace("-", "_")
-        try:
-            if option not in types:
-                close = difflib.get_close_matches(option, types, n=1)
-                raise ValueError(f"unknown option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-            if option in RESERVED:
-                raise ValueError(f"{name}: {RESERVED[option]}")
-            found.append(read_range(option, value) if isinstance(value, dict) else read_choices(option, value))
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
-    if problems:
-        raise ValueError("\n  ".join(problems))
-    return tuple(found)
+    found = parse_values(given, TrainOptions, where=f"{key}:", reserved=RESERVED, parse=read_parameter)
+    return tuple(found.values())
+
+
+def read_parameter(option: str, given: Any, options_class: type) -> Parameter:
+    read = read_range if isinstance(given, dict) else read_choices
+    return read(option, given, options_class)
 
 
 def as_mapping(key: str, given: Any, allowed: str) -> Mapping[Any, Any]:
@@ -197,13 +189,13 @@ def as_mapping(key: str, given: Any, allowed: str) -> Mapping[Any, Any]:
 READERS = {"train": read_train, "parameters": read_parameters}
 
 
-def read_choices(option: str, given: Any) -> Parameter:
+def read_choices(option: str, given: Any, options_class: type) -> Parameter:
     if not isinstance(given, list) or len(given) < 2:
         raise ValueError(f"{option}: given {given!r}, allowed: a list of several values, or {{low: ..., high: ...}}")
     values, problems = [], []
     for value in given:
         try:
-            values.append(parse_value(option, fill_in_environment(option, value), TrainOptions))
+            values.append(parse_value(option, fill_in_environment(option, value), options_class))
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -213,13 +205,13 @@ def read_choices(option: str, given: Any) -> Parameter:
     return Parameter(name=option, choices=tuple(values))
 
 
-def read_range(option: str, given: dict[Any, Any]) -> Parameter:
+def read_range(option: str, given: dict[Any, Any], options_class: type) -> Parameter:
     unknown = [str(key) for key in given if key not in KEYS_OF_RANGE]
     missing = [key for key in ("low", "high") if key not in given]
     if unknown or missing:
         what = f"unknown {', '.join(unknown)}" if unknown else f"without {' and '.join(missing)}"
         raise ValueError(f"{option}: a range {what}; allowed: low, high, and log: true or step")
-    numbers = {key: parse_value(option, given[key], TrainOptions) for key in ("low", "high", "step") if key in given}
+    numbers = {key: parse_value(option, given[key], options_class) for key in ("low", "high", "step") if key in given}
     if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in numbers.values()):
         raise ValueError(f"{option}: takes no numbers; give a list of values")
     log, step = given.get("log", False), numbers.get("step")

@@ -37,7 +37,7 @@ def train_here(world: World, **options: object) -> str:
 
 
 def end_here(world: World, **options: object) -> tuple[ExitCode, str, str]:
-    """As `train_here`: the run's exit code, why it ended, and its last words."""
+    """Trains as `train_here` does; returns the exit code, why the run ended, and its last words."""
     control = RunControl(hang_timeout=600, max_seconds=None)  # without its monitor, which would take the signals
     try:
         return train(group_options(TrainOptions, **options), world, control)

@@ -1,6 +1,7 @@
 """Tiny quantized releases, made by the libraries that make the real ones, and loaded by them to compare."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,3 +196,13 @@ RELEASES: dict[str, Callable[[Path], None]] = {
     "compressed int4 experts": lambda path: save_compressed(path, "W4A16", "pack-quantized", QWEN3_MOE),
     "compressed nvfp4": lambda path: save_compressed(path, "NVFP4A16", "nvfp4-pack-quantized"),
 }  # fmt: skip
+
+
+def spoil_release(release: Path, path: Path, spoil: Callable[[dict[str, Tensor], dict], None]) -> Path:
+    """Copies a release to `path`, with the weights and the config that `spoil` has changed."""
+    shutil.copytree(release, path)
+    weights, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    spoil(weights, config)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path

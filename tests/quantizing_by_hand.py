@@ -122,7 +122,7 @@ def pack_awq(size: int) -> Packer:
 
 
 def interleave(numbers: np.ndarray) -> np.ndarray:  # (n, m) -> (n, m / 8)
-    """Of eight neighbours in a row, the even ones lie in a word's lower half."""
+    """Packs each eight neighbours of a row into a word, the even ones in its lower half."""
     words = np.zeros((len(numbers), numbers.shape[1] // 8), dtype=np.uint32)
     for column in range(numbers.shape[1]):
         even, place = column % 2 == 0, column % 8 // 2

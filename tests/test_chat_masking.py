@@ -510,7 +510,7 @@ def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
     with pytest.raises(ValueError, match=r"takes longer than 0\.2 seconds"):
         with_template(base_tokenizer, CHATML_TEMPLATE + ENDLESS)
     assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1)  # enough for the other one, whatever else the machine does
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1)  # enough for the other one, also on a busy machine
     template = CHATML_TEMPLATE + "{% if 'loop' in messages[0].content %}" + ENDLESS + "{% endif %}"
     masker = with_template(base_tokenizer, template)
     good, endless = masker.mask([Chat([QUESTION, ANSWER]), Chat([{"role": "user", "content": "loop"}, ANSWER])])

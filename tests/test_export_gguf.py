@@ -35,7 +35,7 @@ from tools.export_gguf import export_gguf
 LLAMA3_ROPE = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
-# transformers' reader assumes head sizes of 128 and 256, whatever the file says.
+# transformers' reader assumes head sizes of 128 and 256 and ignores the file's.
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from in_process import train_here
-from quantizing import QWEN3_MOE
+from quantizing import QWEN3_MOE, spoil_release
 from quantizing_by_hand import (
     AWQ,
     FBGEMM,
@@ -190,11 +190,7 @@ def releases(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("kind", "spoil", "message"), HOSTILE)
 def test_a_release_that_is_not_whole_or_in_another_layout_is_refused_by_name(kind, spoil, message, releases, tmp_path):
-    path = shutil.copytree(releases / kind, tmp_path / "release")
-    weights, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
-    spoil(weights, config)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
+    path = spoil_release(releases / kind, tmp_path / "release", spoil)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_weights(load_source(path), TextFamily())
 

@@ -19,6 +19,7 @@ from quantizing import (
     save_bitsandbytes,
     save_fp8,
     save_release,
+    spoil_release,
 )
 from safetensors.torch import load_file, save_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
@@ -240,11 +241,7 @@ def releases(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("kind", "spoil", "message"), HOSTILE)
 def test_a_release_that_is_not_whole_is_refused_before_anything_large_is_read(kind, spoil, message, releases, tmp_path):
-    path = shutil.copytree(releases[kind], tmp_path / "release")
-    weights, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
-    spoil(weights, config)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
+    path = spoil_release(releases[kind], tmp_path / "release", spoil)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_weights(load_source(path), TextFamily())
 

@@ -113,6 +113,10 @@ def test_the_rungs_of_a_halving_search_end_with_the_run(tmp_path):
             GIVEN | {"parameters": {"learning_rte": [1, 2]}},
             "unknown option 'learning_rte'; did you mean 'learning",
         ),
+        (
+            GIVEN | {"parameters": {"batch_size": [1, 2], "batch-size": [3, 4]}},
+            "batch_size: is given twice, with - and",
+        ),
         (GIVEN | {"parameters": {"resume": ["a", "b"]}}, "parameters: resume: is set for each trial"),
         (GIVEN | {"parameters": {"learning_rate": [1]}}, "learning_rate: given [1], allowed: a list of several values"),
         (GIVEN | {"parameters": {"learning_rate": [1, "1.0"]}}, "learning_rate: given [1, '1.0'], in which a value is"),
