@@ -1,13 +1,14 @@
 """What the options of a step cost and save: activation checkpointing, compile, and the optimizer's precision.
 
     OMP_NUM_THREADS=1 python benchmarks/step_options.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/step_options.py --only optimizers    # rank 0's figures
 
-Builds a random Qwen2 of the given shape, runs forward and backward of the same micro-batches with each option in
-turn, and prints the median time and the bytes that a forward pass leaves for its backward; then one update of each
-optimizer and the bytes of weights and moments; then what bf16 gradients lose when they are summed over micro-batches;
-then what the losses of several data sets and a validation cost; then what a checkpoint costs beside its work, with and
-without the random number generators' states. Time on the CPU is the process's own, which other work on the machine
-moves little.
+Builds a random Qwen2 of the given shape, runs forward and backward of the same micro-batches with each option in turn,
+and prints the median time and the bytes that a forward pass leaves for its backward; then one update of each optimizer,
+what it adds to a step, and this rank's bytes of weights and moments; then what bf16 gradients lose when they are summed
+over micro-batches; then what the losses of several data sets and a validation cost; then what a checkpoint costs beside
+its work, with and without the random number generators' states. Time on the CPU is the process's own, which other work
+on the machine moves little.
 """
 
 import argparse
@@ -92,26 +93,32 @@ def print_blocks(build: Build, batch: Batch, *, repeats: int) -> None:
 
 
 def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
-    print("\n| optimizer | update | of adamw | weights, bytes each | moments, bytes each |")
-    print("| --- | --- | --- | --- | --- |")
-    plain = None
-    for name, options in OPTIMIZERS.items():
-        state = build(**options)
-        seconds = []
-        for step in range(repeats + 1):
-            run_backward(state.model, batch.micro_batches[0], batch.divisors)
-            update = time_call(
-                lambda state=state, step=step: update_weights(state, step=step, lr=LEARNING_RATE, num_samples=1),
-                state.world.device,
+    print("\n| optimizer | update | of adamw | step, of adamw | weights, bytes each | moments, bytes each |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    states = {name: build(**options) for name, options in OPTIMIZERS.items()}
+    updates: dict[str, list[float]] = {name: [] for name in states}
+    backwards = []
+    for step in range(repeats + 1):
+        for name, state in states.items():
+            device = state.world.device
+            backwards.append(time_call(lambda model=state.model: run_backwards(model, batch), device))
+            updates[name].append(
+                time_call(
+                    lambda state=state, step=step: update_weights(state, step=step, lr=LEARNING_RATE, num_samples=1),
+                    device,
+                )
             )
-            seconds.append(update)
-        median = statistics.median(seconds[1:])
-        plain = plain or median
+    medians = {name: statistics.median(seconds[1:]) for name, seconds in updates.items()}
+    backward, plain = statistics.median(backwards), medians["adamw"]
+    for name, state in states.items():
         params = list(state.model.parameters())
         count = sum(param.numel() for param in params)
         weights = sum(param.nbytes for param in params) / count
         moments = sum(value.nbytes for kept in state.optimizer.state.values() for value in kept.values()) / count
-        print(f"| {name} | {1e3 * median:.0f} ms | {median / plain:.1f} | {weights:.2f} | {moments:.2f} |")
+        median, ratio = medians[name], (backward + medians[name]) / (backward + plain)
+        print(
+            f"| {name} | {1e3 * median:.0f} ms | {median / plain:.1f} | {ratio:.2f} | {weights:.2f} | {moments:.2f} |"
+        )
 
 
 def join_gradients(model: PackedModel) -> Tensor:
@@ -197,9 +204,12 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--num-micro-batches", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["optimizers"], help="this table alone")
     args = parser.parse_args()
     setup_logging("ERROR")
     world = init_world()
+    if world.rank > 0:
+        sys.stdout = None  # nothing is printed
     config = Qwen2Config(
         hidden_size=args.hidden_size, intermediate_size=3 * args.hidden_size, num_hidden_layers=args.num_layers,
         num_attention_heads=args.hidden_size // 32, num_key_value_heads=args.hidden_size // 64,
@@ -218,9 +228,13 @@ def main() -> None:
             given = dict(activation_checkpointing="none", weight_decay=0.1) | options
             return build_state(model_dir, make_options(**given), world)
 
-        print(f"{sum(p.numel() for p in build().model.parameters()):,} parameters, {world.device.type}\n")
-        print_blocks(build, batch, repeats=args.repeats)
+        count = sum(param.numel() for param in build().model.parameters())
+        print(f"{count:,} parameters, {batch.lengths.sum():,} tokens, {world.device.type} x {world.world_size}\n")
+        if args.only is None:
+            print_blocks(build, batch, repeats=args.repeats)
         print_optimizers(build, batch, repeats=args.repeats)
+        if args.only is not None:
+            return dist.destroy_process_group()
         print_gradient_sums(build, make_batch(rows, world=world))
         print_reports(build, batch, repeats=args.repeats)
     print_random_states(repeats=20 * args.repeats)
