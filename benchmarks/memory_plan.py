@@ -1,7 +1,7 @@
 """The memory that --dry-run predicts against what the run then shows, on the CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/memory_plan.py
-    OMP_NUM_THREADS=1 python benchmarks/memory_plan.py --objectives dpo dpo-lora kto reward --sizes 3M --ranks 1 2
+    OMP_NUM_THREADS=1 python benchmarks/memory_plan.py --runs dpo dpo-lora kto reward --sizes 3M --ranks 1 2
 
 Qwen3-shaped models with random weights, three steps each, on samples whose lengths are log-normal as those of chats.
 
@@ -41,8 +41,9 @@ SIZES = {
     "3M": dict(hidden_size=192, num_layers=4, vocab_size=8_000),
     "26M": dict(hidden_size=512, num_layers=6, vocab_size=16_000),
 }
-OBJECTIVES = {  # the kind of data, and flags
+RUNS = {  # the kind of data, and flags
     "text": ("causal-lm", []),
+    "muon": ("causal-lm", ["--optimizer", "muon"]),
     "dpo": ("preference", ["--objective", "preference"]),
     "dpo-lora": ("preference", ["--objective", "preference", "--lora"]),
     "kto": ("feedback", ["--objective", "kto"]),
@@ -90,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-tokens-per-gpu", type=int, default=3072)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=["text"])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["text"])
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES)[1:], default=list(SIZES)[1:])
     parser.add_argument("--checkpointing", nargs="+", default=["none", "full"])
     parser.add_argument("--reshard-after-forward", default="auto")
@@ -99,11 +100,11 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="memory_plan_"))
     for size, shape in SIZES.items():
         write_model(root / size, **shape)
-    for kind in {OBJECTIVES[name][0] for name in options.objectives}:
+    for kind in {RUNS[name][0] for name in options.runs}:
         write_data(root / f"{kind}.arrow", kind, root / "base")
 
-    def flags(objective: str, size: str, checkpointing: str, ranks: int, output_dir: Path) -> list[object]:
-        kind, own = OBJECTIVES[objective]
+    def flags(run: str, size: str, checkpointing: str, ranks: int, output_dir: Path) -> list[object]:
+        kind, own = RUNS[run]
         cap = 800 if size == "base" else options.max_tokens_per_gpu
         return [
             "train.py", "--model-name-or-path", root / size, "--data-path", root / f"{kind}.arrow", "--output-dir",
@@ -113,7 +114,7 @@ def main() -> None:
         ]  # fmt: skip
 
     def show(*case: object, **env: str) -> tuple[float, float]:
-        """Peak in GB, and seconds of the fastest step, of an objective, a size, a checkpointing and ranks."""
+        """Peak in GB, and seconds of the fastest step, of a run, a size, a checkpointing and ranks."""
         output_dir = Path(tempfile.mkdtemp(dir=root))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case[-1]}"]
         call(*torchrun, *flags(*case, output_dir), **env)
@@ -128,21 +129,21 @@ def main() -> None:
         return (together - libraries) * 2**30 / 1e9
 
     print(
-        "objective  model  checkpointing  ranks  base GB  plan GB   run GB    error  of tensors alone  default GB"
+        "      run  model  checkpointing  ranks  base GB  plan GB   run GB    error  of tensors alone  default GB"
         "  slower",
         flush=True,
     )
-    for ranks, objective in itertools.product(options.ranks, options.objectives):
-        base, _ = show(objective, "base", "full", ranks, MALLOC_MMAP_THRESHOLD_="65536")
+    for ranks, run in itertools.product(options.ranks, options.runs):
+        base, _ = show(run, "base", "full", ranks, MALLOC_MMAP_THRESHOLD_="65536")
         for size, checkpointing in itertools.product(options.sizes, options.checkpointing):
-            case = (objective, size, checkpointing, ranks)
+            case = (run, size, checkpointing, ranks)
             planned, (shown, seconds) = plan(*case), show(*case, MALLOC_MMAP_THRESHOLD_="65536")
             kept = ""
-            if objective == "text":
+            if run == "text":
                 default, default_seconds = show(*case)
                 kept = f"  {default:10.3f}  {seconds / default_seconds:6.2f}"
             print(
-                f"{objective:>9}  {size:>5}  {checkpointing:<13}  {ranks:>5}  {base:7.3f}  {planned:7.3f}  {shown:7.3f}"
+                f"{run:>9}  {size:>5}  {checkpointing:<13}  {ranks:>5}  {base:7.3f}  {planned:7.3f}  {shown:7.3f}"
                 f"  {(base + planned) / shown - 1:+7.1%}  {planned / (shown - base) - 1:+16.1%}{kept}",
                 flush=True,
             )
