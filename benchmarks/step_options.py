@@ -36,7 +36,7 @@ from families.micro_batch import MicroBatch
 from lifecycle.step import TrainState, run_backward, update_weights
 from model.sharding import reshard
 from objectives.packed_model import PackedModel
-from ranks.world import init_world, setup_logging
+from ranks.world import call_on_rank0, init_world, setup_logging
 from sampler import Batch
 
 BLOCKS = {
@@ -221,8 +221,11 @@ def main() -> None:
         for _ in range(args.num_micro_batches)
     ]
     batch = make_batch(rows, world=world)
-    with tempfile.TemporaryDirectory() as model_dir:
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model_dir)
+    with tempfile.TemporaryDirectory() as own_dir:
+        model_dir = call_on_rank0(world, lambda: own_dir)
+        if world.rank == 0:
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model_dir)
+        dist.barrier()
 
         def build(**options: object) -> TrainState:
             given = dict(activation_checkpointing="none", weight_decay=0.1) | options
