@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from corpus.index import keep_index
+
 
 @dataclass(frozen=True)
 class DataSetFiles:
@@ -79,8 +81,18 @@ class Outputs:
         written = [path for files in reversed(self.data_sets) for path in files.in_order]
         return [*stale, *pages, self.rejected, *written]
 
-    def check(self, inputs: Sequence[Path]) -> None:
-        """Raises ValueError for paths that could not be written later, or would overwrite something."""
+    def name(self, path: Path) -> str:
+        """A path as messages show it."""
+        return str(path)
+
+    def finish(self) -> None:
+        """Completes outputs that are in their places: makes the indexes of large data sets."""
+        for files in self.data_sets:
+            keep_index(files.data)
+
+    def check(self, inputs: Sequence[Path], urls: Sequence[str] = ()) -> None:
+        """Raises ValueError for paths that could not be written later, or would overwrite something: one of the
+        `inputs`, which are files and `urls`."""
         for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"{flag} {path}: there is no directory {path.parent}; create it first")
