@@ -173,9 +173,10 @@ def write_data_set(
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
             directory = outputs.data.resolve().parent
             write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title, directory=directory)
+    seconds = time.perf_counter() - start
     outputs.finish()
     # The report comes last, below anything that libraries may print.
-    print_report(totals, task, seconds=time.perf_counter() - start, sources=sources)
+    print_report(totals, task, seconds=seconds, sources=sources)
     if outputs.is_split:
         print_sides(dict(zip(SIDES, sides, strict=True)), task)
     for note in notes:

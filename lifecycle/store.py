@@ -8,8 +8,9 @@ A model is complete when its config.json is there: that file is written last, an
 from pathlib import Path
 
 from corpus.remote import is_final
-from corpus.uploading import check_writable, describe_upload, upload_directory
+from corpus.uploading import check_writable, describe_upload, list_remote, upload_directory
 from lifecycle.uploads import AVERAGE, BEST, REGULAR, Upload
+from ranks.ending import log
 
 WRITTEN_LAST = ("adapter_config.json", "config.json")  # files by which loaders take a directory for a model
 
@@ -26,6 +27,8 @@ class Store:
 
     def prepare(self) -> None:
         check_writable(self.name, flag="--upload-to")
+        if list_remote(self.name):
+            log.info(f"{self.option}: has files already; exports of the same names will be replaced")
 
     def upload(self, upload: Upload) -> str:
         url = f"{self.name}/{upload.export_dir.name}"
