@@ -155,7 +155,7 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
                 f"{found.url}: needs {found.num_bytes:,} bytes in {folder.parent}, which has {free:,} free: free some,"
                 " or give another --data-cache-dir"
             )
-        log.info(f"data: copying {found.url} ({found.num_bytes / 1e6:,.1f} MB) to {data}")
+        log.info(f"data: copying {found.url} ({found.num_bytes:,} bytes) to {data}")
         with written_aside(folder) as (aside,):
             aside.mkdir()
             for name, file in found.files.items():

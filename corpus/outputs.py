@@ -105,12 +105,12 @@ class Outputs:
             if any(path.exists() and path.samefile(source) for source in inputs):
                 raise ValueError(f"the output {path} would overwrite the input; choose another name")
             if path in tokenizers and path.exists() and not (path / "tokenizer_config.json").exists():
-                raise ValueError(f"{path} would be replaced, but is not a tokenizer directory; rename it")
+                raise ValueError(f"{self.name(path)} would be replaced, but is not a tokenizer directory; rename it")
         if len({path.resolve() for path in self.in_order}) < len(self.in_order):
             raise ValueError(f"--preview-html {self.page}: is also another output; choose another name")
         validation = self.validation
         if self.is_split and validation.data.exists() and not validation.is_other_side_of(self.data):
             raise ValueError(
-                f"--validation-share would overwrite {validation.data}, which was not split off {self.data.name};"
+                f"--validation-share would overwrite {self.name(validation.data)}, which was not split off {self.data.name};"
                 " rename it, or choose another --output-file"
             )

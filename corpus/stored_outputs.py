@@ -70,7 +70,7 @@ class StoredOutputs(Outputs):
     def finish(self) -> None:
         """Uploads everything; if that fails, ValueError says where it lies."""
         files = [path for path in self.data.parent.rglob("*") if path.is_file()]
-        say(f"uploading {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB to {self.folder}")
+        say(f"uploading {sum(path.stat().st_size for path in files):,} bytes to {self.folder}")
         try:
             self._upload()
         except ValueError as error:

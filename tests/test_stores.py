@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from data_runs import chat, write_rows
+from in_process import train_forked
 from range_server import RangeServer
 from s3_server import KEY, SECRET, read_bucket, serve_bucket
 from tiny_models import FAMILIES, save_model, save_tokenizer
@@ -125,7 +126,7 @@ def test_another_run_s_validation_side_stays(bucket, model, tmp_path):
     before = read_bucket(bucket)
     tokenize(model, tmp_path, "s3://bucket/t.arrow")
     assert before.items() <= read_bucket(bucket).items()
-    with pytest.raises(ValueError, match=r"would overwrite .*t.validation.arrow, which was not split off t.arrow"):
+    with pytest.raises(ValueError, match=r"would overwrite s3://bucket/t.validation.arrow, which was not split"):
         tokenize(model, tmp_path, "s3://bucket/t.arrow", validation_share=0.3)
 
 
@@ -373,6 +374,19 @@ def test_a_run_from_a_store_to_a_store(bucket, model, world, tmp_path, monkeypat
     tokenize(model, tmp_path, url, rows=ROWS[3:], validation_share=0.3)
     with pytest.raises(RunError, match="was made with other data"):
         start(world, **options, max_steps=4)
+
+
+@pytest.mark.slow
+def test_one_process_of_a_node_copies_the_data_for_all(model, tmp_path):
+    tokenize(model, tmp_path, tmp_path / "t.arrow")
+    web, run = RangeServer(), tmp_path / "run"
+    web.files = {path.name: path.read_bytes() for path in tmp_path.glob("t.arrow*")}
+    url = f"{web.url}/t.arrow"
+    train_forked(2, model_name_or_path=model, data_path=url, output_dir=run, data_cache_dir=tmp_path / "cache",
+                 max_steps=1, batch_size=4, max_tokens_per_gpu=256, save_final_checkpoint=False)  # fmt: skip
+    web.close()
+    assert sorted(web.names) == ["t.arrow", "t.arrow.meta.json", "t.arrow.meta.json"]  # read first, to know its files
+    assert json.loads((run / "training_params.json").read_text())["options"]["data_path"] == [url]
 
 
 @pytest.fixture
