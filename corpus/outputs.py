@@ -111,6 +111,6 @@ class Outputs:
         validation = self.validation
         if self.is_split and validation.data.exists() and not validation.is_other_side_of(self.data):
             raise ValueError(
-                f"--validation-share would overwrite {self.name(validation.data)}, which was not split off {self.data.name};"
-                " rename it, or choose another --output-file"
+                f"--validation-share would overwrite {self.name(validation.data)}, which was not split off"
+                f" {self.data.name}; rename it, or choose another --output-file"
             )
