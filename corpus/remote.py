@@ -159,7 +159,11 @@ def describe_remote(url: str) -> RemoteFile:
 def has_remote(url: str) -> bool:
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
-    return filesystem.exists(path)
+    try:
+        filesystem.info(path)  # `exists` would ask a web server for the content
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextmanager
