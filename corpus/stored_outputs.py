@@ -16,8 +16,6 @@ from disk import hash_json, remove, written_aside
 from options.urls import is_url
 from ranks.messages import say
 
-FLAG = "--output-file"
-
 
 @contextmanager
 def open_outputs(output_file: str, *, page: Path | None, is_split: bool) -> Iterator[Outputs]:
@@ -26,7 +24,10 @@ def open_outputs(output_file: str, *, page: Path | None, is_split: bool) -> Iter
         yield Outputs(Path(output_file), page, is_split)
         return
     folder, _, name = output_file.rpartition("/")
-    check_writable(folder, flag=FLAG)
+    try:
+        check_writable(folder)
+    except ValueError as error:
+        raise ValueError(f"--output-file {folder}: {error}") from None
     # What a killed process has left is removed by the next one with the same output.
     with written_aside(Path(tempfile.gettempdir()) / f"mini_trainer_{hash_json(output_file)[:16]}") as (staging,):
         staging.mkdir()

@@ -74,9 +74,9 @@ def upload_directory(source: Path, url: str, *, last: Sequence[str], done: set[s
             done.add(name)
 
 
-def check_writable(folder: str, *, flag: str) -> None:
+def check_writable(folder: str) -> None:
     """ValueError if nothing can be written below a URL: no such bucket, no credentials, no permission."""
-    filesystem, path = open_filesystem(folder, flag=flag)
+    filesystem, path = open_filesystem(folder)
     scheme, place = split_scheme(folder)
     try:
         if scheme == "hf":  # whatever is written is a commit
@@ -87,11 +87,11 @@ def check_writable(folder: str, *, flag: str) -> None:
             filesystem.rm_file(f"{path.rstrip('/')}/{PROBE}")
     except FileNotFoundError as error:
         what = "repository" if scheme == "hf" else "bucket"
-        raise ValueError(f"{flag} {folder}: the store has no such {what}: create it first ({error})") from error
+        raise ValueError(f"the store has no such {what}: create it first ({error})") from error
     except Exception as error:  # each store's library has its own
         advice = ": set the credentials in the environment (docs/data.md)" if is_final(error) else ""
         reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
-        raise ValueError(hide_secrets(f"{flag} {folder}: cannot be written: {reason}{advice}")) from error
+        raise ValueError(hide_secrets(f"cannot be written: {reason}{advice}")) from error
 
 
 def name_repository(place: str) -> str:

@@ -26,7 +26,7 @@ class Store:
         self.done: dict[Path, set[str]] = {}  # files that an attempt has written, by the upload's links
 
     def prepare(self) -> None:
-        check_writable(self.name, flag="--upload-to")
+        check_writable(self.name)
         if list_remote(self.name):
             log.info(f"{self.option}: has files already; exports of the same names will be replaced")
 

@@ -109,7 +109,7 @@ class Uploads:
         try:
             self.place.prepare()  # at the start of the run, so that problems show early
         except (Exception, SystemExit) as error:
-            self.tell(f"cannot be used: {describe(error)}")
+            self.tell(f"cannot be used: {explain(error)}")
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting or self.is_ending)
@@ -130,9 +130,14 @@ class Uploads:
             except (Exception, SystemExit) as error:
                 if attempt == len(SECONDS_TO_WAIT) or not self.place.is_worth_another_try(error):
                     self.failed.append(upload)
-                    what = f"{upload.export_dir.name} was not uploaded: {describe(error)}"
+                    what = f"{upload.export_dir.name} was not uploaded: {explain(error)}"
                     return self.tell(what, upload.export_dir, upload.kind)
                 time.sleep(SECONDS_TO_WAIT[attempt])
+
+
+def explain(error: BaseException) -> str:
+    """The first line of an error, with its type unless it is one that we or a library raise for users."""
+    return describe(error).removeprefix("ValueError: ")
 
 
 def link_or_copy(source: str, target: str) -> None:

@@ -214,7 +214,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_any_row_is_read(bucket
     with pytest.raises(ValueError, match=r"^--output-file s3://nowhere: the store has no such bucket: create it first"):
         tokenize(model, tmp_path, "s3://nowhere/t.arrow", rows=bad)
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"--output-file gs://bucket: needs the package gcsfs \(pip install gcsfs\)"):
+    with pytest.raises(ValueError, match=r"--output-file gs://bucket: .*needs the package gcsfs \(pip install gcsfs\)"):
         tokenize(model, tmp_path, "gs://bucket/t.arrow", rows=bad)
     bucket.put_object(Bucket="bucket", Key="t.jsonl", Body=b"1\n")
     with pytest.raises(ValueError, match=r"the output s3://bucket/t.jsonl would overwrite the input"):
@@ -458,8 +458,8 @@ def test_a_store_in_trouble_is_asked_again_for_what_is_missing(bucket, export, c
 
 def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, export, caplog):
     first, last = upload("s3://nowhere/x", export, caplog)
-    assert first.startswith("warning: --upload-to s3://nowhere/x: cannot be used: ValueError: ")
-    assert "the store has no such bucket" in first and "training continues" in first
+    assert first.startswith("warning: --upload-to s3://nowhere/x: cannot be used: the store has no such bucket: ")
+    assert "training continues" in first
     command = f"aws s3 sync {export} s3://nowhere/x/samples_8"
     assert last.splitlines() == [
         "warning: 1 exports were not uploaded to s3://nowhere/x. To upload them:",
