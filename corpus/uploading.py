@@ -79,7 +79,7 @@ def check_writable(folder: str) -> None:
     filesystem, path = open_filesystem(folder)
     scheme, place = split_scheme(folder)
     try:
-        if scheme == "hf":  # whatever is written is a commit
+        if scheme == "hf":  # anything written is a commit
             filesystem.ls(name_repository(place))
             return
         filesystem.pipe_file(f"{path.rstrip('/')}/{PROBE}", b"")
