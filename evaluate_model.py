@@ -17,9 +17,11 @@ if __name__ == "__main__":
     pause_collector()
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from corpus.fetched import bring_here
 from corpus.mixture import Mixture
 from evaluation.data_sets import check_set, collect_set, measure_sets, open_set
 from evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
@@ -41,7 +43,10 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     # What can be refused is refused before any model is loaded.
     check_choices(options, IMPLEMENTED)
     require("scipy", flag="evaluate_model.py")
-    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "output_dir")))
+    may_differ = ("config", "output_dir", "data_cache_dir")
+    compare_ranks(world, lambda: describe_program(options, world, may_differ=may_differ))
+    data = bring_here({"data": options.data}, world, cache_dir=options.data_cache_dir)
+    options = replace(options, **data)
     models = list_models(options.model, options.run)
     names = name_files([*options.task, *options.data])
     tasks = [open_task(path, names[path], options) for path in options.task]

@@ -38,7 +38,6 @@ from corpus.cache import identify_images, identify_options
 from corpus.columns import describe_unread
 from corpus.files import Source, find_sources
 from corpus.hub_rows import find_dataset
-from corpus.index import keep_index
 from corpus.outputs import Outputs
 from corpus.parts import (
     FORMAT_VERSION,
@@ -81,10 +80,13 @@ from corpus.rows import (
 from corpus.sidecar import describe_data_set, describe_versions
 from corpus.split import SIDES, SideWriter, describe_split, mark_place
 from corpus.stops import check_stops
+from corpus.stored_outputs import open_outputs
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import hash_file, written_aside
 from options.choices import check_choices
+from options.problems.rows import NO_PARTS
+from options.urls import is_url
 from ranks.ending import ExitCode, exit_with_message
 from ranks.messages import say
 from ranks.tasks import find_task
@@ -98,12 +100,15 @@ def process_data(options: ProcessDataOptions) -> None:
     check_choices(options, IMPLEMENTED_ROWS)
     # What can be refused is refused before any row is read.
     sources = open_sources(options.rows)
-    outputs = Outputs(
-        Path(options.output_file),
-        page=None if options.preview_html is None else Path(options.preview_html),
-        is_split=options.rows.validation_share is not None,
-    )
-    outputs.check([source.path for source in sources if source.is_local])
+    page = None if options.preview_html is None else Path(options.preview_html)
+    with open_outputs(options.output_file, page=page, is_split=options.rows.validation_share is not None) as outputs:
+        local = [source.path for source in sources if source.is_local]
+        outputs.check(local, [str(source) for source in sources if not source.is_local])
+        make_outputs(outputs, sources, options)
+
+
+def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDataOptions) -> None:
+    """Writes the data set; with `--shard` or `--join` a part of it, or all of its parts joined."""
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = divide(sources, index, count) if count > 1 else sources
     prepared = prepare(options, sources)
@@ -166,12 +171,12 @@ def write_data_set(
         write_companions(outputs, aside, sides, options=options, tokenizer=tokenizer, describe=describe)
         if outputs.page is not None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
-            directory = Path(options.output_file).resolve().parent
+            directory = outputs.data.resolve().parent
             write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title, directory=directory)
-    for files in outputs.data_sets:
-        keep_index(files.data)
+    seconds = time.perf_counter() - start
+    outputs.finish()
     # The report comes last, below anything that libraries may print.
-    print_report(totals, task, seconds=time.perf_counter() - start, sources=sources)
+    print_report(totals, task, seconds=seconds, sources=sources)
     if outputs.is_split:
         print_sides(dict(zip(SIDES, sides, strict=True)), task)
     for note in notes:
@@ -386,12 +391,12 @@ def check_sides(sides: Sequence[Totals], *, share: float) -> None:
 
 def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:
     for files in outputs.data_sets:
-        say(f"wrote {files.data} and {files.sidecar.name}")
+        say(f"wrote {outputs.name(files.data)} and {files.sidecar.name}")
     if outputs.has_stale_validation:
-        say(f"removed {outputs.validation.data}, which an earlier run split off")
+        say(f"removed {outputs.name(outputs.validation.data)}, which an earlier run split off")
     if outputs.rejected.exists():
-        say(f"rejected rows, with reasons: {outputs.rejected}")
-    tokenizers = [str(files.tokenizer) for files in outputs.data_sets if files.tokenizer.exists()]
+        say(f"rejected rows, with reasons: {outputs.name(outputs.rejected)}")
+    tokenizers = [outputs.name(files.tokenizer) for files in outputs.data_sets if files.tokenizer.exists()]
     if tokenizers:
         added = ", ".join(f"{token} (id {token_id})" for token, token_id in added_tokens.items())
         where = " and ".join(tokenizers)
@@ -417,6 +422,8 @@ def choose_part(options: ProcessDataOptions) -> ProcessDataOptions:
     if task is None or options.shard is not None or options.join:
         return options
     shard = f"{task[0]}/{task[1]}"
+    if is_url(options.output_file) and task[1] > 1:
+        raise ValueError(NO_PARTS.format(flag=f"{task[1]} processes of torchrun or srun", file=options.output_file))
     say(f"process {task[0]} of {task[1]} that torchrun or srun started: makes part {shard} (--shard 1/1: all)")
     return replace(options, shard=shard)
 

@@ -38,8 +38,8 @@ from lifecycle.due import find_due
 from lifecycle.early_stopping import Validations
 from lifecycle.exports import Exports
 from lifecycle.farewell import describe_continuing, describe_result
+from lifecycle.local_data import make_data_local
 from lifecycle.metrics import StepMeter
-from lifecycle.raw_rows import tokenize_rows
 from lifecycle.record import describe_run
 from lifecycle.run_directory import RunDirectory
 from lifecycle.run_model import build_run_model
@@ -152,7 +152,7 @@ if __name__ == "__main__":
         compare_ranks(world, lambda: describe_start(options, world))  # first, also in a plan: --dry-run is compared
         connect_lifeline(world, control)
         world = divide_world(world, options.sharding)
-        options = tokenize_rows(options, world, control)
+        options = make_data_local(options, world, control)
         code, message, afterword = train(options, world, control)
         dist.destroy_process_group()
     except BaseException as error:  # after any error, the other ranks end with this one

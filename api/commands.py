@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, iterate_fields
+from ..options.urls import is_url
 from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, TorchrunArgs, TrainingArgs
 from .callbacks import FOLDERS, check_callback
 from .errors import BadInputError
@@ -166,7 +167,7 @@ def make_data_words(args: DataProcessArgs) -> list[str]:
     values, given = Values(), list_given(args)
     for name, value in given.items():
         if name == "data_output_path" and not Path(value).suffix:
-            value = Path(value) / DATA_FILE
+            value = f"{value}/{DATA_FILE}" if is_url(str(value)) else Path(value) / DATA_FILE
         if name == "chat_tmpl_path":
             if value is None:
                 continue
@@ -197,6 +198,8 @@ def make_data_args(args: TrainingArgs) -> DataProcessArgs:
 def find_data_file(args: TrainingArgs) -> Path:
     if args.data_output_dir is None:
         raise make_bad_input("data_output_dir is missing: give a directory for the tokenized data")
+    if is_url(str(args.data_output_dir)):
+        raise make_bad_input(f"data_output_dir {args.data_output_dir}: must be a local directory")
     return Path(args.data_output_dir) / DATA_FILE
 
 

@@ -27,6 +27,7 @@ from options import (
 )
 from options.problems.finding import find_problems
 from options.problems.tools import MOST_TOP_K
+from options.urls import is_url
 
 Values = dict[str, Any]  # options by name
 Group = TypeVar("Group")
@@ -55,7 +56,7 @@ RESERVED = {
             "mock_data",
             "dry_run",
         ),
-        *("print_config", "preset", "push_to_hub", "allow_changed_options", "keep_exports"),
+        *("print_config", "preset", "push_to_hub", "upload_to", "allow_changed_options", "keep_exports"),
     },
     "process_data": {
         *OWN_CODE,
@@ -362,6 +363,8 @@ def check_task(task: Task, settings: Settings) -> None:
     where = f"tasks: {task.name}:"
     if bool(task.input_file) == (task.data_path is not None):
         raise ValueError(f"{where} give input_file (rows) or data_path (a data set of process-data), and only one")
+    if task.data_path is not None and is_url(task.data_path):
+        raise ValueError(f"{where} data_path {task.data_path}: must be local: copy the data set, with its .meta.json")
     if task.data_path is not None and task.process_data:
         raise ValueError(f"{where} process_data has no effect on data_path, which is tokenized already")
     if splits_off(task, settings) and task.held_out is not None:

@@ -19,10 +19,10 @@ from chat.templates import load_tokenizer
 from corpus.files import Source, find_sources
 from corpus.hub_rows import find_revision, list_files
 from corpus.outputs import Outputs
-from corpus.remote import is_url
 from corpus.sidecar import FORMAT_VERSION, describe_versions
 from disk import hash_file, hash_json, remove
 from options import RowOptions
+from options.urls import is_url
 
 KEY_LENGTH = 16  # digits of the hash
 HOW_ONLY = ("input_file", "num_proc")  # options that do not affect the content of a data set

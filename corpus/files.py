@@ -25,8 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corpus.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
-from corpus.remote import RemoteFile, find_remote, is_url
+from corpus.remote import RemoteFile, find_remote
 from corpus.tables import DELIMITERS, split_table
+from options.urls import is_url
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

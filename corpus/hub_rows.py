@@ -67,20 +67,36 @@ def open_rows(given: str, split: str, revision: str | None) -> Any:
     folder, where = Path(given), f"{FLAG} {given}"
     try:
         if any((folder / name).is_file() for name in SAVED):
-            data = datasets.load_from_disk(given)
-            if isinstance(data, datasets.DatasetDict):
-                if split not in data:
-                    raise ValueError(f"has no split {split}: there are {', '.join(data)}")
-                data = data[split]
-            elif split != "train":
-                raise ValueError(f"has no splits: leave out --split {split}")
+            data = choose_rows(datasets.load_from_disk(given), split)
         else:
             name, _, config = (given, "", "") if revision is None else given.partition(":")
-            is_slice = "[" in split  # such as train[:10%], which cannot be streamed
+            is_slice = any(sign in split for sign in "[+")  # such as train[:10%], which cannot be streamed
             data = datasets.load_dataset(name, config or None, split=split, revision=revision, streaming=not is_slice)
     except (ValueError, OSError) as error:
         raise ValueError(f"{where}: {error}") from None
     return partial(read_dataset, data)
+
+
+def choose_rows(saved: Any, split: str) -> Any:
+    """A split of what `save_to_disk` wrote, slices of it, or of several: train, train[:10%], train+test[:100].
+
+    ValueError if there is no such split.
+    """
+    import datasets
+
+    has_splits = isinstance(saved, datasets.DatasetDict)
+    splits = saved if has_splits else {"train": saved}
+    instruction = datasets.ReadInstruction.from_spec(split)
+    try:
+        parts = instruction.to_absolute({name: data.num_rows for name, data in splits.items()})
+    except ValueError as error:
+        if not has_splits:
+            raise ValueError(f"has no splits: leave out --split {split}, or give a slice of train") from None
+        if split.isidentifier():
+            raise ValueError(f"has no split {split}: there are {', '.join(splits)}") from None
+        raise ValueError(f"--split {split}: {error}") from None
+    slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return slices[0] if len(slices) == 1 else datasets.concatenate_datasets(slices)
 
 
 def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:

@@ -21,6 +21,7 @@ from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, RowFacts, check_sample
 from objectives.data_kinds import COLUMNS, read_task
 from objectives.token_columns import IMAGES_COLUMN
+from options.urls import is_url
 
 # Columns that are read from data sets of every kind.
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
@@ -37,6 +38,8 @@ class TokenizedData:
 
     def __init__(self, path: str | Path, *, option: str = "--data-path"):
         """`option`: the path's option, shown in messages."""
+        if is_url(str(path)):
+            raise ValueError(f"{option} {path}: must be a local path here: copy the data set, with its .meta.json")
         self.path = Path(path)
         recorded = read_sidecar(path)
         self.task = read_task(recorded, named=f"{path}.meta.json")

@@ -6,22 +6,46 @@ URLs are written to sidecars and logs.
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from ranks.messages import QUERY, USER, hide_secrets
+from options.urls import PACKAGES, find_url_faults, split_scheme
+from ranks.messages import hide_secrets
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+Result = TypeVar("Result")
+
 FETCHED_BYTES = 8 << 20  # of one request
-SECONDS_TO_WAIT = (1, 2, 5, 10, 20)  # before each new attempt at the same byte
+SECONDS_TO_WAIT = (1, 2, 5, 10, 20)  # before each new attempt at the same byte, or file
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")  # in what a store says
 WILDCARDS = "*["
+WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # errors of botocore
 
 
-def is_url(path: str) -> bool:
-    return "://" in path
+class BrokenTransfer(Exception):
+    """A transfer that ended early."""
+
+
+def with_retries(attempt: Callable[[], Result], *, describe: Callable[[], str]) -> Result:
+    """The result of `attempt`, which is called again after errors that may be transient.
+
+    ValueError that begins with the text of `describe` if it keeps failing.
+    """
+    for seconds in (*SECONDS_TO_WAIT, None):
+        try:
+            return attempt()
+        except Exception as error:  # each store's library has its own
+            if seconds is None or is_final(error):
+                reason = str(error) if isinstance(error, BrokenTransfer) else f"{type(error).__name__}: {error}"
+                raise ValueError(hide_secrets(f"{describe()}: {reason}")) from error
+        time.sleep(seconds)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def is_final(error: BaseException | None) -> bool:
+    """Whether another attempt would fail in the same way."""
+    return isinstance(error, FileNotFoundError | PermissionError) or type(error).__name__ in WITHOUT_CREDENTIALS
 
 
 @dataclass(frozen=True)
@@ -74,50 +98,39 @@ class RemoteReader(io.RawIOBase):
         return len(data)
 
     def fetch(self, num_bytes: int) -> bytes:
-        for seconds in (*SECONDS_TO_WAIT, None):
-            try:
-                if self.file is None:
-                    self.file = self.filesystem.open(self.path, "rb", block_size=FETCHED_BYTES, cache_type="readahead")
-                self.file.seek(self.position)
-                data = self.file.read(num_bytes)
-                if data:
-                    return data
-                reason = "the connection ended"
-            except Exception as error:  # each store's library has its own
-                reason = f"{type(error).__name__}: {error}"
-                if isinstance(error, FileNotFoundError | PermissionError):
-                    seconds = None
-            self.file = None
-            if seconds is None:
-                break
-            time.sleep(seconds)
-        size = self.remote.num_bytes
-        raise ValueError(hide_secrets(f"{self.remote.url}: broke off at byte {self.position:,} of {size:,}: {reason}"))
+        def read() -> bytes:
+            file, self.file = self.file, None  # opened again after an error
+            if file is None:
+                file = self.filesystem.open(self.path, "rb", block_size=FETCHED_BYTES, cache_type="readahead")
+            file.seek(self.position)
+            data = file.read(num_bytes)
+            if not data:
+                raise BrokenTransfer("the connection ended")
+            self.file = file
+            return data
+
+        def describe() -> str:
+            return f"{self.remote.url}: broke off at byte {self.position:,} of {self.remote.num_bytes:,}"
+
+        return with_retries(read, describe=describe)
 
 
 def open_filesystem(url: str, *, flag: str = "") -> tuple[Any, str]:
-    """The store's file system, and the URL's path in it. ValueError if its package is missing, or it is unknown."""
+    """The store's file system, and the URL's path in it. ValueError if its package is missing."""
     import fsspec
 
-    protocol = url.partition("://")[0]
-    if protocol not in PACKAGES:
-        raise ValueError(f"{flag} {url}: must be a local path, or begin with {'://, '.join(PACKAGES)}://".strip())
+    package = PACKAGES[split_scheme(url)[0]]
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError:
-        raise ValueError(
-            f"{flag} {url}: needs the package {PACKAGES[protocol]} (pip install {PACKAGES[protocol]})".strip()
-        ) from None
+        raise ValueError(f"{flag} {url}: needs the package {package} (pip install {package})".strip()) from None
 
 
 def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
     """The file of a URL, those that match its wildcards, or all of a folder; each with its path there. ValueError if
     there is none, or the URL holds credentials."""
-    if USER.search(url) or QUERY.search(url):
-        raise ValueError(
-            f"{flag} {hide_secrets(url)}: has a password, key or signature in it, which would be written to logs and"
-            " sidecars: set the credentials in the environment (docs/data.md)"
-        )
+    if faults := find_url_faults(url, flag=flag):
+        raise ValueError("\n".join(faults))
     filesystem, path = open_filesystem(url, flag=flag)
     with refused_if_unreachable(url, flag=flag):
         if any(character in path for character in WILDCARDS):
@@ -141,6 +154,16 @@ def describe_remote(url: str) -> RemoteFile:
         raise ValueError(f"{url}: the server does not say the file's length: download it first")
     version = next((str(info[name]) for name in VERSIONS if info.get(name)), None)
     return RemoteFile(url, info["size"], version)
+
+
+def has_remote(url: str) -> bool:
+    filesystem, path = open_filesystem(url)
+    filesystem.invalidate_cache()
+    try:
+        filesystem.info(path)  # `exists` would ask a web server for the content
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextmanager

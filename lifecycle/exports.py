@@ -1,4 +1,4 @@
-"""A run's exports: finding, writing, checking, removing old ones, and uploading to the hub."""
+"""A run's exports: finding, writing, checking, removing old ones, and uploading."""
 
 import json
 from dataclasses import asdict
@@ -9,11 +9,13 @@ from disk import read_json, remove_directory
 from lifecycle.due import find_due
 from lifecycle.export import ExportParts, export_model
 from lifecycle.export_check import check_export
-from lifecycle.hub import BEST, MAIN, Uploads
+from lifecycle.hub import Hub
 from lifecycle.inputs import RunInputs
 from lifecycle.model_card import make_card
 from lifecycle.step import TrainState
+from lifecycle.store import Store
 from lifecycle.training_log import TrainingLog
+from lifecycle.uploads import AVERAGE, BEST, REGULAR, Uploads
 from options import TrainOptions
 from ranks.devices import DTYPES
 from ranks.monitor import RunControl
@@ -21,7 +23,7 @@ from ranks.world import World, call_on_rank0
 from sampler import RunPosition
 
 EXPORTS_DIR = "hf_format"
-AVERAGE = "average_"  # before the name of an export: of --weight-average
+AVERAGE_PREFIX = "average_"  # before the name of an export: of --weight-average
 POSITION_FILE = "position.json"  # in an export with --export-name: the run's position
 BEST_FILE = "validation.json"  # in the best model's export: its line of validation_metrics_0.jsonl
 
@@ -33,8 +35,9 @@ class Exports:
         self.options, self.inputs, self.world, self.control, self.log = options, inputs, world, control, log
         self.output_dir = Path(options.output_dir)
         self.directory = self.output_dir / EXPORTS_DIR
-        is_uploading = world.rank == 0 and options.hub.push_to_hub is not None
-        self.uploads = Uploads(options.hub) if is_uploading else None
+        hub = [Hub(options.hub)] if options.hub.push_to_hub is not None else []
+        store = [Store(options.exports.upload_to)] if options.exports.upload_to is not None else []
+        self.uploads = [Uploads(place) for place in (*hub, *store)] if world.rank == 0 else []
 
     def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
         """Whether an export was due at `position` but was not written before the run ended."""
@@ -61,6 +64,7 @@ class Exports:
         notes |= call_on_rank0(self.world, lambda: make_card(self.output_dir, options, inputs, position))
         export_dir = self.path_of(position) if best is None else self.directory / "best"
         num_steps, average = state.num_steps_before + position.step, state.average
+        average_dir = export_dir.with_name(AVERAGE_PREFIX + export_dir.name)
         has_average = best is None and average is not None and average.has_begun(num_steps)
         parts = ExportParts(
             inputs.objective.family,
@@ -74,12 +78,14 @@ class Exports:
         with self.control.slow(f"the export after step {position.step}"):
             if has_average:  # first, since the export beside it says that all is there
                 with average.in_place():
-                    self._write(state, export_dir.with_name(AVERAGE + export_dir.name), parts)
+                    self._write(state, average_dir, parts)
             self._write(state, export_dir, parts)
             call_on_rank0(self.world, lambda: self.remove_old(position))
-        if self.uploads is not None:
-            message = f"After step {position.step:,}, {position.num_samples:,} samples"
-            self.uploads.add(export_dir, branch=MAIN if best is None else BEST, message=message)
+        message = f"After step {position.step:,}, {position.num_samples:,} samples"
+        for uploads in self.uploads:
+            if has_average:
+                uploads.add(average_dir, kind=AVERAGE, message=message)
+            uploads.add(export_dir, kind=REGULAR if best is None else BEST, message=message)
 
     def _write(self, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
         export_model(state.model, export_dir, parts, world=self.world)
@@ -95,10 +101,10 @@ class Exports:
         names = [path.name.removeprefix("samples_") for path in self.directory.glob("samples_*")]
         numbers = [int(name) for name in names if name.isdecimal()]
         for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
-            for export in (f"{AVERAGE}samples_{number}", f"samples_{number}"):
+            for export in (f"{AVERAGE_PREFIX}samples_{number}", f"samples_{number}"):
                 if (self.directory / export).exists():  # an average is not there with every export
                     remove_directory(self.directory / export)
 
     def finish_uploads(self, *, is_done: bool) -> None:
-        if self.uploads is not None:
-            self.uploads.close(is_done=is_done)
+        for uploads in self.uploads:
+            uploads.close(is_done=is_done)

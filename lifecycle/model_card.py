@@ -29,7 +29,7 @@ MAX_POINTS = 300  # maximum points of the curve; each is the mean of equally man
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
 LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
-            "continue_from", "track", "track_project", "track_name", "push_to_hub", "hub_private",
+            "continue_from", "track", "track_project", "track_name", "push_to_hub", "hub_private", "upload_to",
             "hub_license")  # fmt: skip
 TEMPLATE = """---
 {{ card_data }}

@@ -19,6 +19,7 @@ from corpus.mixture import Mixture
 from corpus.order import PERMUTATION, name_rule
 from disk import hash_json, read_object, written_aside
 from lifecycle.file_names import PARAMS_FILE
+from lifecycle.local_data import flatten_with_urls
 from model.fingerprints import fingerprint_data, fingerprint_model
 from options import (
     TrainOptions,
@@ -213,8 +214,10 @@ def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, An
         except ValueError as error:
             log.warning(f"warning: {error}; writing a new one, without the earlier starts")
     starts.append(start)
-    options = flatten_options(options)
-    write_params(output_dir, {"options": options, "identity": identity, "finished": None, **start, "starts": starts})
+    write_params(
+        output_dir,
+        {"options": flatten_with_urls(options), "identity": identity, "finished": None, **start, "starts": starts},
+    )
 
 
 def describe_start(
@@ -273,7 +276,7 @@ def read_git_commit() -> str | None:
 
 def describe_run(options: TrainOptions, world: World) -> str:
     """The console's first lines: versions, devices, and the options that are not at their defaults."""
-    values = flatten_options(options)
+    values = flatten_with_urls(options)
     changed = [
         f"{option.name}={value}"
         for option, _ in iterate_fields(type(options))

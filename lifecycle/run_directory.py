@@ -17,6 +17,7 @@ from lifecycle.due import count_validations
 from lifecycle.exports import EXPORTS_DIR, Exports
 from lifecycle.inputs import RunInputs
 from lifecycle.live_line import open_console
+from lifecycle.local_data import flatten_with_urls
 from lifecycle.profiling import profile_steps
 from lifecycle.record import (
     check_continues,
@@ -33,7 +34,7 @@ from lifecycle.time_left import TimeLeft
 from lifecycle.tracker_packages import open_trackers
 from lifecycle.training_log import MetricsFile, Sink, TrainingLog
 from objectives.packed_model import PackedModel
-from options import TrainOptions, flatten_options
+from options import TrainOptions
 from ranks.ending import ExitCode, log
 from ranks.monitor import Flag, RunControl
 from ranks.world import World, call_on_rank0
@@ -135,7 +136,7 @@ class RunDirectory:
         """Opens the sinks, and starts the callbacks, which ranks other than 0 can also have."""
         first_step, num_steps = self.start.step, inputs.num_steps
         files = [] if self.world.rank > 0 else self._open_files(inputs, num_validations=num_validations)
-        options = MappingProxyType(flatten_options(self.options))
+        options = MappingProxyType(flatten_with_urls(self.options))
         started = StartedRun(
             self.path.absolute(), options, first_step, num_steps, self.world.rank, self.world.world_size
         )
@@ -196,7 +197,7 @@ class RunDirectory:
             "position": asdict(position),
             "num_steps_before": state.num_steps_before,
             "identity": self.identity,
-            "options": flatten_options(self.options),
+            "options": flatten_with_urls(self.options),
             "changed": self.changes,
             "auto_settings": self.auto_settings,
             "validation": validation,

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lifecycle.local_data import flatten_with_urls
 from lifecycle.record import read_params
 from lifecycle.trackers import EarlierSteps, Entry, KnownRuns, TrackedRun, Tracker, Trackers
-from options import TrackingOptions, TrainOptions, flatten_options
+from options import TrackingOptions, TrainOptions
 from ranks.ending import log
 
 DEFAULT_PROJECT = "mini_trainer"
@@ -220,7 +221,7 @@ def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
     facts = {"host": socket.gethostname(), "output_dir": str(output_dir.absolute())} | {
         key: start[key] for key in FACTS
     }
-    values = json.loads(json.dumps(flatten_options(options)))
+    values = json.loads(json.dumps(flatten_with_urls(options)))
 
     def describe_run(title: str) -> TrackedRun:
         return TrackedRun(

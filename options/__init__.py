@@ -58,11 +58,13 @@ from .tools import (
     SweepOptions,
 )
 from .training import (
+    DATA_SETS,
     MAY_DIFFER,
     PATH_OPTIONS,
     PRESETS,
     WITHOUT_NUMBERS,
     TrainOptions,
+    list_data_sets,
     list_defaults,
     list_identifying_options,
     list_shared_options,

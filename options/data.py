@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 DEFAULT_BATCH_SIZE = 128
+DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,8 +13,8 @@ class DataOptions:
     """Training data, and how much of it each step uses."""
 
     data_path: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl. For raw rows use --input-file,
-    --input-dataset or --mock-data."""
+    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl; or URLs of such, which are copied to
+    --data-cache-dir. For raw rows use --input-file, --input-dataset or --mock-data."""
     data_weights: tuple[float, ...] = ()
     """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch contains every sample
     once."""
@@ -171,7 +172,7 @@ class ProcessDataOptions:
     """Tokenize chats, completions, documents or labelled texts; in chats, only the assistant's tokens are trained."""
 
     output_file: str
-    """Tokenized data set to write: .arrow, .parquet or .jsonl."""
+    """Tokenized data set to write: .arrow, .parquet or .jsonl; or a URL (s3://, gs:// or hf://) to upload it to."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
     model_revision: str | None = None

@@ -68,7 +68,9 @@ class ExportOptions:
     """Number of newest exports to keep, in addition to hf_format/best; None: all."""
     export_name: str | None = None
     """Fixed name in hf_format, such as last, under which each export replaces the previous one. Default: samples_N."""
-
+    upload_to: str | None = None
+    """URL (s3:// or gs://) below which each export is copied to its own directory, in the background
+    (docs/tracking.md)."""
     check_export: bool = False
     """Load each export back as a user would, and end the run if its loss differs from the trained model's."""
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .data import DATA_CACHE_DIR
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -78,8 +80,10 @@ class EvaluateOptions:
     run: str | None = None
     """Output directory of train.py: evaluate all its exports, in addition to --model."""
     data: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy; for classifiers macro F1,
-    accuracy and loss."""
+    """Tokenized data sets written by process_data.py, or URLs of such: loss, perplexity and token accuracy; for
+    classifiers macro F1, accuracy and loss."""
+    data_cache_dir: str = DATA_CACHE_DIR
+    """Cache directory for copies of data sets at URLs."""
     task: tuple[str, ...] = ()
     """Files of prompts with references: the last answer of a chat, a completion, an answer, or choices with the index
     of the correct one."""
@@ -112,8 +116,11 @@ class ScoreDataOptions:
     model_name_or_path: str
     """Directory of a model, an export or an adapter, or a name on the hub."""
     data_path: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py. The scores are written next to them: of language modelling to
-    DATA.NAME.scores, of preferences and feedback to what train.py looks for."""
+    """Tokenized data sets written by process_data.py, or URLs of such. The scores are written next to them, or to the
+    copy of what is at a URL: of language modelling to DATA.NAME.scores, of preferences and feedback to what train.py
+    looks for."""
+    data_cache_dir: str = DATA_CACHE_DIR
+    """Cache directory for copies of data sets at URLs."""
     teacher_data: tuple[str, ...] = ()
     """Data sets that the teacher reads instead, one for each --data-path: the same trained tokens in the same rows
     after other prompts."""

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .data import DataOptions, RowOptions, ValidationOptions
-from .fields import iterate_fields
+from .data import DATA_CACHE_DIR, DataOptions, RowOptions, ValidationOptions
+from .fields import flatten_options, iterate_fields
 from .learning import (
     ClassificationOptions,
     LoRAOptions,
@@ -44,8 +44,9 @@ class TrainOptions:
     preset: Literal["sanity", "toy", "full"] | None = None
     """Defaults for other options. sanity: 10 samples, 2 steps, a validation, an export that is loaded back; toy: 1 % of
     the data, at most 100 steps; full: no changes."""
-    data_cache_dir: str = "~/.cache/mini_trainer/data"
-    """Cache directory for tokenized rows, by their content; must be visible to every node."""
+    data_cache_dir: str = DATA_CACHE_DIR
+    """Cache directory for tokenized rows, by their content, and for copies of data sets at URLs. Must be visible to
+    every node, unless all data is named by --data-path and the like."""
     model: ModelOptions
     data: DataOptions = field(default_factory=DataOptions)
     rows: RowOptions = field(default_factory=RowOptions)
@@ -111,8 +112,19 @@ MAY_DIFFER = (
 )
 
 
+# Options that name tokenized data sets.
+DATA_SETS = ("data_path", "validation_data_path", "teacher_data", "osft_calibration_data")
+
+
 # Checkpoints contain results of these groups' options, which therefore cannot change during a run.
 UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
+
+
+def list_data_sets(options: TrainOptions) -> dict[str, tuple[str, ...]]:
+    """The tokenized data sets that the options name, by option."""
+    values = flatten_options(options)
+    named = {name: values[name] for name in DATA_SETS}
+    return {name: (value,) if isinstance(value, str) else tuple(value or ()) for name, value in named.items()}
 
 
 def list_identifying_options() -> list[str]:

@@ -21,12 +21,12 @@ from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import Checkpoint, check_state, read_origin
 from lifecycle.due import count_exports
 from lifecycle.inputs import RunInputs
-from lifecycle.raw_rows import find_data
+from lifecycle.local_data import find_local_data
 from lifecycle.record import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from lifecycle.run_model import keeps_to_budget, weigh_images
 from lifecycle.start import open_inputs
 from lifecycle.start_report import describe_schedule
-from options import TrainOptions, replace_options
+from options import DATA_SETS, TrainOptions, flatten_options, replace_options
 from plan.choice import list_resharding
 from plan.duration import plan_time
 from plan.findings import Findings, PlannedRun, Target
@@ -59,7 +59,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
     is_rank0 = os.environ.get("RANK", "0") == "0"
     findings, given = Findings(), options
     if is_rank0:
-        found = findings.problems.attempt(lambda: find_data(options))
+        found = findings.problems.attempt(lambda: find_local_data(options))
         if found is None:
             findings.print()
             return ExitCode.BAD_INPUT
@@ -92,9 +92,10 @@ def plan_run(options: TrainOptions) -> ExitCode:
 
 
 def list_settled(options: TrainOptions) -> dict[str, Any]:
-    """What rank 0 alone has found: for options that may have been auto, and where rows became data sets."""
+    """What rank 0 alone has found: for options that may have been auto, and where rows and URLs became local paths."""
     mode, cap = options.compute.activation_checkpointing, options.data.max_tokens_per_gpu
-    paths = dict(data_path=options.data.data_path, validation_data_path=options.validation.validation_data_path)
+    values = flatten_options(options)
+    paths = {name: values[name] for name in DATA_SETS}
     return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap) | list_resharding(options.sharding) | paths
 
 

@@ -9,18 +9,15 @@ import re
 import sys
 from collections.abc import Sequence
 
+from options.urls import HIDDEN, hide_credentials
+
 # Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
 # cannot be printed.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # names of environment variables
 NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # exceptions, whose values only say where a secret is
 SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
-HIDDEN = "***"
 MOST_RUNS = 20  # ranges of consecutive ranks that a message lists
-QUERY = re.compile(
-    r"([?&][^=&\s]*(?:token|key|secret|password|signature|credential|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE
-)
-USER = re.compile(r"(\w+://)[^/?#\s]+@")
 
 
 def make_visible(text: str) -> str:
@@ -37,7 +34,7 @@ def hide_secrets(text: str) -> str:
     ]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
-    return USER.sub(rf"\1{HIDDEN}@", QUERY.sub(rf"\1{HIDDEN}", text))
+    return hide_credentials(text)
 
 
 def clean(text: str) -> str:

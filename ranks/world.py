@@ -187,6 +187,22 @@ def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
     return value
 
 
+def call_on_each_node(world: World, function: Callable[[], None]) -> None:
+    """Calls `function` on the first rank of each node; the first ValueError or OSError becomes a RunError on every
+    rank."""
+    failure: tuple[ExitCode, str] | None = None
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        try:
+            function()
+        except (ValueError, OSError) as error:
+            code, message, _ = describe_error(error)
+            failure = code, message
+    failures = gather_on_rank0(world, failure)
+    first = call_on_rank0(world, lambda: next((one for one in failures if one is not None), None))
+    if first is not None:
+        raise RunError(*first)
+
+
 def broadcast_from_rank0(
     value: Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:

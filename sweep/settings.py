@@ -13,17 +13,19 @@ from typing import Any, Literal
 from command_line import fill_in_environment, parse_value, parse_values, read_yaml
 from options import PRESETS, TrainOptions, group_options, iterate_fields
 from options.problems.finding import find_problems
+from options.urls import is_url
 
 Values = dict[str, Any]  # options by name
 
 BY_SWEEP = "is set for each trial by the sweep itself; leave it out"
 NO_TRIAL = "starts no training; leave it out"
+UPLOADS_ALL = "would upload every trial; leave it out, and train the best one again with it"
 RESERVED = {
     **dict.fromkeys(("output_dir", "config", "resume", "track_name"), BY_SWEEP),
     **dict.fromkeys(("dry_run", "print_config", "plan_world_size", "plan_device"), NO_TRIAL),
     "preset": "is no option of a single trial; give it in train",
     "max_time": "would end trials early without a result; leave it out",
-    "push_to_hub": "would upload every trial; leave it out, and train the best one again with it",
+    **dict.fromkeys(("push_to_hub", "upload_to"), UPLOADS_ALL),
     "allow_changed_options": "would let a trial continue with other options; leave it out",
 }
 # Options that say when a run ends, or what its schedule is, which the rungs of a halving search decide.
@@ -342,6 +344,9 @@ def list_files(settings: Settings, trials: Sequence[Values]) -> list[Path]:
     for values in trials:
         options = settings.options_of(values)
         named |= {path: name for name in FILE_OPTIONS for path in as_tuple(options.get(name))}
+    elsewhere = [f"{name} {path}: must be local for a sweep" for path, name in named.items() if is_url(path)]
+    if elsewhere:
+        raise ValueError("\n  ".join(elsewhere))
     missing = [f"{name}: {path} does not exist" for path, name in named.items() if not Path(path).exists()]
     if missing:
         raise ValueError("\n  ".join(missing))

@@ -16,6 +16,7 @@ class RangeServer:
         self.faults: list[str | None] = []
         self.says_length = True
         self.asked: list[str] = []  # ranges
+        self.names: list[str] = []  # of the files whose content was asked for
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -43,6 +44,7 @@ class RangeServer:
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         asked = request.headers.get("Range", "")
         self.asked.append(asked)
+        self.names.append(request.path.strip("/"))
         content = self.files[request.path.strip("/")]
         fault = self.faults.pop(0) if self.faults else None
         if fault == "500":

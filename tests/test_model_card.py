@@ -21,8 +21,9 @@ from tiny_vision import make_image, save_vision_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lifecycle import hub as hub_module
-from lifecycle.hub import Uploads
+from lifecycle import uploads as uploads_module
 from lifecycle.model_card import MAX_POINTS, describe_data, describe_head, describe_usage, draw_curve
+from lifecycle.uploads import BEST, REGULAR, Uploads
 from objectives.next_tokens import CausalLM
 from options import HubOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
@@ -219,16 +220,16 @@ def upload(export: Path, caplog: pytest.LogCaptureFixture, *, times: int = 1) ->
     """Uploads `export` to me/x, as a run does; what it said."""
     caplog.clear()
     with caplog.at_level("INFO", logger="mini_trainer"):
-        uploads = Uploads(HubOptions(push_to_hub="me/x"))
+        uploads = Uploads(hub_module.Hub(HubOptions(push_to_hub="me/x")))
         for i in range(times):
-            uploads.add(export, branch="main", message=f"commit {i}")
+            uploads.add(export, kind=REGULAR, message=f"commit {i}")
         uploads.close(is_done=True)
     assert [path.name for path in export.parent.iterdir()] == ["samples_8"], "links are left"
     return caplog.messages
 
 
 def test_a_server_in_trouble_is_asked_again(hub, export, caplog, monkeypatch):
-    monkeypatch.setattr(hub_module, "SECONDS_TO_WAIT", (0.01, 0.01))
+    monkeypatch.setattr(uploads_module, "SECONDS_TO_WAIT", (0.01, 0.01))
     hub.failures["commit"] = [500, 429]
     messages = upload(export, caplog)
     assert hub.repos["me/x"]["main"]["model.safetensors"] == b"weights"
@@ -247,7 +248,7 @@ def test_weights_of_another_export_are_replaced_and_other_files_stay(hub, export
      (dict(preupload=[404] * 9), "was not uploaded"), (dict(commit=[501] * 9), "was not uploaded")],
 )  # fmt: skip
 def test_what_the_hub_refuses_is_told_once_and_how_to_upload_it_later(failures, said, hub, export, caplog, monkeypatch):
-    monkeypatch.setattr(hub_module, "SECONDS_TO_WAIT", (0.01, 0.01))
+    monkeypatch.setattr(uploads_module, "SECONDS_TO_WAIT", (0.01, 0.01))
     hub.failures |= failures
     warnings = [message for message in upload(export, caplog, times=2) if message.startswith("warning")]
     assert len(warnings) == 2, warnings
@@ -258,7 +259,7 @@ def test_what_the_hub_refuses_is_told_once_and_how_to_upload_it_later(failures, 
 
 @pytest.mark.parametrize("reason", ["offline", "no token", "no network"])
 def test_without_token_or_network_a_run_ends_well(reason, hub, export, caplog, monkeypatch):
-    monkeypatch.setattr(hub_module, "SECONDS_TO_WAIT", (0.01, 0.01))
+    monkeypatch.setattr(uploads_module, "SECONDS_TO_WAIT", (0.01, 0.01))
     if reason == "offline":
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     elif reason == "no token":
@@ -271,11 +272,11 @@ def test_without_token_or_network_a_run_ends_well(reason, hub, export, caplog, m
 
 
 def test_the_end_waits_for_a_hub_that_hangs_no_longer_than_told(hub, export, caplog, monkeypatch):
-    monkeypatch.setattr(hub_module, "SECONDS_TO_UPLOAD", 0.3)
+    monkeypatch.setattr(uploads_module, "SECONDS_TO_UPLOAD", 0.3)
     hanging = threading.Event()
-    monkeypatch.setattr(Uploads, "_upload", lambda self, upload: hanging.wait())
-    uploads = Uploads(HubOptions(push_to_hub="me/x"))
-    uploads.add(export, branch="main", message="m")
+    monkeypatch.setattr(hub_module.Hub, "upload", lambda self, upload: hanging.wait())
+    uploads = Uploads(hub_module.Hub(HubOptions(push_to_hub="me/x")))
+    uploads.add(export, kind=REGULAR, message="m")
     start = time.monotonic()
     uploads.close(is_done=True)
     assert time.monotonic() - start < 2 and "1 exports were not uploaded to the hub" in caplog.text
@@ -284,19 +285,19 @@ def test_the_end_waits_for_a_hub_that_hangs_no_longer_than_told(hub, export, cap
 
 def test_of_the_best_only_the_newest_waits(hub, export, caplog, monkeypatch):
     started, go_on = threading.Event(), threading.Event()
-    really_upload = Uploads._upload
+    really_upload = hub_module.Hub.upload
 
-    def wait_and_upload(self: Uploads, upload: object) -> str:
+    def wait_and_upload(self: hub_module.Hub, upload: object) -> str:
         started.set()
         go_on.wait(30)
         return really_upload(self, upload)
 
-    monkeypatch.setattr(Uploads, "_upload", wait_and_upload)
-    uploads = Uploads(HubOptions(push_to_hub="me/x"))
+    monkeypatch.setattr(hub_module.Hub, "upload", wait_and_upload)
+    uploads = Uploads(hub_module.Hub(HubOptions(push_to_hub="me/x")))
     for i in range(4):
         (export / "model.safetensors").unlink()
         (export / "model.safetensors").write_bytes(b"%d" % i)
-        uploads.add(export, branch="best", message=f"best {i}")
+        uploads.add(export, kind=BEST, message=f"best {i}")
         started.wait(30)
     go_on.set()
     uploads.close(is_done=True)

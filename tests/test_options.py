@@ -281,6 +281,7 @@ FLAGS_OF_OTHERS = {
     *("nproc-per-node", "nnodes", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),  # torchrun
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
     "max-restarts",  # torchrun
+    *("recursive", "repo-type"),  # gcloud storage rsync, hf upload
     *("revision", "logdir"),  # hf upload, tensorboard
     "sweep",  # axolotl
     *("enable-lora", "lora-modules", "max-logprobs", "model-path"),  # vllm serve, sglang

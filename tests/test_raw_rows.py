@@ -79,6 +79,22 @@ def test_folders_of_the_datasets_library_give_what_the_file_gives(tokenizer_dir,
         assert found == expected[:3]
 
 
+def test_slices_of_splits(tokenizer_dir, tmp_path):
+    whole = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_jsonl(tmp_path / "a.jsonl", CHATS)))
+    rows = datasets.Dataset.from_list(CHATS)
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "several")
+    (tmp_path / "parquet").mkdir()
+    rows.to_parquet(tmp_path / "parquet" / "train-00000.parquet")
+    rows.select(range(3)).to_parquet(tmp_path / "parquet" / "test-00000.parquet")
+    slices = {"train[:10%]": whole[:3], "train[10:12]": whole[10:12], "train[-4:]": whole[-4:]}
+    of_several = {"train[5:7]+test[:1]": whole[5:7] + whole[:1], "train+test": whole + whole[:3]}
+    for name, expected in (("saved", slices), ("several", slices | of_several), ("parquet", slices | of_several)):
+        for split, samples in expected.items():
+            found = tokenize(tokenizer_dir, tmp_path / "s.arrow", input_dataset=str(tmp_path / name), split=split)
+            assert found == samples, (name, split)
+
+
 def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
     rows = datasets.Dataset.from_list(CHATS)
     datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "several")
@@ -87,6 +103,8 @@ def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
     (tmp_path / "empty").mkdir()
     for given, message in (
         (dict(input_dataset=str(tmp_path / "several"), split="tset"), "has no split tset: there are train"),
+        (dict(input_dataset=str(tmp_path / "several"), split="tset[:2]"), 'split tset.:2.: Unknown split "tset"'),
+        (dict(input_dataset=str(tmp_path / "several"), split="train[:"), "Unrecognized instruction format: train"),
         (
             dict(input_dataset=str(tmp_path / "parquet"), split="tset"),
             r"Bad split: tset. Available splits: \['train'\]",

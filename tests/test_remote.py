@@ -10,18 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_runs import chat, options_for, write_rows
-from heavy import need
 from make_tiny_model import train_tokenizer
 from range_server import RangeServer
+from s3_server import KEY, serve_bucket
 
 from corpus import remote
 from corpus.cache import identify_source, name_rows
 from corpus.files import find_sources, iterate_rows, read_chunks
-from options import ProcessDataOptions, RowOptions, TrainOptions, group_options, replace_options
-from options.problems.finding import find_problems
+from options import RowOptions, replace_options
 from process_data import process_data
-
-KEY = "AKIAIOSFODNN7EXAMPLE"
 
 
 @pytest.fixture(scope="module")
@@ -141,17 +138,6 @@ def test_a_store_without_its_package_is_refused_by_the_package_s_name(monkeypatc
         find_sources(["gs://bucket/a.jsonl"])
 
 
-def test_outputs_and_tokenized_data_are_local_and_urls_of_them_are_refused():
-    paths = dict(input_file="i.jsonl", model_name_or_path="m")
-    (problem,) = find_problems(group_options(ProcessDataOptions, **paths, output_file="s3://bucket/o.arrow"))
-    assert problem == "--output-file s3://bucket/o.arrow: must be a local path; only input files may be elsewhere"
-    train = dict(model_name_or_path="m", output_dir="o", max_epochs=1)
-    (problem,) = find_problems(group_options(TrainOptions, **train, data_path="s3://bucket/o.arrow"))
-    assert problem == "s3://bucket/o.arrow: a tokenized data set must be local: copy it here, with its .meta.json"
-    (problem,) = find_problems(group_options(TrainOptions, **(train | {"output_dir": "s3://b/o"}), data_path="o.arrow"))
-    assert problem == "--output-dir s3://b/o: must be a local directory"
-
-
 def test_the_cache_of_tokenized_rows_knows_remote_files_by_their_content(server):
     server.files["a.jsonl"] = b"1\n"
     url = f"{server.url}/a.jsonl"
@@ -164,22 +150,8 @@ def test_the_cache_of_tokenized_rows_knows_remote_files_by_their_content(server)
 
 @pytest.fixture(scope="module")
 def bucket():
-    """A bucket of a server that speaks S3's protocol, and its client."""
-    need("s3fs")
-    server = need("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", KEY)
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/EXAMPLEKEY")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        import boto3
-
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="bucket")
+    with serve_bucket() as client:
         yield client
-    server.stop()
 
 
 @pytest.mark.parametrize(

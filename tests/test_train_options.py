@@ -294,6 +294,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "push_to_hub",  # these three: test_model_card.py
     "hub_private",
     "hub_license",
+    "upload_to",  # test_stores.py
     "loss_weighting",  # these: test_teachers.py
     "teacher_weight",
     "teacher_divergence",

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from corpus.fetched import bring_here
 from corpus.mixture import Mixture
 from corpus.pairs import check_rows, mark_trained, read_pair
 from corpus.reader import TokenizedData
@@ -71,7 +72,9 @@ ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank
 def score(options: ScoreDataOptions, world: World) -> None:
     """Writes the scores of all data sets; ValueError or OSError for what cannot be done."""
     check_choices(options, {"engine": OPENERS, "dtype": ("auto", *DTYPES)})
-    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config",)))
+    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "data_cache_dir")))
+    given = {"data_path": options.data_path, "teacher_data": options.teacher_data}
+    options = replace(options, **bring_here(given, world, cache_dir=options.data_cache_dir))
     sets = [open_data(path, options) for path in options.data_path]
     read = [open_data(path, options) for path in options.teacher_data] or sets
     for data, seen in zip(sets, read, strict=True):

@@ -15,7 +15,12 @@ from options import (
     flatten_options,
 )
 from options.problems.methods import find_lora_problems, find_osft_problems, find_vision_problems
-from options.problems.reporting import find_callback_problems, find_hub_problems, find_tracking_problems
+from options.problems.reporting import (
+    find_callback_problems,
+    find_hub_problems,
+    find_tracking_problems,
+    find_upload_problems,
+)
 from options.problems.rows import find_data_problems
 from options.problems.tools import (
     find_board_problems,
@@ -75,4 +80,5 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_tracking_problems(options.tracking),
         *find_callback_problems(options.callbacks),
         *find_hub_problems(options.hub),
+        *find_upload_problems(options.exports),
     ]

@@ -2,8 +2,9 @@
 
 import re
 
-from options import CallbackOptions, HubOptions, TrackingOptions
-from options.problems.given import is_installed, list_given
+from options import CallbackOptions, ExportOptions, HubOptions, TrackingOptions
+from options.problems.given import find_target_problems, is_installed, list_given
+from options.urls import is_url, split_scheme
 
 # Modules that each tracker needs.
 TRACKER_MODULES = {
@@ -43,3 +44,14 @@ def find_hub_problems(o: HubOptions) -> list[str]:
     if len(o.push_to_hub) > 96 or not re.fullmatch(rf"(?:{part}/)?{part}", o.push_to_hub):
         return [f"--push-to-hub {o.push_to_hub}: must be NAME or OWNER/NAME, of letters, digits, and -, _ or . inside"]
     return []
+
+
+def find_upload_problems(o: ExportOptions) -> list[str]:
+    """Problems with the URL to upload exports to."""
+    if o.upload_to is None:
+        return []
+    if not is_url(o.upload_to):
+        return [f"--upload-to {o.upload_to}: must be a URL (s3://BUCKET/PATH or gs://BUCKET/PATH)"]
+    if split_scheme(o.upload_to)[0] == "hf":
+        return [f"--upload-to {o.upload_to}: give the repository by --push-to-hub, which makes each export a commit"]
+    return find_target_problems(o.upload_to, flag="--upload-to")

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from options import ProcessDataOptions, RowOptions, flag_name, parse_shard
-from options.problems.given import list_changed, list_row_sources
+from options.problems.given import find_target_problems, list_changed, list_row_sources
+from options.urls import hide_credentials, is_url, split_scheme
 
 # Minimum values of row options; a block is cut one token short if the next would begin with an end-of-text token, and
 # a target needs two tokens.
 ROW_MINIMA = {"max_sample_num_tokens": 1, "block_size": 3, "num_proc": 1, "mock_data": 1, "mock_length": 2}
 RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
+NO_PARTS = "{flag}: parts need a directory that all processes see, not --output-file {file}: give a local path"
 LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
 
 
@@ -17,8 +19,10 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     problems = []
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
         problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
-    if "://" in o.output_file:
-        problems.append(f"--output-file {o.output_file}: must be a local path; only input files may be elsewhere")
+    if is_url(o.output_file):
+        problems += find_stored_output_problems(o)
+    if o.preview_html is not None and is_url(o.preview_html):
+        problems.append(f"--preview-html {o.preview_html}: must be a local path")
     if not list_row_sources(o.rows):
         problems.append("no rows are given: give --input-file or --input-dataset")
     problems += find_row_problems(o.rows)
@@ -30,6 +34,20 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
     if o.string_for_printing_masks is not None and o.rows.format == "classification":
         problems.append("--string-for-printing-masks: no effect with --format classification")
+    return problems
+
+
+def find_stored_output_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with a URL as --output-file."""
+    problems = find_target_problems(o.output_file, flag="--output-file")
+    scheme, place = split_scheme(o.output_file)
+    if not problems and "/" not in place.lstrip("/"):
+        problems.append(f"--output-file {o.output_file}: names no bucket: must be {scheme}://BUCKET/{place}")
+    given = [flag for flag, is_given in (("--shard", o.shard not in (None, "1/1")), ("--join", o.join)) if is_given]
+    if given:
+        problems.append(NO_PARTS.format(flag=given[0], file=hide_credentials(o.output_file)))
+    if o.rows.images:
+        problems.append("--images: image paths are relative to the data set, which therefore has to be local")
     return problems
 
 
@@ -79,7 +97,7 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append(f"--images cannot be used with --format {o.format}, which does not support images")
     if o.feedback_from_pairs and o.format != "preference":
         problems.append("--feedback-from-pairs: no effect without --format preference")
-    if o.images and any("://" in path for path in o.input_file):
+    if o.images and any(map(is_url, o.input_file)):
         problems.append("--images: image paths are relative to the rows' files, which therefore have to be local")
     if o.images and o.input_dataset is not None:
         problems.append("--images: image paths are relative to the rows' files: give these with --input-file")

@@ -9,6 +9,7 @@ from options import (
     TrainOptions,
     flag_name,
     flatten_options,
+    list_data_sets,
     parse_duration,
     parse_rate,
     parse_steps,
@@ -17,6 +18,7 @@ from options import (
 from options.objectives import OBJECTIVES
 from options.problems.given import is_installed, list_all_changed, list_changed, list_given, list_row_sources
 from options.problems.rows import RANDOM_FORMATS, find_row_problems
+from options.urls import find_url_faults, hide_credentials, is_url
 
 MOST_SECONDS = 10 * 24 * 3600  # maximum timeout; torch's clocks overflow at far larger ones
 
@@ -80,11 +82,20 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
 
 
 def find_url_problems(options: TrainOptions) -> list[str]:
-    """Problems with URLs in place of local paths."""
-    data = [path for path in (*options.data.data_path, *options.validation.validation_data_path) if "://" in path]
-    problems = [f"{path}: a tokenized data set must be local: copy it here, with its .meta.json" for path in data]
-    if "://" in options.output_dir:
-        problems.append(f"--output-dir {options.output_dir}: must be a local directory")
+    """Problems with URLs: of data to read, and in place of local directories."""
+    problems = [
+        fault
+        for name, paths in list_data_sets(options).items()
+        for path in filter(is_url, paths)
+        for fault in find_url_faults(path, flag=flag_name(name))
+    ]
+    if is_url(options.output_dir):
+        problems.append(
+            f"--output-dir {hide_credentials(options.output_dir)}: must be a local directory, for checkpoints stay"
+            " local; give --upload-to a URL to copy exports to"
+        )
+    if is_url(options.data_cache_dir):
+        problems.append(f"--data-cache-dir {hide_credentials(options.data_cache_dir)}: must be a local directory")
     return problems
 
 

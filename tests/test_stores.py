@@ -1,0 +1,500 @@
+"""Data sets and exports at object stores: the same bytes as on the disk, complete or not there."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from data_runs import chat, write_rows
+from in_process import train_forked
+from range_server import RangeServer
+from s3_server import KEY, SECRET, read_bucket, serve_bucket
+from tiny_models import FAMILIES, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corpus import remote
+from corpus.fetched import fetch_sets, find_sets, locate_sets, name_source
+from corpus.reader import TokenizedData
+from corpus.uploading import describe_upload, upload_directory
+from lifecycle import uploads as uploads_module
+from lifecycle.local_data import make_data_local
+from lifecycle.store import WRITTEN_LAST, Store
+from lifecycle.uploads import REGULAR, Uploads
+from options import ProcessDataOptions, TrainOptions, group_options
+from options.problems.finding import find_problems
+from process_data import choose_part, process_data
+from ranks.ending import RunError
+from ranks.monitor import RunControl
+from ranks.world import World, call_on_each_node
+from train import train
+
+ROWS = [chat(i) for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    with serve_bucket() as client:
+        yield client
+
+
+@pytest.fixture
+def bucket(server, staging, monkeypatch) -> Iterator[Any]:
+    """The client of an empty bucket."""
+    monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0))
+    monkeypatch.setattr(uploads_module, "SECONDS_TO_WAIT", (0, 0))
+    yield server
+    for name in read_bucket(server):
+        server.delete_object(Bucket="bucket", Key=name)
+
+
+@pytest.fixture
+def staging(tmp_path, monkeypatch) -> Path:
+    """The directory for temporary files."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
+def tokenize(model: Path, tmp_path: Path, output: str | Path, **options: object) -> None:
+    rows = options.pop("rows", ROWS)
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    paths = dict(input_file=str(source), output_file=str(output), model_name_or_path=str(model))
+    process_data(group_options(ProcessDataOptions, **paths | {"num_proc": 1, "preview": 0} | options))
+
+
+def read_directory(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def list_outputs(console: str) -> list[str]:
+    return [line for line in console.splitlines() if line.startswith(("wrote", "removed", "rejected", "tokenizer"))]
+
+
+def spoil_puts(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[str, str], Any]) -> list[str]:
+    """Calls `spoil` with the local and the remote path before each upload of a file; the names of those, as they come.
+
+    A file is not uploaded if it returns something.
+    """
+    files, names = fsspec.filesystem("s3"), []
+    really_put = files.put_file
+
+    def put(source: str, target: str) -> None:
+        names.append(target.removeprefix("bucket/"))
+        if spoil(source, target) is None:
+            really_put(source, target)
+
+    monkeypatch.setattr(files, "put_file", put)
+    return names
+
+
+# --- Outputs of process_data.py
+
+
+def test_outputs_are_byte_for_byte_those_of_the_disk_and_stale_ones_go(bucket, model, tmp_path, staging, capsys):
+    """With everything that a run can write, and again with less."""
+    (tmp_path / "here").mkdir()
+    page = tmp_path / "page.html"
+    much = dict(rows=[*ROWS, {"messages": 3}], skip_invalid=True, validation_share=0.3, add_special_tokens=("<x>",))
+    for options in (much, {}):
+        tokenize(model, tmp_path, tmp_path / "here" / "t.arrow", **options)
+        shown = capsys.readouterr().out
+        tokenize(model, tmp_path, "s3://bucket/a/b/t.arrow", preview_html=str(page), **options)
+        there = read_bucket(bucket, "a/b/")
+        assert there == read_directory(tmp_path / "here")
+        assert list(staging.iterdir()) == [] and page.is_file()
+        told = capsys.readouterr().out.replace("s3://bucket/a/b", str(tmp_path / "here"))
+        assert list_outputs(told) == list_outputs(shown)
+        written = b"".join(there.values())
+        assert KEY.encode() not in written and SECRET.encode() not in written
+    assert set(there) == {"t.arrow", "t.arrow.meta.json"}
+
+
+def test_another_run_s_validation_side_stays(bucket, model, tmp_path):
+    tokenize(model, tmp_path, "s3://bucket/t.validation.arrow")
+    before = read_bucket(bucket)
+    tokenize(model, tmp_path, "s3://bucket/t.arrow")
+    assert before.items() <= read_bucket(bucket).items()
+    with pytest.raises(ValueError, match=r"would overwrite s3://bucket/t.validation.arrow, which was not split"):
+        tokenize(model, tmp_path, "s3://bucket/t.arrow", validation_share=0.3)
+
+
+def break_off(source: str, target: str) -> None:
+    raise ConnectionResetError("gone")
+
+
+def put_half(source: str, target: str) -> bool:
+    content = Path(source).read_bytes()
+    fsspec.filesystem("s3").pipe_file(target, content[: len(content) // 2])
+    return True
+
+
+@pytest.mark.parametrize("fault", [break_off, put_half])
+def test_an_upload_that_breaks_off_is_made_again(fault, bucket, model, tmp_path, monkeypatch):
+    faults = [None, fault, None, fault, fault]
+    monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0))
+    names = spoil_puts(monkeypatch, lambda *paths: (faults.pop(0) or (lambda *_: None))(*paths) if faults else None)
+    tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=[*ROWS, {}], skip_invalid=True)
+    tokenize(model, tmp_path, tmp_path / "t.arrow", rows=[*ROWS, {}], skip_invalid=True)
+    rejected, sidecar, data = "t.arrow.rejected.jsonl", "t.arrow.meta.json", "t.arrow"
+    assert names == [rejected, sidecar, sidecar, data, data, data]
+    assert read_bucket(bucket) == {name: (tmp_path / name).read_bytes() for name in (data, sidecar, rejected)}
+
+
+def test_a_killed_upload_leaves_no_data_set(bucket, model, tmp_path, staging, monkeypatch):
+    """Neither the new one nor, with files of the new one, the old one."""
+    tokenize(model, tmp_path, "s3://bucket/t.arrow", validation_share=0.3)
+
+    def interrupt(source: str, target: str) -> None:
+        if target.endswith("/t.arrow"):
+            raise KeyboardInterrupt
+
+    spoil_puts(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=ROWS[1:], validation_share=0.3)
+    assert "t.arrow" not in read_bucket(bucket) and list(staging.iterdir()) == []
+    with pytest.raises(ValueError, match=r"--data-path s3://bucket/t.arrow: no such file"):
+        find_sets({"data_path": ["s3://bucket/t.arrow"]})
+
+
+def test_what_could_not_be_uploaded_is_kept_with_the_command_that_does(bucket, model, tmp_path, monkeypatch):
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError("Access Denied")
+
+    tokenize(model, tmp_path, tmp_path / "t.arrow")
+    names = spoil_puts(monkeypatch, refuse)
+    with pytest.raises(ValueError, match=r"t.arrow.meta.json: could not be written: PermissionError") as error:
+        tokenize(model, tmp_path, "s3://bucket/x/t.arrow")
+    assert len(names) == 1, "a refusal is no reason to ask again"
+    *_, command = str(error.value).split("\n  ")
+    kept = Path(command.split()[3])
+    assert command == f"aws s3 sync {kept} s3://bucket/x" and read_bucket(bucket) == {}
+    assert read_directory(kept) == {name: (tmp_path / name).read_bytes() for name in ("t.arrow", "t.arrow.meta.json")}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(output_file="https://host/t.arrow"), "--output-file https://host/t.arrow: web servers cannot be written"),
+        (dict(output_file="ftp://host/t.arrow"), "--output-file ftp://host/t.arrow: must be a local path, or begin "),
+        (dict(output_file="s3://t.arrow"), "--output-file s3://t.arrow: names no bucket: must be s3://BUCKET/t.arrow"),
+        (dict(output_file="s3://me:hunter2@b/t.arrow"), "has a password, key or signature in it"),
+        (dict(output_file="s3://b/t.arrow", shard="1/2"), "--shard: parts need a directory that all processes see"),
+        (dict(output_file="s3://b/t.arrow", join=True), "--join: parts need a directory that all processes see"),
+        (dict(output_file="s3://b/t.arrow", images=True), "--images: image paths are relative to the data set, which"),
+        (dict(output_file="t.arrow", preview_html="s3://b/p.html"), "--preview-html s3://b/p.html: must be a local"),
+    ],
+)
+def test_outputs_that_are_refused(options, reason):
+    problems = find_problems(group_options(ProcessDataOptions, input_file="i.jsonl", model_name_or_path="m", **options))
+    assert len(problems) == 1 and reason in problems[0] and "hunter2" not in problems[0]
+
+
+def test_processes_of_torchrun_are_refused_as_parts_are(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = group_options(ProcessDataOptions, input_file="i", model_name_or_path="m", output_file="s3://b/t.arrow")
+    with pytest.raises(ValueError, match="2 processes of torchrun or srun: parts need a directory"):
+        choose_part(options)
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_any_row_is_read(bucket, model, tmp_path, monkeypatch):
+    bad = [b"no row\n"]
+    with pytest.raises(ValueError, match=r"^--output-file s3://nowhere: the store has no such bucket: create it first"):
+        tokenize(model, tmp_path, "s3://nowhere/t.arrow", rows=bad)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ValueError, match=r"--output-file gs://bucket: .*needs the package gcsfs \(pip install gcsfs\)"):
+        tokenize(model, tmp_path, "gs://bucket/t.arrow", rows=bad)
+    bucket.put_object(Bucket="bucket", Key="t.jsonl", Body=b"1\n")
+    with pytest.raises(ValueError, match=r"the output s3://bucket/t.jsonl would overwrite the input"):
+        tokenize(model, tmp_path, "s3://bucket/t.jsonl", input_file="s3://bucket/t.jsonl")
+
+
+def test_missing_credentials_are_said_before_any_row_is_read(bucket, model, tmp_path, monkeypatch):
+    files = type(fsspec.filesystem("s3"))
+    files.clear_instance_cache()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    with pytest.raises(ValueError, match=r"s3://bucket: cannot be written: .*redentials.*: set the credentials in the"):
+        tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=[b"no row\n"])
+    files.clear_instance_cache()
+
+
+# --- Copies of data sets
+
+
+def fetch(url: str, cache: Path, **options: Any) -> str:
+    found = find_sets({"data_path": [url]}, **options)
+    fetch_sets(found, str(cache))
+    return locate_sets(found, str(cache))["data_path"][0]
+
+
+def test_a_data_set_is_copied_once_and_again_if_it_changes(bucket, model, tmp_path, caplog):
+    url, cache = "s3://bucket/a/t.arrow", tmp_path / "cache"
+    tokenize(model, tmp_path, url, add_special_tokens=("<x>",))
+    caplog.set_level("INFO", logger="mini_trainer")
+    first = fetch(url, cache)
+    expected = read_bucket(bucket, "a/")
+    copied = read_directory(Path(first).parent)
+    assert json.loads(copied.pop("source.json")) == {"url": url} and copied == expected
+    inode = os.stat(first).st_ino
+    assert fetch(url, cache) == first and os.stat(first).st_ino == inode
+    messages = [record.message for record in caplog.records if record.name == "mini_trainer"]
+    assert [message.split()[1] for message in messages] == ["copying", url]
+    assert name_source(first) == url and name_source(str(tmp_path / "t.arrow")) == str(tmp_path / "t.arrow")
+    tokenize(model, tmp_path, url, rows=ROWS[1:], add_special_tokens=("<x>",))
+    second = fetch(url, cache)
+    assert len(TokenizedData(second).lengths) == len(ROWS) - 1 and len(TokenizedData(first).lengths) == len(ROWS)
+    bucket.put_object(Bucket="bucket", Key="a/t.arrow.teacher.scores", Body=b"1")
+    assert Path(f"{fetch(url, cache, beside=['.teacher.scores'])}.teacher.scores").read_bytes() == b"1"
+
+
+def test_a_copy_is_whole_or_not_there(bucket, model, tmp_path, monkeypatch):
+    url, cache = "s3://bucket/t.arrow", tmp_path / "cache"
+    tokenize(model, tmp_path, url)
+    found = find_sets({"data_path": [url]})
+
+    def interrupt(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.RemoteFile, "check_unchanged", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_sets(found, str(cache))
+    assert [path for path in cache.rglob("*") if path.is_file() and not path.name.endswith(".lock")] == []
+    content = read_bucket(bucket)["t.arrow"]
+    bucket.put_object(Bucket="bucket", Key="t.arrow", Body=content[:-9] + b"\0" * 9)  # another upload's
+    with pytest.raises(ValueError, match=r"t.arrow: changed while it was read"):
+        fetch_sets(found, str(cache))
+    with pytest.raises(ValueError, match=r"its SHA-256 is not the one that its .meta.json records"):
+        fetch(url, cache)
+    bucket.put_object(Bucket="bucket", Key="t.arrow", Body=content)
+    assert Path(fetch(url, cache)).read_bytes() == content
+
+
+def test_data_sets_that_cannot_be_copied(bucket, model, tmp_path, monkeypatch):
+    tokenize(model, tmp_path, tmp_path / "t.arrow", add_special_tokens=("<x>",))
+    web = RangeServer()
+    web.files = {path.name: path.read_bytes() for path in tmp_path.glob("t.arrow*") if path.is_file()}
+    cases = {
+        "s3://bucket/none.arrow": "--data-path s3://bucket/none.arrow: no such file",
+        "s3://nowhere/t.arrow": "--data-path s3://nowhere/t.arrow: no such file",
+        "s3://bucket/rows/": "must end in .arrow, .parquet or .jsonl",
+        f"{web.url}/t.arrow": "t.arrow.tokenizer: web servers do not list the files of a directory",
+        "s3://me:hunter2@bucket/t.arrow": "has a password, key or signature in it",
+    }
+    for url, reason in cases.items():
+        with pytest.raises(ValueError, match="--data-path") as error:
+            find_sets({"data_path": [url]})
+        assert reason in str(error.value) and "hunter2" not in str(error.value)
+    web.close()
+    with pytest.raises(ValueError, match=r"--data s3://bucket/t.arrow: must be a local path here"):
+        TokenizedData("s3://bucket/t.arrow", option="--data")
+
+
+def test_the_first_rank_of_a_node_does_the_work_and_a_failure_ends_all(world, monkeypatch):
+    calls = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    call_on_each_node(world, lambda: calls.append(1))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    call_on_each_node(world, lambda: calls.append(0))
+    assert calls == [0]
+
+    def fail() -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(RunError, match="no room"):
+        call_on_each_node(world, fail)
+
+
+# --- A run
+
+
+def start(world: World, **options: object) -> TrainOptions:
+    """Trains as the script does; the options with local paths."""
+    given = group_options(TrainOptions, **options)
+    assert find_problems(given) == []
+    control = RunControl(hang_timeout=600, max_seconds=None)
+    try:
+        local = make_data_local(given, world, control)
+        train(local, world, control)
+    finally:
+        if control.run_lock is not None:
+            control.run_lock.release()
+    return local
+
+
+def test_a_run_from_a_store_to_a_store(bucket, model, world, tmp_path, monkeypatch):
+    """Tokenized to S3, trained from there, exported to there, and loaded from there."""
+    url, to = "s3://bucket/data/t.arrow", "s3://bucket/runs/x"
+    tokenize(model, tmp_path, url, validation_share=0.3)
+    names = spoil_puts(monkeypatch, lambda *paths: None)
+    run = tmp_path / "run"
+    options = dict(model_name_or_path=str(model), output_dir=str(run), data_cache_dir=str(tmp_path / "cache"))
+    options |= dict(batch_size=8, max_tokens_per_gpu=256, checkpoint_every_steps=1, upload_to=to, data_path=url)
+    options |= dict(validation_data_path=url.replace("t.arrow", "t.validation.arrow"), min_samples_per_checkpoint=8)
+    options |= dict(weight_average="ema", ema_half_life=1, learning_rate=1e-2)
+    local = start(world, **options, max_steps=1)
+
+    # Every export is there, as it is here, and its config was written last.
+    exports = run / "hf_format"
+    assert {path.name for path in exports.iterdir()} == {"samples_8", "best", "average_samples_8"}
+    assert read_bucket(bucket, "runs/x/") == read_directory(exports)
+    downloaded = tmp_path / "downloaded"
+    for name, content in read_bucket(bucket, "runs/x/samples_8/").items():
+        (downloaded / name).parent.mkdir(parents=True, exist_ok=True)
+        (downloaded / name).write_bytes(content)
+    ids = AutoTokenizer.from_pretrained(downloaded)("How many are 7?", return_tensors="pt")["input_ids"]
+    logits = [AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (downloaded, exports / "samples_8")]
+    assert torch.equal(*logits)
+    written = [name.removeprefix("runs/x/samples_8/") for name in names if name.startswith("runs/x/samples_8/")]
+    assert written[-1] == "config.json" and len(written) == len(set(written)), written
+
+    # The run has recorded the URL, and no credentials; it is the one that local paths give.
+    params = json.loads((run / "training_params.json").read_text())
+    assert params["options"]["data_path"] == [url] and params["options"]["upload_to"] == to
+    assert Path(local.data.data_path[0]).is_relative_to(tmp_path / "cache")
+    found = [path for path in run.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert found == []
+
+    # It resumes with the same data, also if that was written again, and not with other data.
+    tokenize(model, tmp_path, url, validation_share=0.3)
+    start(world, **options, max_steps=2)
+    assert json.loads((run / "training_params.json").read_text())["starts"][-1]["first_step"] == 1
+    assert "runs/x/samples_16/config.json" in read_bucket(bucket)
+    tokenize(model, tmp_path, url, rows=ROWS[3:], validation_share=0.3)
+    with pytest.raises(ValueError, match="was made with other data"):
+        start(world, **options, max_steps=3)
+
+
+@pytest.mark.slow
+def test_one_process_of_a_node_copies_the_data_for_all(model, tmp_path):
+    tokenize(model, tmp_path, tmp_path / "t.arrow")
+    web, run = RangeServer(), tmp_path / "run"
+    web.files = {path.name: path.read_bytes() for path in tmp_path.glob("t.arrow*")}
+    url = f"{web.url}/t.arrow"
+    train_forked(2, model_name_or_path=model, data_path=url, output_dir=run, data_cache_dir=tmp_path / "cache",
+                 max_steps=1, batch_size=4, max_tokens_per_gpu=256, save_final_checkpoint=False)  # fmt: skip
+    web.close()
+    assert sorted(web.names) == ["t.arrow", "t.arrow.meta.json", "t.arrow.meta.json"]  # read first, to know its files
+    assert json.loads((run / "training_params.json").read_text())["options"]["data_path"] == [url]
+
+
+@pytest.fixture
+def export(tmp_path) -> Path:
+    directory = tmp_path / "hf_format" / "samples_8"
+    (directory / "adapter").mkdir(parents=True)
+    for name in ("config.json", "model-1.safetensors", "model.safetensors.index.json", "adapter/adapter_config.json",
+                 "tokenizer.json", "manifest.json"):  # fmt: skip
+        (directory / name).write_text(f"new {name}")
+    return directory
+
+
+def test_an_upload_that_is_not_whole_is_taken_for_no_model(bucket, export, monkeypatch):
+    """Wherever it ends, also where an older export is replaced, whose other files go."""
+    expected = read_directory(export)
+    for num_written in range(len(expected)):
+        for name in ("config.json", "adapter_config.json", "model-2.safetensors"):
+            bucket.put_object(Bucket="bucket", Key=f"x/{name}", Body=b"old")
+
+        def end(source: str, target: str) -> None:
+            if len(names) > num_written:  # noqa: B023
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            names = spoil_puts(patch, end)
+            with pytest.raises(KeyboardInterrupt):
+                upload_directory(export, "s3://bucket/x", last=WRITTEN_LAST, done=set())
+        there = read_bucket(bucket, "x/")
+        assert "config.json" not in there and "adapter_config.json" not in there and "model-2.safetensors" not in there
+        assert there.items() <= expected.items()
+    upload_directory(export, "s3://bucket/x", last=WRITTEN_LAST, done=set())
+    assert read_bucket(bucket, "x/") == expected
+
+
+def upload(url: str, export: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Uploads `export` as a run does; the warnings."""
+    with caplog.at_level("INFO", logger="mini_trainer"):
+        uploads = Uploads(Store(url))
+        uploads.add(export, kind=REGULAR, message="")
+        uploads.close(is_done=True)
+    assert [path.name for path in export.parent.iterdir()] == ["samples_8"], "links are left"
+    return [message for message in caplog.messages if message.startswith("warning")]
+
+
+def test_a_store_in_trouble_is_asked_again_for_what_is_missing(bucket, export, caplog, monkeypatch):
+    faults, put = [None, OSError, None, OSError, OSError, OSError], []
+    really_upload = uploads_module.Uploads._try_to_upload
+
+    def upload_here(self: Uploads, one: Any) -> None:
+        """In the uploads' own thread, which has its own client."""
+        with pytest.MonkeyPatch.context() as patch:
+            put.append(spoil_puts(patch, fail))
+            really_upload(self, one)
+
+    def fail(source: str, target: str) -> None:
+        if faults and (fault := faults.pop(0)) is not None:
+            raise fault("no network")
+
+    monkeypatch.setattr(Uploads, "_try_to_upload", upload_here)
+    assert upload("s3://bucket/runs/x/", export, caplog) == []
+    assert read_bucket(bucket, "runs/x/samples_8/") == read_directory(export)
+    ((first, *others),) = put
+    assert others.count(first) == 0 and len(others) == 5 + 4, "what is there was uploaded again"
+
+
+def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, export, caplog):
+    first, last = upload("s3://nowhere/x", export, caplog)
+    assert first.startswith("warning: --upload-to s3://nowhere/x: cannot be used: the store has no such bucket: ")
+    assert "training continues" in first
+    command = f"aws s3 sync {export} s3://nowhere/x/samples_8"
+    assert last.splitlines() == [
+        "warning: 1 exports were not uploaded to s3://nowhere/x. To upload them:",
+        f"  {command}",
+    ]
+
+
+def test_commands_that_upload():
+    here = Path("runs/a b")
+    assert describe_upload(here, "s3://b/x") == "aws s3 sync 'runs/a b' s3://b/x"
+    assert describe_upload(here, "gs://b/x") == "gcloud storage rsync --recursive 'runs/a b' gs://b/x"
+    assert describe_upload(here, "hf://datasets/me/d/x/y") == "hf upload me/d 'runs/a b' x/y --repo-type dataset"
+    assert describe_upload(here, "hf://me/m") == "hf upload me/m 'runs/a b' ."
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(upload_to="runs/x"), "--upload-to runs/x: must be a URL (s3://BUCKET/PATH or gs://BUCKET/PATH)"),
+        (dict(upload_to="hf://me/x"), "--upload-to hf://me/x: give the repository by --push-to-hub, which makes each"),
+        (dict(upload_to="https://host/x"), "--upload-to https://host/x: web servers cannot be written to"),
+        (dict(upload_to="s3://"), "--upload-to s3://: names no bucket: must be s3://BUCKET/PATH"),
+        (dict(upload_to="s3://k:hunter2@b/x"), "has a password, key or signature in it"),
+        (dict(upload_to="gs://b/x"), "--upload-to gs://b/x: needs the package gcsfs: pip install gcsfs"),
+        (dict(output_dir="s3://b/x"), "--output-dir s3://b/x: must be a local directory, for checkpoints stay local; "),
+        (dict(data_cache_dir="s3://b/x"), "--data-cache-dir s3://b/x: must be a local directory"),
+        (dict(data_path="ftp://b/t.arrow"), "--data-path ftp://b/t.arrow: must be a local path, or begin with s3://"),
+        (
+            dict(validation_data_path="s3://k:hunter2@b/t.arrow"),
+            "--validation-data-path s3://***@b/t.arrow: has ",
+        ),
+    ],
+)
+def test_options_that_are_refused(options, reason, monkeypatch):
+    monkeypatch.setattr("options.problems.given.is_installed", lambda package: package != "gcsfs")
+    given = dict(model_name_or_path="m", output_dir="o", max_epochs=1, data_path="d.arrow") | options
+    problems = find_problems(group_options(TrainOptions, **given))
+    assert len(problems) == 1 and reason in problems[0] and "hunter2" not in problems[0]
