@@ -267,27 +267,26 @@ def choose_batching(data: Mixture, options: DataOptions) -> Batching:
     return TokenBatches(options.batch_tokens, StreamTokens(data, seed=options.seed))
 
 
-def draw_batches(data: Mixture, options: DataOptions, *, start: int) -> Iterator[np.ndarray]:
+def draw_batches(data: Mixture, batching: Batching, *, seed: int, start: int) -> Iterator[np.ndarray]:
     """Yields the rows of each global batch, endlessly, from the one that begins at position `start`."""
-    batching = choose_batching(data, options)
     while True:
         end = batching.find_end(start)
-        yield draw_samples(data, seed=options.seed, start=start, count=end - start)
+        yield draw_samples(data, seed=seed, start=start, count=end - start)
         start = end
 
 
 def count_steps(
-    data: Mixture, options: DataOptions, end: EndOptions, *, start: RunPosition = RunPosition()
+    data: Mixture, batching: Batching, end: EndOptions, *, seed: int, start: RunPosition = RunPosition()
 ) -> int | None:
     """The run's number of steps, including those before `start`, up to the first given end; None without an end.
 
     Computed, not counted: with C(n) tokens in the stream's first n samples, a run from its beginning to its n-th sample
     takes ceil(n / --batch-size) steps, or floor(C(n - 1) / --batch-tokens) + 1.
     """
-    epoch_length, batching = len(data.kept), choose_batching(data, options)
+    epoch_length = len(data.kept)
     num_samples = [n for n in (end.max_samples, None if end.max_epochs is None else end.max_epochs * epoch_length) if n]
     if end.max_tokens is not None:
-        num_samples.append(StreamTokens(data, seed=options.seed).find(end.max_tokens))
+        num_samples.append(StreamTokens(data, seed=seed).find(end.max_tokens))
     ends = [start.step + batching.count(start.num_samples, n) for n in num_samples]
     ends += [] if end.max_steps is None else [end.max_steps]
     return min(ends, default=None)
@@ -303,17 +302,23 @@ def iterate_batches(
     options: DataOptions,
     *,
     objective: Objective,
+    batching: Batching | None = None,
     start: RunPosition = RunPosition(),
     num_steps: int | None,
     attention_cost: float,
     world: World | Place,
 ) -> Iterator[Batch]:
-    """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches."""
+    """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches.
+
+    `batching` is the data's by these options, where it is there already: another one reads all lengths again.
+    """
+    batching = batching or choose_batching(data, options)
     num_drawn, num_sharing = start.num_samples, count_sharing(world.row_group)
     cap, own = options.max_tokens_per_gpu * num_sharing, world.rank // num_sharing
     num_rows = world.world_size // num_sharing
     steps = itertools.count(start.step) if num_steps is None else range(start.step, num_steps)
-    for step, sample_ids in zip(steps, draw_batches(data, options, start=num_drawn), strict=False):
+    batches = draw_batches(data, batching, seed=options.seed, start=num_drawn)
+    for step, sample_ids in zip(steps, batches, strict=False):
         lengths = data.lengths[sample_ids]
         table = pack_batch(data.sizes[sample_ids], cap, num_rows, attention_cost, data.load_of(sample_ids))
         micro_batches = []

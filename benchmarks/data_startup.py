@@ -64,7 +64,7 @@ def measure(path: str) -> None:
     from model.fingerprints import fingerprint_data
     from objectives.next_tokens import CausalLM
     from options import DataOptions, EndOptions
-    from sampler import RunPosition, count_steps, draw_samples, iterate_batches
+    from sampler import Batching, RunPosition, choose_batching, count_steps, draw_samples, iterate_batches
 
     pack_batch([1, 2], 4, 1)
     measured: dict[str, Any] = {}
@@ -84,10 +84,10 @@ def measure(path: str) -> None:
         assert data.num_tokens > 0
         return data
 
-    def iterate(options: DataOptions, position: int) -> Any:
-        start = RunPosition(0, position)
+    def iterate(options: DataOptions, position: int, batching: Batching | None = None) -> Any:
+        start, costs = RunPosition(0, position), dict(num_steps=21, attention_cost=1e-4)
         return iterate_batches(
-            data, options, objective=CausalLM(), start=start, num_steps=21, attention_cost=1e-4, world=Place(0, 8)
+            data, options, objective=CausalLM(), batching=batching, start=start, world=Place(0, 8), **costs
         )
 
     def draw_epoch() -> None:
@@ -107,10 +107,11 @@ def measure(path: str) -> None:
     data.release_pages()
     mean = int(source.lengths[:ORDER_CHUNK].mean())
     by_tokens = DataOptions(data_path=path, batch_size=None, batch_tokens=max(data.longest, 256 * mean))
-    note("by tokens: number of steps of 1 epoch", lambda: count_steps(data, by_tokens, EndOptions(max_epochs=1)))
-    batches = iterate(by_tokens, 0)
-    note("by tokens: first batch", lambda: next(batches))
-    note("by tokens: first batch in the middle", lambda: next(iterate(by_tokens, num_samples // 2)))
+    batching, end = note("by tokens: opening", lambda: choose_batching(data, by_tokens)), EndOptions(max_epochs=1)
+    seed = by_tokens.seed
+    note("by tokens: number of steps of 1 epoch", lambda: count_steps(data, batching, end, seed=seed))
+    note("by tokens: first batch", lambda: next(iterate(by_tokens, 0, batching)))
+    note("by tokens: first batch in the middle", lambda: next(iterate(by_tokens, num_samples // 2, batching)))
     note("order of a whole epoch", draw_epoch)
     measured["highest resident MB"] = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:,.0f}"
     print(json.dumps(measured))

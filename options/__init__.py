@@ -65,6 +65,7 @@ from .training import (
     TrainOptions,
     list_defaults,
     list_identifying_options,
+    list_preset_values,
     list_shared_options,
     list_unchangeable_options,
 )

@@ -25,7 +25,7 @@ from objectives.next_tokens import CausalLM
 from objectives.token_columns import TextColumns
 from options import DataOptions, EndOptions
 from ranks.row_group import Place
-from sampler import StreamTokens, count_steps, draw_samples, iterate_batches
+from sampler import StreamTokens, choose_batching, count_steps, draw_samples, iterate_batches
 
 VOCAB_SIZE, STEPS = 160, 5
 ENDINGS = (".arrow", ".parquet", ".jsonl")
@@ -184,7 +184,10 @@ def test_every_epoch_has_every_sample_once_and_tokens_are_counted(many, tmp_path
             places = range(len(before))[::stride]
             assert [stream.count(n) for n in places] == [int(before[n]) for n in places]
         options = DataOptions(batch_tokens=64, seed=5)
-        assert count_steps(data, options, EndOptions(max_epochs=2)) == before[2 * size - 1] // 64 + 1
+        assert (
+            count_steps(data, choose_batching(data, options), EndOptions(max_epochs=2), seed=options.seed)
+            == before[2 * size - 1] // 64 + 1
+        )
 
 
 def test_the_length_of_a_run_is_known_without_a_walk_through_its_epochs(many):
