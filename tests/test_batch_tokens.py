@@ -18,7 +18,7 @@ from tiny_pairs import write_pairs
 import sampler
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from lifecycle.due import count_exports, find_due
+from lifecycle.due import find_due, list_export_steps
 from options import DataOptions, EndOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 from sampler import RunPosition, StreamTokens, TokenBatches, choose_batching, count_steps, draw_batches
@@ -276,8 +276,10 @@ def test_the_exports_to_come_are_those_that_train_makes(folder, lengths, sizes, 
     due = [find_due(at, options, epoch_length=len(lengths), num_steps=num_steps).export for at in positions]
     batching = choose_batching(data, options.data)
     for start in positions:
-        found = count_exports(options.exports, batching, start=start, num_steps=num_steps, epoch_length=len(lengths))
-        assert found == sum(due[start.step + 1 :])
+        found = list_export_steps(
+            options.exports, batching, start=start, num_steps=num_steps, epoch_length=len(lengths)
+        )
+        assert found == [step for step in range(start.step + 1, num_steps + 1) if due[step]]
 
 
 def test_a_run_has_batches_as_small_as_the_longest_sample_and_no_smaller(inputs, world, tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from transformers import Qwen3Config
 
 from families.text import TextFamily
 from lifecycle.choosing import choose_method, choose_settings
+from lifecycle.export import ExportParts
+from lifecycle.exports import Exports
 from lifecycle.inputs import RunInputs
-from lifecycle.step import run_backward
+from lifecycle.step import TrainState, run_backward
 from model import tiling
 from model.sharding import prepare_backward
 from objectives.choice import KINDS, make_objective
@@ -251,6 +254,35 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
     assert code == ExitCode.DONE and "5 steps of 8 samples, 2 of them done" in text, text
     code, text = plan(**run | dict(learning_rate=1.0))
     assert code == ExitCode.BAD_INPUT and "was made with other learning-rate (1e-05 before, now 1.0)" in text, text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(weight_average="ema", ema_decay=0.5),
+        dict(weight_average="tail", tail_steps=2),
+        dict(weight_average="tail", tail_steps=2, keep_exports=2),
+        dict(weight_average="ema", ema_decay=0.5, export_name="last"),
+    ],
+)
+def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs, world, tmp_path, monkeypatch):
+    most, write = Counter(), Exports._write
+
+    def look(exports: Exports, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
+        names = {path.name for path in export_dir.parent.glob("*")} | {f"new {export_dir.name}"}
+        most["averages"] = max(most["averages"], sum("average_" in name for name in names))
+        most["all"] = max(most["all"], len(names))
+        write(exports, state, export_dir, parts)
+
+    given = dict(min_samples_per_checkpoint=8, export_dtype="float32", max_tokens_per_gpu=1000) | changes
+    _, text = plan(**given)
+    found = re.search(r"one being written\), (\d+) exports, (\d+) of them of an average, of ([\d.]+) GB", text)
+    monkeypatch.setattr(Exports, "_write", look)
+    train_here(world, **inputs | given | dict(dry_run=False, output_dir=str(tmp_path / "run")))
+    num_exports, num_averages = int(found[1]), int(found[2])
+    assert num_averages == most["averages"]
+    # Of a name, the average's export has replaced the older one when the other's is written.
+    assert num_exports - most["all"] == ("export_name" in changes)
 
 
 @pytest.mark.parametrize(
