@@ -1,5 +1,6 @@
 """The plan of a run: its memory is what the run needs, it finds every problem, and it leaves nothing behind."""
 
+import itertools
 import re
 import shutil
 from collections import Counter
@@ -14,6 +15,7 @@ from in_process import print_plan, train_here
 from processes import flags
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
+from torch.distributed.fsdp._fully_shard._fsdp_param import _chunk_with_empty
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
 
@@ -33,7 +35,7 @@ from optim.reduction import reduce_step
 from options import ProcessDataOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 from plan import memory
-from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from plan.simulation import Load, Ranks, StepMemory, cut_first, lay_out_model, simulate_step
 from process_data import process_data
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
@@ -231,6 +233,13 @@ def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):
     for kind in ("weights", "gradients", "optimizer"):
         assert alone[kind] == pytest.approx(4 * shared[kind], rel=0.02), kind
     assert alone["activations"] == pytest.approx(shared["activations"], rel=0.1)
+
+
+def test_the_only_shard_that_a_simulation_cuts_is_the_first_of_fsdp():
+    for size, num_ranks, dim in itertools.product((1, 5, 8, 1000), (1, 3, 8, 1024), (0, 1)):
+        weight = torch.arange(2 * size).view((size, 2) if dim == 0 else (2, size))
+        (cut,), (first, *_) = cut_first(weight, num_ranks, dim), _chunk_with_empty(weight, num_ranks, dim)
+        assert torch.equal(cut, first) and cut.data_ptr() == first.data_ptr() and cut.stride() == first.stride()
 
 
 def test_hybrid_sharding_divides_by_fewer_ranks(plan):
