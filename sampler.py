@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from batch_packer import pack_batch
-from corpus.by_row import Rows, Values, find_top_row, sum_values
+from corpus.by_row import Rows, RunningSums, Values, find_top_row, sum_values
 from corpus.mixture import Mixture, interleave
 from corpus.order import Permutation, draw_permutation
 from families.micro_batch import MicroBatch
@@ -27,9 +27,6 @@ from ranks.row_group import Place, RowGroup, count_sharing
 from ranks.world import World
 
 Item = TypeVar("Item")
-
-BLOCK = 256  # samples between the positions of an epoch for which cumulated tokens are kept
-CHUNK = 4096 * BLOCK  # samples whose lengths are summed at once
 
 
 @dataclass(frozen=True)
@@ -148,37 +145,14 @@ def cumulate_epochs(lengths: Values, kept: Rows, *, seed: tuple[int, ...]) -> Ca
     num_tokens, size, permute = sum_values(lengths, kept), len(kept), epoch_permutations(seed, len(kept))
 
     @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-    def open_epoch(epoch: int) -> EpochTokens:
-        return EpochTokens(lambda start, end: lengths[kept[permute(epoch)[start:end]]], size, num_tokens)
+    def open_epoch(epoch: int) -> RunningSums:
+        return RunningSums(lambda start, end: lengths[kept[permute(epoch)[start:end]]], size, total=num_tokens)
 
     def count(num_drawn: int) -> int:
         epoch, offset = divmod(num_drawn, size)
-        return epoch * num_tokens + (open_epoch(epoch).count(offset) if offset else 0)
+        return epoch * num_tokens + (open_epoch(epoch).before(offset) if offset else 0)
 
     return count
-
-
-class EpochTokens:
-    """Cumulated tokens of one data set's epoch, summed once, up to the furthest position asked for."""
-
-    def __init__(self, read: Callable[[int, int], np.ndarray], size: int, num_tokens: int):
-        """`read`: the lengths of the samples at positions [start, end) of the epoch, which has `size` of them."""
-        self.read, self.size, self.num_tokens = read, size, num_tokens
-        self.before = np.zeros(1 + -(-size // BLOCK), np.int64)  # tokens before each `BLOCK`-th sample
-        self.num_read = 0  # samples
-
-    def count(self, num_samples: int) -> int:
-        """Number of tokens of the first `num_samples` of the epoch."""
-        if self.size - num_samples < BLOCK:  # counted from the end: the number of a run's steps needs no walk
-            return self.num_tokens - int(self.read(num_samples, self.size).sum(dtype=np.int64))
-        block = num_samples // BLOCK
-        while self.num_read < block * BLOCK:  # in parts, between which the training thread can run
-            part = self.read(self.num_read, min(self.num_read + CHUNK, self.size))
-            sums = np.add.reduceat(part, np.arange(0, len(part), BLOCK), dtype=np.int64)
-            first = self.num_read // BLOCK
-            self.before[first + 1 : first + 1 + len(sums)] = self.before[first] + np.cumsum(sums)
-            self.num_read += len(part)
-        return int(self.before[block]) + int(self.read(block * BLOCK, num_samples).sum(dtype=np.int64))
 
 
 class Batching(Protocol):

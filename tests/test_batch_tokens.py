@@ -16,6 +16,7 @@ from tiny_models import save_tokenizer
 from tiny_pairs import write_pairs
 
 import sampler
+from corpus import by_row
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.due import find_due, list_export_steps
@@ -32,8 +33,8 @@ BEGIN = RunPosition()
 def small_blocks():
     """Several blocks and chunks in an epoch of a few samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "BLOCK", 4)
-        patch.setattr(sampler, "CHUNK", 12)
+        patch.setattr(by_row, "BLOCK", 4)
+        patch.setattr(by_row, "CHUNK", 12)
         yield
 
 
