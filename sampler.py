@@ -284,7 +284,7 @@ def iterate_batches(
 ) -> Iterator[Batch]:
     """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches.
 
-    `batching` is the data's by these options, where it is there already: another one reads all lengths again.
+    `batching`: the rule for the data and options, if it is known; a new one reads all lengths.
     """
     batching = batching or choose_batching(data, options)
     num_drawn, num_sharing = start.num_samples, count_sharing(world.row_group)
