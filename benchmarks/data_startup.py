@@ -156,7 +156,9 @@ def hold(path: str) -> None:
     from corpus.reader import TokenizedData
 
     data = TokenizedData(path)
-    assert data.lengths.sum(dtype=np.int64) > 0 and data.num_loss_tokens.sum(dtype=np.int64) > 0
+    whole = [data.lengths, data.num_loss_tokens]
+    whole += [] if data.sequences is None else [data.sequences.firsts, data.sequences.lengths]
+    assert all(values.sum(dtype=np.int64) > 0 for values in whole)
     print("ready", flush=True)
     sys.stdin.readline()
     held, is_index = Counter(dict.fromkeys(("Rss", "Pss"), 0.0)), False
