@@ -318,7 +318,7 @@ class Simulation:
         texts = self.stream.texts[before.printed :]
         if texts:
             note = f"{note}; " * bool(note) + f"{len(texts)} printed, {len(max(texts, key=len)):,} characters"
-        if after.all_removed > before.all_removed:
+        if row["removed"]:
             note = f"rank 0 removes {row['removed']} of {after.all_removed - before.all_removed:,} files"
         print(json.dumps(row | {"note": note}), flush=True)
         return answers
