@@ -20,7 +20,6 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from options import (
-    PRESETS,
     BoardOptions,
     ContinualOptions,
     ImportConfigOptions,
@@ -31,6 +30,7 @@ from options import (
     flag_name,
     flatten_options,
     iterate_fields,
+    list_preset_values,
     list_types,
 )
 from options.choices import list_choices
@@ -127,15 +127,14 @@ def refuse_hub_kernels() -> None:
 
 
 def find_preset_words(words: list[str], options_class: type) -> list[str]:
-    """The command line of the preset that `words` name; their own values come later, and win."""
+    """The command line of the preset that `words` name, without options that they have themselves."""
     if options_class is not TrainOptions:
         return []
     names = [after for word, after in itertools.pairwise([*words, ""]) if word == "--preset"]
     names += [word.removeprefix("--preset=") for word in words if word.startswith("--preset=")]
-    values = PRESETS.get(names[-1], {}) if names else {}  # tyro refuses a name that is none
+    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    values = list_preset_values(names[-1] if names else None, given)  # tyro refuses a name that is none
     types = list_types(TrainOptions)
-    if any(word.partition("=")[0].replace("_", "-") == "--batch-tokens" for word in words):  # replaces a preset's size
-        values = {name: value for name, value in values.items() if name != "batch_size"}
     return [word for name, value in values.items() for word in flag_for(name, value, field_type=types[name])]
 
 

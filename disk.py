@@ -161,11 +161,16 @@ def sync_dir(directory: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Removes a checkpoint or an export, renaming it first so that a partial one is never taken for complete."""
+    """Removes a checkpoint or an export."""
+    remove_quietly(hide(directory))
+
+
+def hide(directory: Path) -> Path:
+    """Renames a checkpoint or an export before its removal, so that a partial one is never taken for complete."""
     aside = directory.parent / f"{ASIDE[1]}{directory.name}"
     remove_quietly(aside)
     os.rename(directory, aside)
-    remove_quietly(aside)
+    return aside
 
 
 def remove_quietly(path: Path) -> None:
@@ -178,10 +183,13 @@ def remove_quietly(path: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Removes leftovers in `directory` of runs killed while they wrote or removed something."""
-    if directory.is_dir():
-        for path in directory.iterdir():
-            if path.name.startswith(ASIDE):
-                remove_quietly(path)
+    for path in find_leftovers(directory):
+        remove_quietly(path)
+
+
+def find_leftovers(directory: Path) -> list[Path]:
+    paths = directory.iterdir() if directory.is_dir() else []
+    return [path for path in paths if path.name.startswith(ASIDE)]
 
 
 def hash_file(path: Path) -> dict[str, Any]:

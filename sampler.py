@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from batch_packer import pack_batch
-from corpus.by_row import Rows, Values, find_top_row, sum_values
+from corpus.by_row import Rows, RunningSums, Values, find_top_row, sum_values
 from corpus.mixture import Mixture, interleave
 from corpus.order import Permutation, draw_permutation
 from families.micro_batch import MicroBatch
@@ -27,9 +27,6 @@ from ranks.row_group import Place, RowGroup, count_sharing
 from ranks.world import World
 
 Item = TypeVar("Item")
-
-BLOCK = 256  # samples between the positions of an epoch for which cumulated tokens are kept
-CHUNK = 4096 * BLOCK  # samples whose lengths are summed at once
 
 
 @dataclass(frozen=True)
@@ -148,37 +145,14 @@ def cumulate_epochs(lengths: Values, kept: Rows, *, seed: tuple[int, ...]) -> Ca
     num_tokens, size, permute = sum_values(lengths, kept), len(kept), epoch_permutations(seed, len(kept))
 
     @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-    def open_epoch(epoch: int) -> EpochTokens:
-        return EpochTokens(lambda start, end: lengths[kept[permute(epoch)[start:end]]], size, num_tokens)
+    def open_epoch(epoch: int) -> RunningSums:
+        return RunningSums(lambda start, end: lengths[kept[permute(epoch)[start:end]]], size, total=num_tokens)
 
     def count(num_drawn: int) -> int:
         epoch, offset = divmod(num_drawn, size)
-        return epoch * num_tokens + (open_epoch(epoch).count(offset) if offset else 0)
+        return epoch * num_tokens + (open_epoch(epoch).before(offset) if offset else 0)
 
     return count
-
-
-class EpochTokens:
-    """Cumulated tokens of one data set's epoch, summed once, up to the furthest position asked for."""
-
-    def __init__(self, read: Callable[[int, int], np.ndarray], size: int, num_tokens: int):
-        """`read`: the lengths of the samples at positions [start, end) of the epoch, which has `size` of them."""
-        self.read, self.size, self.num_tokens = read, size, num_tokens
-        self.before = np.zeros(1 + -(-size // BLOCK), np.int64)  # tokens before each `BLOCK`-th sample
-        self.num_read = 0  # samples
-
-    def count(self, num_samples: int) -> int:
-        """Number of tokens of the first `num_samples` of the epoch."""
-        if self.size - num_samples < BLOCK:  # counted from the end: the number of a run's steps needs no walk
-            return self.num_tokens - int(self.read(num_samples, self.size).sum(dtype=np.int64))
-        block = num_samples // BLOCK
-        while self.num_read < block * BLOCK:  # in parts, between which the training thread can run
-            part = self.read(self.num_read, min(self.num_read + CHUNK, self.size))
-            sums = np.add.reduceat(part, np.arange(0, len(part), BLOCK), dtype=np.int64)
-            first = self.num_read // BLOCK
-            self.before[first + 1 : first + 1 + len(sums)] = self.before[first] + np.cumsum(sums)
-            self.num_read += len(part)
-        return int(self.before[block]) + int(self.read(block * BLOCK, num_samples).sum(dtype=np.int64))
 
 
 class Batching(Protocol):
@@ -267,27 +241,26 @@ def choose_batching(data: Mixture, options: DataOptions) -> Batching:
     return TokenBatches(options.batch_tokens, StreamTokens(data, seed=options.seed))
 
 
-def draw_batches(data: Mixture, options: DataOptions, *, start: int) -> Iterator[np.ndarray]:
+def draw_batches(data: Mixture, batching: Batching, *, seed: int, start: int) -> Iterator[np.ndarray]:
     """Yields the rows of each global batch, endlessly, from the one that begins at position `start`."""
-    batching = choose_batching(data, options)
     while True:
         end = batching.find_end(start)
-        yield draw_samples(data, seed=options.seed, start=start, count=end - start)
+        yield draw_samples(data, seed=seed, start=start, count=end - start)
         start = end
 
 
 def count_steps(
-    data: Mixture, options: DataOptions, end: EndOptions, *, start: RunPosition = RunPosition()
+    data: Mixture, batching: Batching, end: EndOptions, *, seed: int, start: RunPosition = RunPosition()
 ) -> int | None:
     """The run's number of steps, including those before `start`, up to the first given end; None without an end.
 
     Computed, not counted: with C(n) tokens in the stream's first n samples, a run from its beginning to its n-th sample
     takes ceil(n / --batch-size) steps, or floor(C(n - 1) / --batch-tokens) + 1.
     """
-    epoch_length, batching = len(data.kept), choose_batching(data, options)
+    epoch_length = len(data.kept)
     num_samples = [n for n in (end.max_samples, None if end.max_epochs is None else end.max_epochs * epoch_length) if n]
     if end.max_tokens is not None:
-        num_samples.append(StreamTokens(data, seed=options.seed).find(end.max_tokens))
+        num_samples.append(StreamTokens(data, seed=seed).find(end.max_tokens))
     ends = [start.step + batching.count(start.num_samples, n) for n in num_samples]
     ends += [] if end.max_steps is None else [end.max_steps]
     return min(ends, default=None)
@@ -303,17 +276,23 @@ def iterate_batches(
     options: DataOptions,
     *,
     objective: Objective,
+    batching: Batching | None = None,
     start: RunPosition = RunPosition(),
     num_steps: int | None,
     attention_cost: float,
     world: World | Place,
 ) -> Iterator[Batch]:
-    """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches."""
+    """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches.
+
+    `batching`: the rule for the data and options, if it is known; a new one reads all lengths.
+    """
+    batching = batching or choose_batching(data, options)
     num_drawn, num_sharing = start.num_samples, count_sharing(world.row_group)
     cap, own = options.max_tokens_per_gpu * num_sharing, world.rank // num_sharing
     num_rows = world.world_size // num_sharing
     steps = itertools.count(start.step) if num_steps is None else range(start.step, num_steps)
-    for step, sample_ids in zip(steps, draw_batches(data, options, start=num_drawn), strict=False):
+    batches = draw_batches(data, batching, seed=options.seed, start=num_drawn)
+    for step, sample_ids in zip(steps, batches, strict=False):
         lengths = data.lengths[sample_ids]
         table = pack_batch(data.sizes[sample_ids], cap, num_rows, attention_cost, data.load_of(sample_ids))
         micro_batches = []

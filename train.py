@@ -91,6 +91,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         inputs.data,
         options.data,
         objective=inputs.objective,
+        batching=inputs.batching,
         start=run.start,
         num_steps=num_steps,
         attention_cost=flops.attention_cost,

@@ -378,7 +378,7 @@ def main() -> None:
         costs, source = measured, "costs measured above"
     else:
         with torch.device("meta"):
-            flops = count_flops(AutoModelForCausalLM.from_config(make_config(args.shape)), make_config(args.shape))
+            flops = count_flops(AutoModelForCausalLM.from_config(make_config(args.shape)))
         costs = assume_costs(
             flops,
             sustained=1e12 * args.sustained_tflops,

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -170,6 +171,7 @@ class Simulation:
         self.num_ranks, self.store = num_ranks, CountedStore()
         self.stream = sys.stderr = CountingStream(sys.stderr)
         self.num_lines = self.num_line_bytes = self.num_stacks = 0
+        self.num_removed: Counter[int | None] = Counter()  # files, by the rank that removes them
         self.counts_beats = False  # in one channel alone: in others their number depends on the time
         self.controls: dict[int, RunControl] = {}
         self.left: dict[int, threading.Event] = {}
@@ -223,7 +225,13 @@ class Simulation:
                 self.num_line_bytes += len(line)
             send(connection, line)
 
-        dist.init_process_group, Connection.send = init_one_group, send_counted
+        unlink = os.unlink
+
+        def unlink_counted(*args: Any, **others: Any) -> None:
+            self.num_removed[own_rank()] += 1
+            unlink(*args, **others)
+
+        dist.init_process_group, Connection.send, os.unlink = init_one_group, send_counted, unlink_counted
         threading.Thread.start, threading.Thread.run = start_thread, run_thread
 
     def enter(self, rank: int) -> None:
@@ -284,7 +292,13 @@ class Simulation:
                 if int(name) in self.threads_of_rank0:
                     seconds += int(Path(f"/proc/self/task/{name}/schedstat").read_text().split()[0]) / 1e9
         return SimpleNamespace(
-            messages=messages, bytes=size, cpu=seconds, printed=len(self.stream.texts), time=time.monotonic()
+            messages=messages,
+            bytes=size,
+            cpu=seconds,
+            printed=len(self.stream.texts),
+            removed=self.num_removed[0],
+            all_removed=self.num_removed.total(),
+            time=time.monotonic(),
         )
 
     def measure(self, what: str, command: Callable[[int], object], *, times: float = 1, note: str = "") -> list[object]:
@@ -299,10 +313,13 @@ class Simulation:
             bytes=round((after.bytes - before.bytes) / times),
             cpu=(after.cpu - before.cpu) / times,
             seconds=seconds / times,
+            removed=after.removed - before.removed,
         )
         texts = self.stream.texts[before.printed :]
         if texts:
             note = f"{note}; " * bool(note) + f"{len(texts)} printed, {len(max(texts, key=len)):,} characters"
+        if row["removed"]:
+            note = f"rank 0 removes {row['removed']} of {after.all_removed - before.all_removed:,} files"
         print(json.dumps(row | {"note": note}), flush=True)
         return answers
 

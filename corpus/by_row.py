@@ -1,12 +1,13 @@
 """Rows and their values, read as arrays without being held as such."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 CHUNK = 1 << 20  # rows that are read at once
+BLOCK = 256  # values between those before which a running sum is kept
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class RowRange:
 
     def __add__(self, number: int) -> "RowRange":
         return RowRange(self.first + number, self.size)
+
+    def within(self, first: int, size: int) -> slice:
+        """The rows in common with `size` rows from `first` on, counted from there."""
+        start, stop = (min(max(place - first, 0), size) for place in (self.first, self.first + self.size))
+        return slice(start, stop)
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -95,6 +101,36 @@ def find_top_row(values: Values, rows: Rows) -> int:
         return rows.first + int(values[rows.first : rows.first + rows.size].argmax())
     largest = [int(part[values[part].argmax()]) for part in iterate_chunks(rows)]
     return max(largest, key=lambda row: values[row])
+
+
+class RunningSums:
+    """Sums of the values before any place, walked once, up to the furthest place asked for: 8 / `BLOCK` bytes a value.
+
+    One thread asks, unless all has been walked.
+    """
+
+    def __init__(self, read: Callable[[int, int], np.ndarray], size: int, *, total: int):
+        """`read`: the values from one place to another, of `size` whose sum is `total`."""
+        self.read, self.size, self.total = read, size, total
+        self._before_blocks = np.zeros(1 + -(-size // BLOCK), np.int64)
+        self._num_read = 0  # values
+
+    def before(self, place: int) -> int:
+        """The sum of the first `place` values."""
+        if self.size - place < BLOCK:  # from the end: the number of a run's steps needs no walk
+            return self.total - int(self.read(place, self.size).sum(dtype=np.int64))
+        block = place // BLOCK
+        self.walk(block * BLOCK)
+        return int(self._before_blocks[block]) + int(self.read(block * BLOCK, place).sum(dtype=np.int64))
+
+    def walk(self, end: int) -> None:
+        """Reads the values up to `end`, a multiple of `BLOCK` or the last one."""
+        while self._num_read < end:  # in parts, between which other threads can run
+            part = self.read(self._num_read, min(self._num_read + max(BLOCK, CHUNK // BLOCK * BLOCK), self.size))
+            sums = np.add.reduceat(part, np.arange(0, len(part), BLOCK), dtype=np.int64)
+            first = self._num_read // BLOCK
+            self._before_blocks[first + 1 : first + 1 + len(sums)] = self._before_blocks[first] + np.cumsum(sums)
+            self._num_read += len(part)
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

@@ -14,7 +14,7 @@ import numpy as np
 from batch_packer import SampleLoad
 from corpus.by_row import RowRange, Rows, Values, find_top_row, iterate_chunks, join_rows, join_values, sum_values
 from corpus.order import draw_permutation
-from corpus.reader import ImageSizes, RowSequences, TokenizedData
+from corpus.reader import ImageSizes, Sequences, TokenizedData
 from families.sample import Sample
 from objectives.columns import Task
 from objectives.data_kinds import describe_task
@@ -76,8 +76,7 @@ class Mixture:
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
         self.lengths: Values = join_values([source.lengths for source in sources])
         self.sizes = self.lengths
-        has_sequences = sources[0].sequences is not None  # as all have, which are for one task
-        self.sequences = join_sequences([source.sequences for source in sources]) if has_sequences else None
+        self.has_sequences = sources[0].sequences is not None  # as all have, which are for one task
         self.num_loss_tokens = join_values([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by `count_images`
         self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by corpus.pairs.pair
@@ -102,9 +101,14 @@ class Mixture:
     @property
     def longest_sequence(self) -> int:
         """Number of tokens of the longest sequence of a kept sample."""
-        if self.sequences is None:
+        if not self.has_sequences:
             return int(self.lengths[find_top_row(self.lengths, self.kept)])
-        return int(self.list_sequences(self.kept[:]).lengths.max())
+        if not isinstance(self.kept, RowRange):
+            return max(int(self.list_sequences(rows).lengths.max()) for rows in iterate_chunks(self.kept))
+        parts = zip(self.sources, self._first_rows, strict=False)
+        return max(
+            source.sequences.find_longest(self.kept.within(int(first), len(source.lengths))) for source, first in parts
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -165,18 +169,30 @@ class Mixture:
         load, images = SampleLoad(), self.images
         if images is not None:
             load = SampleLoad(images.patches[rows], images.costs[rows], images.cap)
-        if self.sequences is not None:
+        if self.has_sequences:
             sequences = self.list_sequences(rows)
             load = load._replace(squares=sequences.sum_by_row(sequences.lengths.astype(float) ** 2))
         if self.seen is not None:
             load = load._replace(squares=sum(part.lengths[rows].astype(float) ** 2 for part in (self, self.seen)))
-        return None if images is None and self.sequences is None and self.seen is None else load
+        return None if images is None and not self.has_sequences and self.seen is None else load
 
-    def list_sequences(self, rows: np.ndarray) -> RowSequences:
+    def list_sequences(self, rows: np.ndarray) -> Sequences:
         """The sequences of some rows."""
-        if self.sequences is None:
-            return RowSequences(np.ones(len(rows), np.int64), self.lengths[rows])
-        return self.sequences.of(rows)
+        if not self.has_sequences:
+            return Sequences(np.ones(len(rows), np.int64), self.lengths[rows])
+        if len(self.sources) == 1:
+            return self.sources[0].sequences.of(rows)
+        source_of, counts = self.source_of(rows), np.empty(len(rows), np.int64)
+        parts = [
+            source.sequences.of(rows[source_of == i] - int(first))
+            for i, (source, first) in enumerate(zip(self.sources, self._first_rows, strict=False))
+        ]
+        for i, part in enumerate(parts):
+            counts[source_of == i] = part.counts
+        lengths = np.empty(counts.sum(), np.int32)
+        for i, part in enumerate(parts):
+            lengths[np.repeat(source_of == i, counts)] = part.lengths
+        return Sequences(counts, lengths)
 
     def take_subset(self, subset: int | float, *, seed: int) -> None:
         """Keeps a random subset of each set's kept samples: this number, or this share of them, at least one."""
@@ -285,10 +301,6 @@ def find_common_task(sources: Sequence[TokenizedData]) -> Task:
 def join(arrays: list[np.ndarray]) -> np.ndarray:
     """The concatenated arrays; a single one is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def join_sequences(parts: list[RowSequences]) -> RowSequences:
-    return RowSequences(join([part.counts for part in parts]), join([part.lengths for part in parts]))
 
 
 def name_sources(paths: Sequence[Path]) -> list[str]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
-from corpus.index import ArrowFile, Index, iterate_batches, open_index, read_numbers
+from corpus.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
 from disk import read_object
 from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, RowFacts, check_sample
@@ -61,7 +61,7 @@ class TokenizedData:
         self._open_batch = functools.lru_cache(maxsize=NUM_OPEN_BATCHES)(self._read_batch)
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
         self.image_sizes = read_image_sizes(self._list_batches()) if has_images else None
-        self.sequences = read_sequences(self._list_batches()) if has_sequences else None
+        self.sequences = RowSequences(index.first_sequences, index.sequence_lengths) if has_sequences else None
         if self.lengths.min() < 1:
             row = int(np.argmin(self.lengths))
             raise ValueError(
@@ -206,36 +206,37 @@ def read_image_sizes(batches: Sequence[pa.RecordBatch]) -> ImageSizes:
 
 
 @dataclass(frozen=True)
-class RowSequences:
-    """The sequences of rows, one row's after another's."""
+class Sequences:
+    """The sequences of some rows, one row's after another's."""
 
     counts: np.ndarray  # (rows,) int64: sequences of each
     lengths: np.ndarray  # (sequences,) int32: tokens of each
 
-    @functools.cached_property
-    def starts(self) -> np.ndarray:  # (rows,)
-        """The first sequence of each row."""
-        return np.cumsum(self.counts) - self.counts
-
     @property
     def places(self) -> np.ndarray:  # (sequences,)
         """The place of each sequence in its row; 0 for the first."""
-        return np.arange(self.counts.sum()) - np.repeat(self.starts, self.counts)
-
-    def of(self, rows: np.ndarray) -> "RowSequences":
-        counts = self.counts[rows]
-        first = np.cumsum(counts) - counts
-        chosen = np.arange(counts.sum()) + np.repeat(self.starts[rows] - first, counts)
-        return RowSequences(counts, self.lengths[chosen])
+        return np.arange(self.counts.sum()) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
 
     def sum_by_row(self, values: np.ndarray) -> np.ndarray:  # (sequences,) -> (rows,) float64
         return np.bincount(np.repeat(np.arange(len(self.counts)), self.counts), values, minlength=len(self.counts))
 
 
-def read_sequences(batches: Sequence[pa.RecordBatch]) -> RowSequences:
-    views = [list_views(batch.column(LENGTHS_COLUMN)) for batch in batches]
-    counts = np.concatenate([np.diff(offsets) for offsets, _ in views]).astype(np.int64)
-    return RowSequences(counts, np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views]))
+@dataclass(frozen=True)
+class RowSequences:
+    """The sequences of all rows of a data set, in its index: read for some rows at a time."""
+
+    firsts: np.ndarray  # (rows + 1,) int64: the first sequence of each row
+    lengths: np.ndarray  # (sequences,) int32: tokens of each
+
+    def of(self, rows: np.ndarray) -> Sequences:
+        firsts = self.firsts[rows]
+        counts = self.firsts[rows + 1] - firsts
+        chosen = np.arange(counts.sum()) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
+        return Sequences(counts, self.lengths[chosen])
+
+    def find_longest(self, rows: slice) -> int:
+        """Number of tokens of the longest sequence of consecutive rows; 0 of none."""
+        return int(self.lengths[self.firsts[rows.start] : self.firsts[rows.stop]].max(initial=0))
 
 
 def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile], Index]:
@@ -318,16 +319,6 @@ def infer_schema(path: Path, kind: Columns) -> pa.Schema:
     table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
     optional = [field for field in kind.schema if field.name in kind.optional]
     return pa.schema([*(field for field in table.schema if field.name not in kind.optional), *optional])
-
-
-def view(array: pa.Array) -> np.ndarray:
-    """The array's numbers without a copy; `to_numpy` would import pandas, half a second of every start."""
-    return np.from_dlpack(array)
-
-
-def list_views(chunk: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets, values) of a list column's chunk as views into the mapped file, not read yet."""
-    return view(chunk.offsets), view(chunk.values)
 
 
 def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:

@@ -15,13 +15,14 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from disk import hash_file, hash_json, read_json
+from disk import hash_json, read_json
 from lifecycle.tensor_files import DTYPES, encode_header
 from lifecycle.write_pool import WritePool
 
@@ -29,7 +30,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 DAMAGED = "damaged_"  # name prefix of damaged checkpoints
-STEP_NAME = r"step_\d+"
+STEP_NAME, SHARD_NAME = r"step_\d+", r"rank_(\d+)\.safetensors"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> dict[str, Any]:
@@ -114,21 +115,22 @@ def check_manifest(manifest: dict[str, Any]) -> None:
         raise ValueError(f"{MANIFEST} does not have the form that train.py writes")
 
 
-def check_hash(directory: Path, name: str, entry: dict[str, Any]) -> None:
-    """ValueError if the file's content does not match its manifest entry."""
-    if hash_file(directory / name) != entry:
+def check_hash(name: str, found: dict[str, Any], entry: dict[str, Any]) -> None:
+    """ValueError if the size and hash `found` in a file are not those of its manifest entry."""
+    if found != entry:
         raise ValueError(f"{name} is damaged: its SHA-256 differs from the manifest's")
 
 
 class TensorReader:
     """Reads any part of a checkpoint's tensors, written by any number of ranks."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]):
-        self.directory, self.manifest, self._files = directory, manifest, {}
+    def __init__(self, directory: Path, layout: dict[str, Any]):
+        """`layout` has the manifest's `num_shards` and `tensors`."""
+        self.directory, self.layout, self._files = directory, layout, {}
 
     def read(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fills `target` with the box of the whole tensor `name` that starts at `offset`."""
-        layout, num_shards = self.manifest["tensors"][name], self.manifest["num_shards"]
+        layout, num_shards = self.layout["tensors"][name], self.layout["num_shards"]
         dim, shape = layout["dim"], layout["shape"]
         for shard in find_shards(layout, num_shards, offset, target.shape):
             start, stop = [0] * len(shape), list(shape)
@@ -169,6 +171,21 @@ def chunk_range(size: int, index: int, count: int) -> tuple[int, int]:
 
 def shard_name(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
+
+
+def count_shards(directory: Path) -> int:
+    """One more than the highest rank with a file in `directory`; 0 for a link, whose files may be someone else's."""
+    if directory.is_symlink() or not directory.is_dir():
+        return 0
+    found = (re.fullmatch(SHARD_NAME, name) for name in os.listdir(directory))
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
+def remove_shards(directory: Path, numbers: range) -> None:
+    """Removes the files of these ranks, as far as possible."""
+    for number in numbers:
+        with suppress(OSError):
+            (directory / shard_name(number)).unlink()
 
 
 def set_aside(directory: Path) -> Path:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from disk import commit, describe_failed_write, hash_json, make_aside, read_json, remove_directory, remove_leftovers
+from disk import (
+    commit,
+    describe_failed_write,
+    find_leftovers,
+    hash_file,
+    hash_json,
+    hide,
+    make_aside,
+    read_json,
+    remove_quietly,
+)
 from lifecycle.checkpoint_files import (
     DAMAGED,
     DTYPES,
@@ -23,8 +33,10 @@ from lifecycle.checkpoint_files import (
     check_hash,
     check_links,
     chunk_range,
+    count_shards,
     find_checkpoints,
     read_manifest,
+    remove_shards,
     set_aside,
     shard_name,
     step_of,
@@ -40,11 +52,12 @@ from objectives.packed_model import PackedModel
 from optim.optimizers import state_keys
 from pretrained.finite import check_finite
 from ranks.ending import ExitCode, RunError, log
-from ranks.world import World, call_on_rank0, gather_on_rank0
+from ranks.world import World, call_on_rank0, gather_on_rank0, gather_rows
 
 WAITING_BYTES = 256 << 20  # of a shard on its way from a GPU to the disk; a larger tensor waits alone
 OPTIMIZER = "optimizer"  # optimizer tensors are named optimizer/<state key>/<parameter>
 AVERAGE = "average"  # and those of --weight-average average/<parameter>
+Hidden = list[tuple[Path, int]]  # directories to remove, with the number of ranks that may have a file there
 
 
 class NoValidCheckpoint(RunError):
@@ -56,21 +69,17 @@ class NoValidCheckpoint(RunError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk."""
+    """A checkpoint on disk, without the hashes of its files, which are as many as its ranks."""
 
     path: Path
-    manifest: dict[str, Any]
+    digest: str  # a hash of the manifest, and so of everything in it
+    layout: dict[str, Any]  # the manifest's `num_shards` and `tensors`
     state: dict[str, Any]  # the argument of `Checkpointer.save`
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps up to it, also of the runs that its run has continued."""
         return self.state["position"]["step"] + self.state.get("num_steps_before", 0)
-
-    @property
-    def digest(self) -> str:
-        """A hash of the manifest, and so of everything in it."""
-        return hash_json(self.manifest)
 
 
 class Checkpointer:
@@ -132,10 +141,11 @@ class Checkpointer:
             self._commit_all(write.result())
 
     def _commit_all(self, outcome: dict[str, Any]) -> None:
-        """Gathers every rank's `outcome`, and commits on rank 0."""
+        """Gathers every rank's `outcome`, and commits on rank 0; then removes old checkpoints."""
         outcomes = gather_on_rank0(self.world, outcome)
-        call_on_rank0(self.world, lambda: self._commit(outcomes))
+        hidden = call_on_rank0(self.world, lambda: self._commit(outcomes))
         self.committed(self.target)
+        self._remove(hidden)
 
     def _stage(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies the tensors to the CPU, into memory that later copies reuse."""
@@ -160,8 +170,9 @@ class Checkpointer:
         except Exception as error:
             return {"file": name, "error": str(error) or type(error).__name__}
 
-    def _commit(self, outcomes: list[dict[str, Any]]) -> None:
-        """Rank 0: once all ranks' files are written, writes the rest and renames; then removes old checkpoints."""
+    def _commit(self, outcomes: list[dict[str, Any]]) -> Hidden:
+        """Rank 0: once all ranks' files are written, writes the rest and renames; then hides old checkpoints."""
+        hidden = []
         try:
             errors = [outcome for outcome in outcomes if "error" in outcome]
             if errors:
@@ -171,7 +182,7 @@ class Checkpointer:
             shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}
             write_manifest(self.aside, {"format": FORMAT, **shards, "files": files})
             if self.target.exists():  # the run has resumed from an earlier checkpoint
-                remove_directory(self.target)
+                hidden.append(hide(self.target))
             commit(self.aside, self.target)
         except OSError as error:
             message = describe_failed_write(f"the checkpoint {self.target}", error, self.aside, self.needed_bytes)
@@ -180,14 +191,26 @@ class Checkpointer:
         num_valid = 0
         for path in find_checkpoints(self.directory):
             if num_valid == self.num_kept:
-                remove_directory(path)
+                hidden.append(hide(path))
             else:
                 num_valid += is_whole(path)
+        return count_all_shards(hidden)
+
+    def _remove(self, hidden: Hidden) -> None:
+        """Removes directories that have been renamed for it: the ranks share their files, rank 0 removes the rest."""
+        if not hidden:
+            return
+        for path, num_shards in hidden:
+            remove_shards(path, range(self.world.rank, num_shards, self.world.world_size))
+        gather_rows(self.world, torch.zeros(1, device="cpu"))  # rank 0 waits for the others
+        if self.world.rank == 0:
+            for path, _ in hidden:
+                remove_quietly(path)
 
     def choose(self, resume: str) -> Checkpoint | None:
         """Chooses the checkpoint for `--resume`: auto, strict, none, or a checkpoint's path."""
         call_on_rank0(self.world, lambda: check_links(self.directory))
-        call_on_rank0(self.world, lambda: remove_leftovers(self.directory))
+        self._remove(call_on_rank0(self.world, lambda: count_all_shards(find_leftovers(self.directory))))
         if resume == "none":
             return None
         if resume in ("auto", "strict"):
@@ -253,10 +276,9 @@ class Checkpointer:
 
     def _find_damage(self, checkpoint: Checkpoint) -> str | None:
         """Describes the first damaged file; None if all are unchanged. The ranks share the files."""
-        path, manifest = checkpoint.path, checkpoint.manifest
-        names = sorted(manifest["files"])[self.world.rank :: self.world.world_size]
-        damages = gather_on_rank0(self.world, find_damage(path, names, manifest))
-        return call_on_rank0(self.world, lambda: next((damage for damage in damages if damage), None))
+        own = range(self.world.rank, checkpoint.layout["num_shards"], self.world.world_size)
+        found = gather_on_rank0(self.world, {name: hash_file(checkpoint.path / name) for name in map(shard_name, own)})
+        return call_on_rank0(self.world, lambda: find_damage(checkpoint, found))
 
     def load(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
         """Fills weights and optimizer state; ValueError if the checkpoint is of a different model or optimizer."""
@@ -265,7 +287,7 @@ class Checkpointer:
 
     def load_weights(self, checkpoint: Checkpoint, model: PackedModel, method: Method) -> None:
         """Fills the weights that the checkpoint has; ValueError if they are of a different model."""
-        reader, layouts = TensorReader(checkpoint.path, checkpoint.manifest), checkpoint.manifest["tensors"]
+        reader, layouts = TensorReader(checkpoint.path, checkpoint.layout), checkpoint.layout["tensors"]
         for name, tensor in collect_weights(model, method).items():
             found, wanted = layouts.get(name), describe_layout(tensor)
             if found is None or (found["shape"], found["dtype"]) != (wanted["shape"], wanted["dtype"]):
@@ -274,7 +296,7 @@ class Checkpointer:
 
     def load_optimizer(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
         """Fills the state of optimizer and average; ValueError if the checkpoint is of a different optimizer."""
-        reader, layouts = TensorReader(checkpoint.path, checkpoint.manifest), checkpoint.manifest["tensors"]
+        reader, layouts = TensorReader(checkpoint.path, checkpoint.layout), checkpoint.layout["tensors"]
         optimizer, saved_keys = train_state.optimizer, group_state(layouts)
         for param_name, param in train_state.model.named_parameters():
             keys = saved_keys.get(param_name, [])
@@ -360,10 +382,11 @@ def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint without verifying its tensors; ValueError if it is not one or is incomplete."""
     manifest = read_manifest(path)
-    check_hash(path, STATE, manifest["files"][STATE])
+    check_hash(STATE, hash_file(path / STATE), manifest["files"][STATE])
     state = read_json(path / STATE)
     check_state(state, path.name)
-    return Checkpoint(path, manifest, state)
+    layout = {key: manifest[key] for key in ("num_shards", "tensors")}
+    return Checkpoint(path, hash_json(manifest), layout, state)
 
 
 def read_origin(path: Path, output_dir: Path) -> Checkpoint:
@@ -397,6 +420,10 @@ def check_state(state: Any, name: str) -> None:
         raise ValueError(f"{STATE} is of step {position['step']}, but the directory's name is {name}")
 
 
+def count_all_shards(directories: list[Path]) -> Hidden:
+    return [(path, count_shards(path)) for path in directories]
+
+
 def is_whole(path: Path) -> bool:
     """Whether a checkpoint has all its files in full size; their content is verified on loading."""
     try:
@@ -406,11 +433,14 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def find_damage(path: Path, names: list[str], manifest: dict[str, Any]) -> str | None:
-    """Describes the damage of the first damaged file among `names`; None if there is none."""
+def find_damage(checkpoint: Checkpoint, found: list[dict[str, dict[str, Any]]]) -> str | None:
+    """Describes the first file whose size or hash, as each rank has `found` them, is not the manifest's."""
     try:
-        for name in names:
-            check_hash(path, name, manifest["files"][name])
+        manifest = read_manifest(checkpoint.path)
+        if hash_json(manifest) != checkpoint.digest:
+            raise ValueError("it has been replaced meanwhile")
+        for name, entry in sorted(entry for entries in found for entry in entries.items()):
+            check_hash(name, entry, manifest["files"][name])
         return None
     except ValueError as error:
         return str(error)

@@ -67,10 +67,10 @@ def count_validations(step: int, options: ValidationOptions, *, num_steps: int, 
     return 1 + count(num_steps - 1) - count(step - 1) if options.is_asked else 0
 
 
-def count_exports(
+def list_export_steps(
     options: ExportOptions, batching: Batching, *, start: RunPosition, num_steps: int, epoch_length: int
-) -> int:
-    """Number of exports from the step after `start` to the last of `num_steps`."""
+) -> list[int]:
+    """Numbers of the steps that an export follows, from the step after `start` to the last of `num_steps`."""
     intervals = [options.min_samples_per_checkpoint, epoch_length if options.checkpoint_at_epoch else None]
     intervals = [every for every in intervals if every is not None]
     position, step, steps = start.num_samples, start.step, {num_steps} if options.save_final_checkpoint else set()
@@ -79,7 +79,7 @@ def count_exports(
         num_batches = batching.count(position, threshold)
         position, step = batching.find_end(position, num_batches=num_batches), step + num_batches
         steps.add(step)
-    return sum(start.step < step <= num_steps for step in steps)
+    return sorted(step for step in steps if start.step < step <= num_steps)
 
 
 def has_crossed(position: RunPosition, every: int) -> bool:

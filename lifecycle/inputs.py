@@ -1,9 +1,10 @@
 """A run's inputs: data, tokenizer, the model's config, objective and method; and the errors found in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from model.method import Method
 from objectives.objective import SELF, Objective
 from options import DataOptions, ModelOptions, TrainOptions
 from pretrained.files import find_weights
-from sampler import Batching
+from sampler import Batching, RunPosition, draw_batches
 
 Result = TypeVar("Result")
 
@@ -113,6 +114,10 @@ class RunInputs:
         """Tokens of the longest training sequence that a teacher reads."""
         data = self.data if self.teacher_data is None else self.teacher_data
         return int(data.lengths[find_top_row(data.lengths, self.data.kept)])
+
+    def draw_batches(self, start: RunPosition) -> Iterator[np.ndarray]:
+        """Yields the rows of each global batch, endlessly, from `start`."""
+        return draw_batches(self.data, self.batching, seed=self.data_options.seed, start=start.num_samples)
 
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)

@@ -86,7 +86,7 @@ def open_inputs(
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))
         inputs.batching = inputs.errors.attempt(lambda: choose_batching(inputs.data, options.data))
     if inputs.batching is not None:
-        inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
+        inputs.num_steps = count_steps(inputs.data, inputs.batching, options.end, seed=options.data.seed, start=start)
         inputs.schedule_steps = options.optimization.schedule_steps or inputs.num_steps
         inputs.errors.attempt(lambda: check_schedule(inputs, options))
         describe_data(inputs, num_dropped=num_dropped or 0, start=start)

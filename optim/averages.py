@@ -66,14 +66,23 @@ class WeightAverage:
             average.copy_(held)
 
 
-def make_average(model: nn.Module, options: OptimizationOptions, *, end: int | None) -> WeightAverage | None:
-    """The average that the options ask for, or None. `end`: optimizer steps up to the run's end, which tail needs."""
+def find_first_step(options: OptimizationOptions, *, end: int | None) -> int | None:
+    """The first optimizer step, 0-based, that enters the average; None without one. `end`: steps up to the run's end,
+    which tail needs."""
     match options.weight_average:
         case "none":
             return None
         case "ema":
-            return WeightAverage(model, decay=options.ema_decay, half_life=options.ema_half_life)
+            return 0
         case "tail":
-            return WeightAverage(model, first_step=max(0, end - options.tail_steps))
+            return max(0, end - options.tail_steps)
         case name:
             raise ValueError(f"--weight-average {name}: is not implemented")
+
+
+def make_average(model: nn.Module, options: OptimizationOptions, *, end: int | None) -> WeightAverage | None:
+    """The average that the options ask for, or None. `end`: as in `find_first_step`."""
+    first_step = find_first_step(options, end=end)
+    if first_step is None:
+        return None
+    return WeightAverage(model, decay=options.ema_decay, half_life=options.ema_half_life, first_step=first_step)

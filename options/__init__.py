@@ -67,6 +67,7 @@ from .training import (
     list_data_sets,
     list_defaults,
     list_identifying_options,
+    list_preset_values,
     list_shared_options,
     list_unchangeable_options,
 )

@@ -1,6 +1,7 @@
 """All options of train.py, presets, and the options that identify a run."""
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,6 +84,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "toy": {"subset": "1%", "max_steps": 100},
     "full": {},
 }
+
+
+# Options of which a run takes one: one that is given takes the place of a preset's other.
+EXCLUSIVE = (frozenset({"batch_size", "batch_tokens"}),)
+
+
+def list_preset_values(preset: str | None, given: Collection[str]) -> dict[str, Any]:
+    """Values that `preset` sets for options that are neither `given` nor excluded by one that is."""
+    settled = set(given).union(*(group for group in EXCLUSIVE if not group.isdisjoint(given)))
+    return {name: value for name, value in PRESETS.get(preset, {}).items() if name not in settled}
 
 
 # Options that determine a run's numbers: single ones and whole groups, except for paths.

@@ -163,7 +163,7 @@ def settle_auto_options(
     )
     num_sharing = count_sharing(world.row_group)
     num_rows = world.world_size // num_sharing
-    longest, most = count_useful_tokens(inputs.data, options.data, start=start, world_size=num_rows)
+    longest, most = count_useful_tokens(inputs.data, inputs.draw_batches(start), world_size=num_rows)
     chosen = dict(previous or {})
     is_known = all(chosen.get(key) == value for key, value in place.items())
     is_known = is_known and chosen.get("max_tokens_per_gpu", longest) * num_sharing >= longest

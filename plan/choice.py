@@ -5,15 +5,16 @@ a micro-batch of some tokens.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from corpus.by_row import find_top_row
 from corpus.mixture import Mixture
-from options import DataOptions, ShardingOptions
+from options import ShardingOptions
 from ranks.memory import GIB
-from sampler import RunPosition, draw_batches
 
 NUM_BATCHES = 50  # global batches to look ahead when choosing a micro-batch size
 TOKEN_MULTIPLE = 64  # the chosen number of tokens is a multiple of this
@@ -139,13 +140,12 @@ def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
     return max(longest, min(most, int(num_tokens) // TOKEN_MULTIPLE * TOKEN_MULTIPLE))
 
 
-def count_useful_tokens(data: Mixture, options: DataOptions, *, start: RunPosition, world_size: int) -> tuple[int, int]:
+def count_useful_tokens(data: Mixture, batches: Iterator[np.ndarray], *, world_size: int) -> tuple[int, int]:
     """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one.
 
     Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
     """
-    batches = itertools.islice(draw_batches(data, options, start=start.num_samples), NUM_BATCHES)
-    largest = max(int(data.sizes[rows].sum()) for rows in batches)
+    largest = max(int(data.sizes[rows].sum()) for rows in itertools.islice(batches, NUM_BATCHES))
     longest = data.longest
     return longest, min(largest, -(-largest // world_size) + longest)
 

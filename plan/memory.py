@@ -1,5 +1,6 @@
 """What memory a run would need, by a simulated step (simulation.py), and what `auto` becomes of it."""
 
+import itertools
 from dataclasses import replace
 
 from lifecycle.inputs import RunInputs
@@ -7,6 +8,7 @@ from model.activation_checkpointing import MODES
 from model.sharding import count_gathered_bytes
 from options import ComputeOptions, TrainOptions, flag_name, replace_options
 from plan.choice import (
+    NUM_BATCHES,
     Probe,
     Room,
     choose_mode,
@@ -17,7 +19,7 @@ from plan.choice import (
     refuse_longest,
 )
 from plan.findings import Findings, PlannedRun, Target
-from plan.packing import Packing, pack_next_batches
+from plan.packing import Packing, pack_batches
 from plan.simulation import Load, PlannedModel, Ranks, StepMemory, lay_out_model, simulate_step
 from ranks.devices import DTYPES
 from ranks.memory import GIB, MARGIN
@@ -73,13 +75,14 @@ def plan_memory(
 
 
 def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
-    return pack_next_batches(
+    """Packs the run's next batches."""
+    num_steps = run.inputs.num_steps
+    num_left = NUM_BATCHES if num_steps is None else num_steps - run.start.step
+    return pack_batches(
         run.inputs.data,
-        options.data,
+        itertools.islice(run.inputs.draw_batches(run.start), max(1, min(NUM_BATCHES, num_left))),
         run.model.flops,
         run.inputs.objective,
-        start=run.start,
-        num_steps=run.inputs.num_steps,
         world_size=target.ranks.num_rows,
         cap=max(options.data.max_tokens_per_gpu * (target.ranks.num_sharing or 1), run.inputs.data.longest),
     )
@@ -129,7 +132,8 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     if target.limit is None or "auto" not in (given, mode):
         return options
     data = run.inputs.data
-    longest, most = count_useful_tokens(data, options.data, start=run.start, world_size=target.ranks.num_rows)
+    batches = run.inputs.draw_batches(run.start)
+    longest, most = count_useful_tokens(data, batches, world_size=target.ranks.num_rows)
     least, enough = longest, max(longest, min(most, ENOUGH_TOKENS))
     num_sharing = target.ranks.num_sharing or 1
     if given != "auto":

@@ -1,6 +1,6 @@
 """How the next batches of a run fall into micro-batches."""
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +9,6 @@ from batch_packer import cost_samples, pack_batch
 from corpus.mixture import Mixture
 from model.flops import FlopCount
 from objectives.objective import Objective
-from options import DataOptions
-from plan.choice import NUM_BATCHES
-from sampler import RunPosition, draw_batches
 
 
 @dataclass(frozen=True)
@@ -36,22 +33,18 @@ class Packing:
         )
 
 
-def pack_next_batches(
+def pack_batches(
     data: Mixture,
-    options: DataOptions,
+    batches: Iterator[np.ndarray],
     flops: FlopCount,
     objective: Objective,
     *,
-    start: RunPosition,
-    num_steps: int | None,
     world_size: int,
     cap: int,
 ) -> Packing:
-    """The next `NUM_BATCHES` global batches, or as many as the run has."""
-    num_left = NUM_BATCHES if num_steps is None else num_steps - start.step
+    """Packs global batches: the rows of each."""
     rows = []
-    batches = draw_batches(data, options, start=start.num_samples)
-    for ids in itertools.islice(batches, max(1, min(NUM_BATCHES, num_left))):
+    for ids in batches:
         sizes, trained = data.sizes[ids], data.num_loss_tokens[ids]
         load = data.load_of(ids)
         table = pack_batch(sizes, cap, world_size, flops.attention_cost, load)

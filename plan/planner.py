@@ -19,14 +19,15 @@ from disk import SPARE_BYTES, read_json
 from lifecycle.agreement import describe_start
 from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import Checkpoint, check_state, read_origin
-from lifecycle.due import count_exports
+from lifecycle.due import list_export_steps
 from lifecycle.inputs import RunInputs
 from lifecycle.local_data import find_local_data
 from lifecycle.record import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from lifecycle.run_model import keeps_to_budget, weigh_images
 from lifecycle.start import open_inputs
 from lifecycle.start_report import describe_schedule
-from options import DATA_SETS, TrainOptions, flatten_options, replace_options
+from optim.averages import find_first_step
+from options import DATA_SETS, ExportOptions, TrainOptions, flatten_options, replace_options
 from plan.choice import list_resharding
 from plan.duration import plan_time
 from plan.findings import Findings, PlannedRun, Target
@@ -225,6 +226,30 @@ def describe_run(target: Target, run: PlannedRun, options: TrainOptions, finding
         findings.lines += describe_schedule(run.inputs, options, start=run.start)
 
 
+def find_most_exports(options: ExportOptions) -> int | None:
+    """The most exports that are there at once, with one that is being written; None: all of them."""
+    num_kept = 1 if options.export_name is not None else options.keep_exports
+    return None if num_kept is None else num_kept + 1
+
+
+def count_exports(options: TrainOptions, inputs: RunInputs, *, start: RunPosition) -> tuple[int, int]:
+    """The most exports that are there at once, and how many of them have an average's export beside them."""
+    most, is_averaged = find_most_exports(options.exports), options.optimization.weight_average != "none"
+    if inputs.num_steps is None:
+        num_exports = 1 if most is None else most
+        return num_exports, num_exports * is_averaged
+    steps = list_export_steps(
+        options.exports,
+        inputs.batching,
+        start=start,
+        num_steps=inputs.num_steps,
+        epoch_length=len(inputs.data.kept),
+    )
+    steps = steps if most is None else steps[-most:]  # the last ones: only they may be of a tail
+    first = find_first_step(options.optimization, end=inputs.last_step)
+    return len(steps), 0 if first is None else sum(inputs.num_steps_before + step > first for step in steps)
+
+
 def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> None:
     """Adds the sizes of checkpoints and exports; a problem where the disk has no room for them."""
     if run.model is None:
@@ -234,26 +259,20 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
     num_exported = run.model.num_params + run.model.meta.left_out.num_params
     model_bytes = num_exported * DTYPES[options.exports.export_dtype].itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
-    num_exports, inputs = 1, run.inputs
-    if inputs.num_steps is not None:
-        num_exports = count_exports(
-            options.exports,
-            inputs.batching,
-            start=run.start,
-            num_steps=inputs.num_steps,
-            epoch_length=len(inputs.data.kept),
-        )
+    num_exports, num_averages = count_exports(options, run.inputs, start=run.start)
+    num_exports += num_averages
     if options.validation.is_asked and options.validation.export_best:
         num_exports += 2  # the best, and a better one that is being written
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # these will make room
     needed = num_checkpoints * checkpoint_bytes + num_exports * export_bytes + SPARE_BYTES
-    or_more = " or more" if run.inputs.num_steps is None else ""
+    or_more = " or more" if run.inputs.num_steps is None and find_most_exports(options.exports) is None else ""
     exports = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"
+    of_averages = f", {num_averages}{or_more} of them of an average," if num_averages else ""
     findings.lines.append(
         f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({num_kept} kept, one"
-        f" being written), {exports} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
+        f" being written), {exports}{of_averages} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
         f" {free / 1e9:,.2f} GB free at {existing}"
     )
     if needed > free + used:

@@ -39,6 +39,7 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
         inputs.data,
         inputs.data_options,
         objective=inputs.objective,
+        batching=inputs.batching,
         num_steps=1 + NUM_TIMED,
         attention_cost=flops.attention_cost,
         world=world,

@@ -15,14 +15,14 @@ from plan.findings import PlannedTeacher, Target
 from plan.memory import simulated_compute
 from plan.simulation import PlannedModel
 from ranks.devices import DTYPES
-from sampler import draw_batches
+from sampler import RunPosition
 
 
 def plan_teacher(
     options: TrainOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
 ) -> PlannedTeacher | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
-    objective, data, o = inputs.objective, inputs.data, options.data
+    objective, data = inputs.objective, inputs.data
     if model is None or inputs.batching is None or objective is None or objective.teacher_model is None:
         return None
     source = inputs.other_models.get(TEACHER_MODEL)
@@ -33,7 +33,7 @@ def plan_teacher(
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
         flops = count_flops(other)
         num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
-    rows = np.concatenate(list(itertools.islice(draw_batches(data, o, start=0), NUM_BATCHES)))
+    rows = np.concatenate(list(itertools.islice(inputs.draw_batches(RunPosition()), NUM_BATCHES)))
     on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
     read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers
     return PlannedTeacher(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)

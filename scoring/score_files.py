@@ -5,6 +5,7 @@ a place that follows from the data set alone; DATA.NAME.scores.json says whose t
 ends in .part.
 """
 
+import bisect
 import functools
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from corpus.by_row import RunningSums
 from corpus.reader import TokenizedData
 from disk import read_object, written_aside
 from model.fingerprints import fingerprint_data
@@ -46,9 +48,13 @@ def digest_data(data: TokenizedData) -> str:
     return fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.lengths[:0])
 
 
-def count_before(data: TokenizedData) -> np.ndarray:  # (rows + 1,) int64
-    """Trained tokens before each row, and of all rows."""
-    return np.concatenate([[0], np.cumsum(data.num_loss_tokens, dtype=np.int64)])
+def count_trained(data: TokenizedData) -> RunningSums:
+    """Sums of the trained tokens of the rows before any row."""
+    counts = data.num_loss_tokens
+    sums = RunningSums(lambda first, end: counts[first:end], len(counts), total=int(counts.sum(dtype=np.int64)))
+    sums.walk(len(counts))  # now: several threads may read
+    data.release_pages()
+    return sums
 
 
 class ScoreWriter:
@@ -58,7 +64,7 @@ class ScoreWriter:
         """ValueError if the file was made, or begun, with something else. `teacher`: its name, for the sidecar."""
         self.path, self.identity, self.teacher = path, identity, teacher
         self.part, self.sidecar = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.json")
-        self.item_size, self.before = make_record_type(identity.top_k).itemsize, count_before(data)
+        self.item_size, self.trained = make_record_type(identity.top_k).itemsize, count_trained(data)
         self.is_complete = path.exists() and self.sidecar.exists()
         begun = self.sidecar if self.is_complete else self.begun
         if begun.exists() and (path.exists() or self.part.exists()):
@@ -77,17 +83,17 @@ class ScoreWriter:
         killed, and gets the same bits.
         """
         num_written = self.part.stat().st_size // self.item_size if self.begun.exists() and self.part.exists() else 0
-        parts, first = [], 0
-        while first < len(self.before) - 1:
-            most = self.before[first] + PART_BYTES // self.item_size
-            end = max(first + 1, int(np.searchsorted(self.before, most, side="right")) - 1)
+        parts, first, before = [], 0, self.trained.before
+        while first < self.trained.size:
+            most = before(first) + PART_BYTES // self.item_size
+            end = max(first + 1, bisect.bisect_right(range(self.trained.size + 1), most, lo=first, key=before) - 1)
             parts.append((first, end))
             first = end
-        return [(first, end) for first, end in parts if self.before[end] > num_written]
+        return [(first, end) for first, end in parts if before(end) > num_written]
 
     def write(self, first: int, end: int, records: np.ndarray) -> None:
         """Appends the records of these rows to those of all rows before them."""
-        start, num_records = int(self.before[first]), int(self.before[end] - self.before[first])
+        start, num_records = self.trained.before(first), self.trained.before(end) - self.trained.before(first)
         assert len(records) == num_records, (len(records), num_records)
         if first == 0:
             with written_aside(self.begun) as (aside,):
@@ -130,16 +136,17 @@ class ScoreFile:
                 f" --name {name} --model-name-or-path TEACHER makes them"
             )
         self.sidecar = read_object(self.path.with_name(f"{self.path.name}.json"))
-        self.record_type, self.before = make_record_type(self.sidecar["top_k"]), count_before(data)
+        self.record_type, self.trained = make_record_type(self.sidecar["top_k"]), count_trained(data)
+        self.num_records = data.num_loss_tokens  # (rows,)
         if self.sidecar["data"] != digest_data(data):
             raise ValueError(f"{self.path}: its scores are of other data than {data.path} holds now: score it again")
-        expected = int(self.before[-1]) * self.record_type.itemsize
+        expected = self.trained.total * self.record_type.itemsize
         if self.path.stat().st_size != expected:
             raise ValueError(f"{self.path}: has {self.path.stat().st_size:,} bytes, expected {expected:,}: score again")
 
     def __getitem__(self, row: int) -> np.ndarray:
-        start, end = (self.before[row : row + 2] * self.record_type.itemsize).tolist()
-        return np.frombuffer(os.pread(self.file, end - start, start), self.record_type)
+        size, start = self.record_type.itemsize, self.trained.before(row) * self.record_type.itemsize
+        return np.frombuffer(os.pread(self.file, int(self.num_records[row]) * size, start), self.record_type)
 
     @functools.cached_property
     def file(self) -> int:
@@ -150,10 +157,10 @@ class NoScores:
     """In place of the scores of a data set that has no teacher: records that say nothing."""
 
     def __init__(self, data: TokenizedData, top_k: int):
-        self.before, self.top_k = count_before(data), top_k
+        self.num_records, self.top_k = data.num_loss_tokens, top_k
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return make_even_records(int(self.before[row + 1] - self.before[row]), self.top_k)
+        return make_even_records(int(self.num_records[row]), self.top_k)
 
 
 class ScoreColumn:
@@ -161,7 +168,7 @@ class ScoreColumn:
 
     def __init__(self, files: Sequence[ScoreFile | NoScores]):
         self.files = list(files)
-        self.first_rows = np.cumsum([0, *(len(file.before) - 1 for file in self.files)])
+        self.first_rows = np.cumsum([0, *(len(file.num_records) for file in self.files)])
 
     def __getitem__(self, row: int) -> np.ndarray:
         source = int(np.searchsorted(self.first_rows, row, side="right")) - 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from command_line import fill_in_environment, parse_value, parse_values, read_yaml
-from options import PRESETS, TrainOptions, group_options, iterate_fields
+from options import PRESETS, TrainOptions, group_options, iterate_fields, list_preset_values
 from options.problems.finding import find_problems
 from options.urls import is_url
 
@@ -168,7 +168,8 @@ def read_train(key: str, given: Any) -> Values:
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"{key}: preset: given {preset!r}, allowed: {', '.join(PRESETS)}")
     filled = {name: fill_in_environment(str(name), value) for name, value in merged.items()}
-    return PRESETS.get(preset, {}) | parse_values(filled, TrainOptions, where=f"{key}:", reserved=RESERVED)
+    values = parse_values(filled, TrainOptions, where=f"{key}:", reserved=RESERVED)
+    return list_preset_values(preset, values) | values
 
 
 def read_parameters(key: str, given: Any) -> tuple[Parameter, ...]:

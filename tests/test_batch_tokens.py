@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +16,25 @@ from tiny_models import save_tokenizer
 from tiny_pairs import write_pairs
 
 import sampler
+from corpus import by_row
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from lifecycle.due import count_exports, find_due
+from lifecycle.due import find_due, list_export_steps
 from options import DataOptions, EndOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 from sampler import RunPosition, StreamTokens, TokenBatches, choose_batching, count_steps, draw_batches
 
 SEED, NUM_POSITIONS = 5, 400
 STEPS, BATCH_TOKENS = 7, 150
+BEGIN = RunPosition()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
     """Several blocks and chunks in an epoch of a few samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "BLOCK", 4)
-        patch.setattr(sampler, "CHUNK", 12)
+        patch.setattr(by_row, "BLOCK", 4)
+        patch.setattr(by_row, "CHUNK", 12)
         yield
 
 
@@ -70,6 +73,14 @@ def divide(lengths: list[int], size: int) -> list[list[int]]:
     return batches[:-1]
 
 
+def draw_by(options: DataOptions, data: Mixture, *, start: int = 0) -> Iterator[np.ndarray]:
+    return draw_batches(data, choose_batching(data, options), seed=options.seed, start=start)
+
+
+def count_by(options: DataOptions, data: Mixture, *, start: RunPosition = BEGIN, **end: int) -> int:
+    return count_steps(data, choose_batching(data, options), EndOptions(**end), seed=options.seed, start=start)
+
+
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
     more=st.integers(0, 120),
@@ -81,10 +92,10 @@ def test_batches_are_those_of_the_definition_from_any_of_them_on(folder, lengths
     options = DataOptions(batch_tokens=size, seed=seed)
     expected = divide([lengths[row] for row in stream], size)
     assert all(expected)  # none is empty
-    found = list(itertools.islice(draw_batches(data, options, start=0), len(expected)))
+    found = list(itertools.islice(draw_by(options, data), len(expected)))
     assert [rows.tolist() for rows in found] == [[stream[p] for p in batch] for batch in expected]
     for t in range(0, len(expected), 7):
-        (rows,) = itertools.islice(draw_batches(data, options, start=expected[t][0]), 1)
+        (rows,) = itertools.islice(draw_by(options, data, start=expected[t][0]), 1)
         assert rows.tolist() == found[t].tolist()
     tokens = [sum(lengths[row] for row in rows.tolist()) for rows in found]
     assert all(size - max(lengths) < count < size + max(lengths) for count in tokens)
@@ -102,7 +113,7 @@ def test_batches_of_a_mixture_are_those_of_the_definition(folder, lengths, is_we
     stream = sampler.draw_samples(data, seed=SEED, start=0, count=NUM_POSITIONS)
     options, expected = DataOptions(batch_tokens=size, seed=SEED), divide(data.lengths[stream].tolist(), size)
     assert all(expected)
-    found = itertools.islice(draw_batches(data, options, start=0), len(expected))
+    found = itertools.islice(draw_by(options, data), len(expected))
     assert [rows.tolist() for rows in found] == [stream[batch].tolist() for batch in expected]
     ends = np.cumsum(data.lengths[stream])
     counts = StreamTokens(data, seed=SEED)
@@ -128,13 +139,13 @@ def test_the_number_of_steps_is_the_number_that_is_counted(folder, lengths, more
         max_tokens=lambda at, n: at.num_tokens >= n,
     )
     ((name, goal),) = end.items()
-    batches = draw_batches(data, options, start=0)
+    batches = draw_by(options, data)
     while not goals[name](positions[-1], goal):
         rows, last = next(batches), positions[-1]
         tokens = last.num_tokens + int(data.lengths[rows].sum())
         positions.append(RunPosition(last.step + 1, last.num_samples + len(rows), tokens, len(rows)))
     for start in positions:
-        assert count_steps(data, options, EndOptions(**end), start=start) == len(positions) - 1
+        assert count_by(options, data, start=start, **end) == len(positions) - 1
     batching = choose_batching(data, options)
     for earlier, later in itertools.combinations(positions[:6], 2):
         num_batches = later.step - earlier.step
@@ -144,19 +155,19 @@ def test_the_number_of_steps_is_the_number_that_is_counted(folder, lengths, more
 
 def test_an_epoch_of_whole_batches_ends_with_one_and_another_sample_needs_one_more(folder):
     data, options = open_lengths(folder, [5] * 8), DataOptions(batch_tokens=10, seed=SEED)
-    assert count_steps(data, options, EndOptions(max_epochs=1)) == 4  # 40 tokens
-    assert count_steps(data, options, EndOptions(max_samples=9)) == 5
+    assert count_by(options, data, max_epochs=1) == 4  # 40 tokens
+    assert count_by(options, data, max_samples=9) == 5
     # The last sample, of 4 tokens, begins in the second batch and ends after it: none is left for a third.
     data, options = open_lengths(folder, [4] * 4), DataOptions(batch_tokens=7, seed=SEED)
-    assert count_steps(data, options, EndOptions(max_epochs=1)) == 2
+    assert count_by(options, data, max_epochs=1) == 2
 
 
 def test_a_run_that_changes_its_batches_goes_on_where_it_is(folder):
     """The first batch after the change may be smaller; from then on they are those of the definition."""
     data = open_lengths(folder, list(range(1, 21)))
     options = DataOptions(batch_tokens=40, seed=SEED)
-    whole = np.concatenate(list(itertools.islice(draw_batches(data, options, start=0), 9)))
-    rows = list(itertools.islice(draw_batches(data, options, start=13), 4))
+    whole = np.concatenate(list(itertools.islice(draw_by(options, data), 9)))
+    rows = list(itertools.islice(draw_by(options, data, start=13), 4))
     assert all(map(len, rows)) and np.concatenate(rows).tolist() == whole[13 : 13 + sum(map(len, rows))].tolist()
 
 
@@ -178,7 +189,7 @@ def test_a_pair_counts_both_of_its_sequences(folder):
     expected = divide(
         data.lengths[sampler.draw_samples(data, seed=42, start=0, count=90)].tolist(), options.batch_tokens
     )
-    found = itertools.islice(draw_batches(data, options, start=0), len(expected))
+    found = itertools.islice(draw_by(options, data), len(expected))
     assert [len(rows) for rows in found] == [len(batch) for batch in expected]
 
 
@@ -260,14 +271,16 @@ def test_the_exports_to_come_are_those_that_train_makes(folder, lengths, sizes, 
     options = group_options(TrainOptions, output_dir="run", model_name_or_path="m", seed=SEED, **sizes, **given_ends,
                             min_samples_per_checkpoint=every)  # fmt: skip
     positions, num_steps = [RunPosition()], 12
-    for rows in itertools.islice(draw_batches(data, options.data, start=0), num_steps):
+    for rows in itertools.islice(draw_by(options.data, data), num_steps):
         last = positions[-1]
         positions.append(RunPosition(last.step + 1, last.num_samples + len(rows), 0, len(rows)))
     due = [find_due(at, options, epoch_length=len(lengths), num_steps=num_steps).export for at in positions]
     batching = choose_batching(data, options.data)
     for start in positions:
-        found = count_exports(options.exports, batching, start=start, num_steps=num_steps, epoch_length=len(lengths))
-        assert found == sum(due[start.step + 1 :])
+        found = list_export_steps(
+            options.exports, batching, start=start, num_steps=num_steps, epoch_length=len(lengths)
+        )
+        assert found == [step for step in range(start.step + 1, num_steps + 1) if due[step]]
 
 
 def test_a_run_has_batches_as_small_as_the_longest_sample_and_no_smaller(inputs, world, tmp_path):

@@ -79,8 +79,10 @@ def test_sequences_of_some_rows_are_those_of_each_row():
     random = np.random.default_rng(0)
     counts = random.integers(1, 4, 50)
     lengths = [random.integers(1, 100, count) for count in counts]
-    sequences, rows = RowSequences(counts, np.concatenate(lengths)), random.integers(0, 50, 20)
+    sequences = RowSequences(np.cumsum([0, *counts]), np.concatenate(lengths))
+    rows = random.integers(0, 50, 20)
     chosen = sequences.of(rows)
     assert chosen.lengths.tolist() == [length for row in rows for length in lengths[row]]
     assert chosen.places.tolist() == [place for row in rows for place in range(counts[row])]
+    assert sequences.find_longest(slice(7, 12)) == max(max(lengths[row]) for row in range(7, 12))
     assert chosen.sum_by_row(chosen.lengths).tolist() == [lengths[row].sum() for row in rows]

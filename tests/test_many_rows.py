@@ -13,6 +13,8 @@ import pytest
 from in_process import train_here
 from small_runs import OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import make_samples, to_row, write_rows, write_samples
+from tiny_models import save_tokenizer
+from tiny_pairs import write_pairs
 
 import sampler
 from corpus import by_row, index, order
@@ -22,10 +24,12 @@ from corpus.order import FeistelPermutation, draw_permutation
 from corpus.reader import TokenizedData
 from model.fingerprints import fingerprint_data
 from objectives.next_tokens import CausalLM
+from objectives.soft_targets import make_record_type
 from objectives.token_columns import TextColumns
 from options import DataOptions, EndOptions
 from ranks.row_group import Place
-from sampler import StreamTokens, count_steps, draw_samples, iterate_batches
+from sampler import StreamTokens, choose_batching, count_steps, draw_samples, iterate_batches
+from scoring import score_files
 
 VOCAB_SIZE, STEPS = 160, 5
 ENDINGS = (".arrow", ".parquet", ".jsonl")
@@ -37,8 +41,7 @@ def many(monkeypatch):
     monkeypatch.setattr(order, "ARITHMETIC_ABOVE", 4)
     monkeypatch.setattr(index, "KEPT_FROM", 1)
     monkeypatch.setattr(by_row, "CHUNK", 6)
-    monkeypatch.setattr(sampler, "BLOCK", 4)
-    monkeypatch.setattr(sampler, "CHUNK", 12)
+    monkeypatch.setattr(by_row, "BLOCK", 4)
     sampler.epoch_permutations.cache_clear()  # orders by the other rule
     yield
     sampler.epoch_permutations.cache_clear()
@@ -123,6 +126,47 @@ def test_the_index_in_a_file_is_that_in_memory(ending, tmp_path, monkeypatch):
         assert describe(TokenizedData(path)) == expected and kept.stat().st_size == made.st_size
 
 
+@pytest.mark.parametrize("is_many", [False, True])
+def test_the_sequences_of_rows_are_those_that_are_read(is_many, tmp_path, monkeypatch):
+    monkeypatch.setattr(by_row, "CHUNK", 6)
+    if is_many:
+        monkeypatch.setattr(index, "KEPT_FROM", 1)
+    tokenizer = save_tokenizer(tmp_path / "model")
+    paths = [write_pairs(tmp_path / f"{i}.arrow", tokenizer, size=size, seed=i) for i, size in enumerate((17, 9))]
+    for given in (paths[:1], paths):
+        data = Mixture(list(map(TokenizedData, given)))
+        assert is_many == (tmp_path / "0.arrow.index").exists()
+        own = [data.read(row)["sequence_lengths"].tolist() for row in range(len(data.lengths))]
+        rows = np.random.default_rng(0).integers(0, len(own), 40)
+        for chosen in (rows, rows[:0], np.array([len(own) - 1])):
+            found = data.list_sequences(chosen)
+            assert found.counts.tolist() == [2] * len(chosen)
+            assert found.lengths.tolist() == [length for row in chosen for length in own[row]]
+        assert data.longest_sequence == max(map(max, own))
+        data.fit_to(cap := int(np.median(data.lengths[:])), drop_overlong=True)
+        assert data.longest_sequence == max(max(lengths) for lengths in own if sum(lengths) <= cap)
+
+
+def test_scores_of_a_row_lie_after_those_of_the_rows_before(many, tmp_path, monkeypatch):
+    lengths = np.random.default_rng(2).integers(1, 30, 41).tolist()
+    data, name = TokenizedData(write_lengths(tmp_path / "data.arrow", lengths)), "teacher"
+    kind, num_records = make_record_type(2), [length - 1 for length in lengths]
+    monkeypatch.setattr(score_files, "PART_BYTES", 50 * kind.itemsize)
+    records = np.zeros(sum(num_records), kind)
+    records["target"] = np.arange(len(records))
+    identity = score_files.ScoreIdentity(score_files.digest_data(data), "t", "tokenizer", None, 2, 1.0, 99, "float32")
+    writer = score_files.ScoreWriter(data, score_files.locate_scores(data.path, name), identity, teacher="t")
+    parts, before = writer.list_parts(), np.concatenate([[0], np.cumsum(num_records)])
+    assert [end for _, end in parts[:-1]] == [first for first, _ in parts[1:]] and parts[-1][1] == 41
+    for first, end in parts:
+        assert before[end] - before[first] <= 50 and (end == 41 or before[end + 1] - before[first] > 50)
+        writer.write(first, end, records[before[first] : before[end]])
+    writer.finish()
+    file = score_files.ScoreFile(data, name)
+    for row in (40, 0, 7, *range(41)):
+        assert file[row]["target"].tolist() == list(range(before[row], before[row + 1]))
+
+
 def test_the_index_is_made_again_for_other_rows(many, tmp_path):
     path = write_lengths(tmp_path / "data.arrow", [3, 5, 4, 2, 2])
     assert TokenizedData(path).lengths.tolist() == [3, 5, 4, 2, 2]
@@ -184,15 +228,19 @@ def test_every_epoch_has_every_sample_once_and_tokens_are_counted(many, tmp_path
             places = range(len(before))[::stride]
             assert [stream.count(n) for n in places] == [int(before[n]) for n in places]
         options = DataOptions(batch_tokens=64, seed=5)
-        assert count_steps(data, options, EndOptions(max_epochs=2)) == before[2 * size - 1] // 64 + 1
+        assert (
+            count_steps(data, choose_batching(data, options), EndOptions(max_epochs=2), seed=options.seed)
+            == before[2 * size - 1] // 64 + 1
+        )
 
 
 def test_the_length_of_a_run_is_known_without_a_walk_through_its_epochs(many):
     reads: list[int] = []
-    tokens = sampler.EpochTokens(lambda start, end: np.full(end - start, reads.append(end - start) or 3), 999, 3 * 999)
-    assert tokens.count(998) == 3 * 998 and sum(reads) == 1
-    assert tokens.count(10) == 30 and sum(reads) < 30
-    assert tokens.count(500) == 1500 and tokens.count(20) == 60 and sum(reads) < 530
+    read = lambda start, end: np.full(end - start, reads.append(end - start) or 3)  # noqa: E731
+    tokens = by_row.RunningSums(read, 999, total=3 * 999)
+    assert tokens.before(998) == 3 * 998 and sum(reads) == 1
+    assert tokens.before(10) == 30 and sum(reads) < 30
+    assert tokens.before(500) == 1500 and tokens.before(20) == 60 and sum(reads) < 530
 
 
 @pytest.mark.parametrize("subset", [9, 0.3, 99])

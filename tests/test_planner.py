@@ -1,7 +1,9 @@
 """The plan of a run: its memory is what the run needs, it finds every problem, and it leaves nothing behind."""
 
+import itertools
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,13 +15,16 @@ from in_process import print_plan, train_here
 from processes import flags
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
+from torch.distributed.fsdp._fully_shard._fsdp_param import _chunk_with_empty
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
 
 from families.text import TextFamily
 from lifecycle.choosing import choose_method, choose_settings
+from lifecycle.export import ExportParts
+from lifecycle.exports import Exports
 from lifecycle.inputs import RunInputs
-from lifecycle.step import run_backward
+from lifecycle.step import TrainState, run_backward
 from model import tiling
 from model.sharding import prepare_backward
 from objectives.choice import KINDS, make_objective
@@ -30,7 +35,7 @@ from optim.reduction import reduce_step
 from options import ProcessDataOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 from plan import memory
-from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from plan.simulation import Load, Ranks, StepMemory, cut_first, lay_out_model, simulate_step
 from process_data import process_data
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
@@ -230,6 +235,13 @@ def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):
     assert alone["activations"] == pytest.approx(shared["activations"], rel=0.1)
 
 
+def test_the_only_shard_that_a_simulation_cuts_is_the_first_of_fsdp():
+    for size, num_ranks, dim in itertools.product((1, 5, 8, 1000), (1, 3, 8, 1024), (0, 1)):
+        weight = torch.arange(2 * size).view((size, 2) if dim == 0 else (2, size))
+        (cut,), (first, *_) = cut_first(weight, num_ranks, dim), _chunk_with_empty(weight, num_ranks, dim)
+        assert torch.equal(cut, first) and cut.data_ptr() == first.data_ptr() and cut.stride() == first.stride()
+
+
 def test_hybrid_sharding_divides_by_fewer_ranks(plan):
     code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=4)
     assert code == ExitCode.DONE, text
@@ -251,6 +263,35 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
     assert code == ExitCode.DONE and "5 steps of 8 samples, 2 of them done" in text, text
     code, text = plan(**run | dict(learning_rate=1.0))
     assert code == ExitCode.BAD_INPUT and "was made with other learning-rate (1e-05 before, now 1.0)" in text, text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(weight_average="ema", ema_decay=0.5),
+        dict(weight_average="tail", tail_steps=2),
+        dict(weight_average="tail", tail_steps=2, keep_exports=2),
+        dict(weight_average="ema", ema_decay=0.5, export_name="last"),
+    ],
+)
+def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs, world, tmp_path, monkeypatch):
+    most, write = Counter(), Exports._write
+
+    def look(exports: Exports, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
+        names = {path.name for path in export_dir.parent.glob("*")} | {f"new {export_dir.name}"}
+        most["averages"] = max(most["averages"], sum("average_" in name for name in names))
+        most["all"] = max(most["all"], len(names))
+        write(exports, state, export_dir, parts)
+
+    given = dict(min_samples_per_checkpoint=8, export_dtype="float32", max_tokens_per_gpu=1000) | changes
+    _, text = plan(**given)
+    found = re.search(r"one being written\), (\d+) exports, (\d+) of them of an average, of ([\d.]+) GB", text)
+    monkeypatch.setattr(Exports, "_write", look)
+    train_here(world, **inputs | given | dict(dry_run=False, output_dir=str(tmp_path / "run")))
+    num_exports, num_averages = int(found[1]), int(found[2])
+    assert num_averages == most["averages"]
+    # Of a name, the average's export has replaced the older one when the other's is written.
+    assert num_exports - most["all"] == ("export_name" in changes)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from options import PRESETS, ProcessDataOptions, TrainOptions, flatten_options, 
 from options.problems.finding import find_problems
 from process_data import process_data
 from ranks.ending import RunError
+from sweep.settings import read_train
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]
 
@@ -48,6 +49,7 @@ def test_batch_tokens_take_the_place_of_a_presets_batch_size_and_of_none_that_is
     sizes = dict(batch_size=None, batch_tokens=512)
     assert parse("--preset", "sanity", "--batch-tokens", "512").items() >= sizes.items()
     assert parse("--batch_tokens=512", "--max-steps", "1").items() >= sizes.items()
+    assert read_train("train", dict(preset="sanity", batch_tokens=512)).get("batch_size") is None  # a sweep's
     config = tmp_path / "c.yaml"
     config.write_text("batch_size: 128\nmax_steps: 1\n")
     given = ["--config", str(config), "--batch-tokens", "512"]

@@ -18,7 +18,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
 from disk import put_in_place
-from lifecycle.checkpoint_files import write_json, write_manifest
+from lifecycle.checkpoint_files import count_shards, remove_shards, shard_name, write_json, write_manifest
 from lifecycle.checkpointing import NoValidCheckpoint
 
 
@@ -302,6 +302,46 @@ def test_the_newest_valid_checkpoints_are_kept_and_nothing_else(start, finished,
     assert names == ["step_1", "step_2", "step_3", "step_4"]
     start(output_dir, max_steps=5, keep_checkpoints=2)
     assert sorted(path.name for path in (output_dir / "checkpoints").iterdir()) == ["step_4", "step_5"]
+
+
+@pytest.mark.parametrize(("num_files", "world_size"), [(4, 4), (5, 2), (2, 4), (3, 1)])
+def test_ranks_share_the_files_of_a_checkpoint_to_remove_however_many_wrote_it(num_files, world_size, tmp_path):
+    directory, removed = tmp_path / ".removing_step_1", []
+    directory.mkdir()
+    (tmp_path / "link").symlink_to(directory)
+    rest = {"state.json", "manifest.json", "rank_00000.safetensors.txt"}
+    for name in (*rest, *map(shard_name, range(num_files))):
+        (directory / name).touch()
+    assert count_shards(tmp_path / "link") == count_shards(directory / "state.json") == 0
+    count = count_shards(directory)
+    for rank in range(world_size):
+        before = set(os.listdir(directory))
+        remove_shards(directory, range(rank, count, world_size))
+        removed.append(len(before - set(os.listdir(directory))))
+    assert set(os.listdir(directory)) == rest and sum(removed) == num_files
+    assert max(removed) - min(removed) <= 1
+
+
+def test_a_checkpoint_whose_removal_is_killed_is_never_taken_for_whole(start, finished, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def unlink(path: os.PathLike | str, **others: object) -> None:
+        if "rank_" in str(path):
+            killed.append(path)
+            raise Killed
+        real(path, **others)
+
+    output_dir, killed, real = copy_until(finished, 3, tmp_path / "run"), [], os.unlink
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "unlink", unlink)
+        start(output_dir, max_steps=6, keep_checkpoints=2)
+    checkpoints = output_dir / "checkpoints"
+    assert [Path(path).parent for path in killed] == [checkpoints / ".removing_step_2"]
+    assert sorted(os.listdir(checkpoints)) == [".removing_step_1", ".removing_step_2", "step_3", "step_4"]
+    assert start(output_dir, max_steps=6, keep_checkpoints=2)[0].startswith(f"resuming from {checkpoints}/step_4")
+    assert sorted(os.listdir(checkpoints)) == ["step_5", "step_6"]
+    check_same(finished, output_dir, step=6)
 
 
 def test_an_older_checkpoint_starts_another_run_but_not_in_the_same_directory(start, finished, tmp_path):

@@ -18,7 +18,7 @@ from corpus.reader import TokenizedData
 from objectives.next_tokens import CausalLM
 from options import DataOptions, EndOptions
 from ranks.row_group import Place
-from sampler import collect_garbage_between, count_steps, draw_samples, iterate_batches, prefetch
+from sampler import choose_batching, collect_garbage_between, count_steps, draw_samples, iterate_batches, prefetch
 
 VOCAB_SIZE = 160
 NUM_SAMPLES = 50
@@ -127,13 +127,13 @@ def test_an_idle_rank_trains_nothing():
 )
 def test_the_run_ends_at_the_first_end_reached(data, ends, expected):
     options = DataOptions(data_path="", batch_size=12, seed=3)
-    assert count_steps(data, options, EndOptions(**ends)) == expected
+    assert count_steps(data, choose_batching(data, options), EndOptions(**ends), seed=options.seed) == expected
 
 
 @pytest.mark.parametrize("max_tokens", [2, 100, 1234, 5000])
 def test_max_tokens_ends_at_the_step_that_reaches_it(data, max_tokens):
     options = DataOptions(data_path="", batch_size=12, seed=3)
-    num_steps = count_steps(data, options, EndOptions(max_tokens=max_tokens))
+    num_steps = count_steps(data, choose_batching(data, options), EndOptions(max_tokens=max_tokens), seed=options.seed)
     tokens = np.cumsum([batch.lengths.sum() for batch in batches_of(data, num_steps=num_steps)])
     assert tokens[-1] >= max_tokens
     assert num_steps == 1 or tokens[-2] < max_tokens

@@ -279,7 +279,7 @@ def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreData
 
 
 def describe_size(data: Mixture, writer: ScoreWriter) -> str:
-    num_tokens, size = int(writer.before[-1]), make_record_type(writer.identity.top_k).itemsize
+    num_tokens, size = writer.trained.total, make_record_type(writer.identity.top_k).itemsize
     return (
         f"{writer.path}: {len(data.lengths):,} rows, {num_tokens:,} trained tokens, {size} bytes each:"
         f" {num_tokens * size / 1e9:.3f} GB"
