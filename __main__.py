@@ -87,7 +87,9 @@ def main() -> None:
     if ENDS_WITH_PARENT in os.environ:
         end_with(int(os.environ.pop(ENDS_WITH_PARENT)))
     refuse_mixed_installation()
-    os.environ[COMMAND] = json.dumps([os.getpid(), sys.argv, __spec__ is not None and __spec__.name != "__main__"])
+    # The installed script imports this module; python -m runs it, under a spec of another name than its own.
+    is_module = __name__ == "__main__" and __spec__ is not None and __spec__.name != "__main__"
+    os.environ[COMMAND] = json.dumps([os.getpid(), sys.argv, is_module])
     word, *argv = sys.argv[1:] or [""]
     if word in ("-h", "--help"):
         print(describe_words())
@@ -101,7 +103,7 @@ def main() -> None:
     if word not in SCRIPTS:
         close = difflib.get_close_matches(word, [*SCRIPTS, COMPLETION], n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
-        given = f"{word!r} is not one of mini-trainer's words" if word else "mini-trainer needs a word"
+        given = f"{word!r} is not one of mini-trainer's commands" if word else "mini-trainer needs a command"
         refuse(f"{given}: {', '.join([*SCRIPTS, COMPLETION])}{meant} (mini-trainer --help says what they do)")
     if word not in PARALLEL:
         become_script(word, argv)

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -42,6 +42,44 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_NODES = 100_000  # values of a YAML file, with its aliases expanded
+
+# Names that other trainers have for an option (docs/coming_from.md), where the closest one here would mislead; of
+# several the first that a program has.
+NAMES_ELSEWHERE = {
+    "lr": ("learning_rate",),
+    "epochs": ("max_epochs",),
+    "num_epochs": ("max_epochs",),
+    "num_train_epochs": ("max_epochs",),
+    "per_device_train_batch_size": ("batch_size",),
+    "micro_batch_size": ("batch_size",),
+    "gradient_accumulation_steps": ("batch_size",),
+    "max_length": ("max_sample_num_tokens",),
+    "max_seq_length": ("max_sample_num_tokens",),
+    "sequence_len": ("max_sample_num_tokens",),
+    "cutoff_len": ("max_sample_num_tokens",),
+    "model": ("model_name_or_path",),
+    "model_path": ("model_name_or_path", "model"),
+    "base_model": ("model_name_or_path", "model"),
+    "data": ("data_path", "input_file"),
+    "dataset": ("data_path", "input_file"),
+    "datasets": ("data_path", "input_file"),
+    "train_file": ("data_path", "input_file"),
+    "dataset_name": ("input_dataset",),
+    "output": ("output_dir", "output_file"),
+    "save_steps": ("checkpoint_every_steps",),
+    "eval_steps": ("validate_every_steps",),
+    "val_set_size": ("validation_share",),
+    "val_size": ("validation_share",),
+    "lora_r": ("lora_rank",),
+    "use_peft": ("lora",),
+    "load_in_4bit": ("base_quantization",),
+    "quantization_bit": ("base_quantization",),
+    "report_to": ("track",),
+    "resume_from_checkpoint": ("resume",),
+    "deepspeed": ("sharding",),
+    "packing": (),  # samples always are
+    "sample_packing": (),
+}
 
 # Whose one required option is given as words without a flag.
 WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions, SweepOptions)
@@ -184,12 +222,18 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
         if not flag.startswith("--") or flag == "--help":
             continue
         if flag not in flags:
-            problems.append(f"unknown option {flag}{suggest(flag, flags)}")
+            close = find_closest(name_option(flag), [name_option(known) for known in flags])
+            problems.append(f"unknown option {flag}{'' if close is None else f'; did you mean {flag_name(close)}?'}")
         elif flags[flag] in choices and not value.startswith("--") and value not in (*choices[flags[flag]], "None"):
             allowed = choices[flags[flag]]
             problems.append(f"{flag} {value}: allowed: {', '.join(allowed)}{suggest(value, allowed)}")
     if problems:
         raise ValueError("\n  ".join(problems))
+
+
+def name_option(flag: str) -> str:
+    """The name of a flag's option, with no_ for --no-."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def takes_choices_only(kind: Any) -> bool:
@@ -203,6 +247,13 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """A question whether the closest of the `known` words was meant; empty if none is close."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def find_closest(name: str, known: Collection[str]) -> str | None:
+    """The `known` option that an unknown `name` may stand for: the one that other trainers call so, or the closest."""
+    if name in NAMES_ELSEWHERE:
+        return next((option for option in NAMES_ELSEWHERE[name] if option in known), None)
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def find_configs(argv: list[str], options_class: type) -> list[Path]:
@@ -233,8 +284,8 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
         name = str(key).replace("-", "_")
         try:
             if name not in types or name == "config":
-                close = difflib.get_close_matches(name, types, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(types)}"
+                close = find_closest(name, types)
+                hint = f"; allowed: {', '.join(types)}" if close is None else f"; did you mean {close!r}?"
                 raise ValueError(f"unknown option {key!r}{hint}")
             if name in flags:
                 raise ValueError(f"{name}: given more than once, with - and with _")
@@ -399,8 +450,8 @@ def parse_values(
         name = str(key).replace("-", "_")
         try:
             if name not in types:
-                close = difflib.get_close_matches(name, types, n=1)
-                raise ValueError(f"unknown option {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+                close = find_closest(name, types)
+                raise ValueError(f"unknown option {key!r}" + ("" if close is None else f"; did you mean {close!r}?"))
             if name in found:
                 raise ValueError(f"{name}: is given twice, with - and with _")
             if name in reserved:

@@ -150,7 +150,7 @@ def write_data_set(
         notes = [*prepared.notes, *describe_remarks(totals)]
         notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
         check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
-        check_kept(totals, reasons, sources=sources)
+        check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
         notes += describe_unread(totals.columns, options.rows.ignore_columns)
         stop_token_id = prepared.stop_token_id
         stop = None if stop_token_id is None else tokenizer.convert_ids_to_tokens(stop_token_id)
@@ -353,7 +353,7 @@ def num_samples_shown(options: ProcessDataOptions) -> int:
     return max(options.preview, NUM_PAGE_SAMPLES if options.preview_html is not None else 0)
 
 
-def check_rejected(totals: Totals, reasons: list[str], *, skip_invalid: bool) -> None:
+def check_rejected(totals: Totals, reasons: list[tuple[str, str]], *, skip_invalid: bool) -> None:
     """Refuses invalid rows, listing the first, unless they are to be skipped."""
     if reasons and not skip_invalid:
         more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
@@ -363,18 +363,33 @@ def check_rejected(totals: Totals, reasons: list[str], *, skip_invalid: bool) ->
         )
 
 
-def list_below(reasons: list[str]) -> str:
-    return "".join(f"\n  {reason}" for reason in reasons)
+def list_below(reasons: list[tuple[str, str]]) -> str:
+    """Lines that say each reason once, with the first row that has it and the places of the others."""
+    places: dict[str, list[str]] = {}
+    for place, reason in reasons:
+        places.setdefault(reason, []).append(place)
+    lines = []
+    for reason, (first, *others) in places.items():
+        lines += [f"\n  {first}: {reason}", *([f"\n    also {', '.join(others)}"] if others else [])]
+    return "".join(lines)
 
 
-def check_kept(totals: Totals, reasons: list[str], *, sources: Sequence[Source]) -> None:
+def check_kept(
+    totals: Totals,
+    reasons: list[tuple[str, str]],
+    *,
+    sources: Sequence[Source],
+    max_sample_num_tokens: int | None,
+) -> None:
     """Refuses a data set without samples."""
     if totals.rows["in"] == 0:
         raise ValueError(f"{describe_sources(sources)}: has no rows")
     if totals.rows["kept"] == 0:
         dropped = ", ".join(f"{totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
+        hint = f"; raise --max-sample-num-tokens {max_sample_num_tokens}" if totals.rows["too_long"] else ""
         raise ValueError(
-            f"{describe_sources(sources)}: no row is left of {totals.rows['in']:,}: {dropped}{list_below(reasons)}"
+            f"{describe_sources(sources)}: no row is left of {totals.rows['in']:,}: {dropped}{hint}"
+            f"{list_below(reasons)}"
         )
 
 

@@ -48,6 +48,10 @@ __all__ = [
     "split_by_training",
 ]  # fmt: skip
 
+WITHOUT_TOOLS = (
+    "the chat template leaves out the row's tools: use one that writes them (--chat-template), or describe them in the"
+    " system message"
+)
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
 THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether the generation prompt's words win
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
@@ -276,9 +280,7 @@ class ChatMasker:
         key = (repr(chat.tools), roles[0], roles[-1], frozenset(roles))
         messages = chat.outline.messages
         if key not in self.written_tools and catch_error(self.render, [messages]) == catch_error(render, [messages]):
-            raise ValueError(
-                "the chat template leaves out 'tools': remove them from the row, or describe them in the system message"
-            )
+            raise ValueError(WITHOUT_TOOLS)
         if len(self.written_tools) >= MAX_NUM_SKELETONS:
             self.written_tools.clear()
         self.written_tools.add(key)
@@ -338,8 +340,11 @@ class ChatMasker:
         if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
             return rendered
         filled = [{**message, "content": message.get("content") or ""} for message in chat.messages]
-        if isinstance(catch_error(self.render_one, filled, tools=chat.tools), ValueError):
+        accepted = catch_error(self.render_one, filled, tools=chat.tools)
+        if isinstance(accepted, ValueError):
             return rendered
+        if chat.tools and accepted == catch_error(self.render_one, filled, tools=None):
+            return ValueError(WITHOUT_TOOLS)
         return ValueError(f'{rendered}; it accepts messages with calls if their content is "", not null or missing')
 
     def render_one(self, messages: list[Message], *, tools: list[dict[str, Any]] | None) -> Rendered:

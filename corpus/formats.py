@@ -23,6 +23,7 @@ from chat.placeholders import IMAGE_PART, is_text_part, list_parts
 from corpus.columns import (
     ASKING,
     MEANINGS,
+    PROMPTING,
     TURNS,
     Fields,
     RefusedColumn,
@@ -69,6 +70,10 @@ class FieldPaths:
 OWN_NAMES = FieldPaths()
 
 
+class UnknownFormat(ValueError):
+    """A row without the keys of its file's format, or of any."""
+
+
 def read_examples(
     chunk: Chunk,
     data_format: str | None,
@@ -89,6 +94,8 @@ def read_examples(
             yield row, None if fields is None else read_example(fields, data_format, is_given=is_given)
         except RefusedColumn as error:
             raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
+        except UnknownFormat as error:
+            yield row, error if paths.given else ValueError(f"{error}; --messages-field and the like take other names")
         except ValueError as error:
             yield row, error
 
@@ -112,8 +119,10 @@ def read_fields(
     replaced = {name for key in given for name in own.get(key, (key,))}
     read = {*READ_BY.get(data_format, ()), *also_read} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
-    # Chats often repeat their first question in a column; an answer chosen by a path may lack its question.
-    meanings = [meaning for meaning in MEANINGS if given or meaning != ASKING]
+    # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
+    # columns are no reason to refuse rows that have nothing else to train.
+    without = {PROMPTING} if data_format is None else set()
+    meanings = [meaning for meaning in MEANINGS if (given or meaning != ASKING) and meaning not in without]
     check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
     return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
 
@@ -223,7 +232,7 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
     if data_format is None or (found is None and not is_given):
         expected = "; ".join(f"{name}: {describe_keys(name)}" for name in FORMATS)
         wanted = f"no {data_format} row" if data_format else "of no known format"
-        raise ValueError(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
+        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
     if found != data_format and not is_given:
         raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
     read, _ = FORMATS[data_format]

@@ -252,6 +252,8 @@ def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile
         schema = pa.concat_tables([pa.Table.from_batches([], schema=file.schema) for file in files]).schema
         check_names(schema, kind, named=named)
         index = open_index(path, files)
+    except FileNotFoundError:
+        raise ValueError(f"{named}: there is no such file") from None
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{named}: cannot be read as a data set of process_data.py: {error}") from None
     for field in (*kind.schema, *COMMON_SCHEMA):

@@ -93,7 +93,7 @@ class Totals:
 
     def add_invalid(self, reason: str) -> None:
         """Counts a reason, without the row's own text in it."""
-        self.count_reason(VARIABLE_PART.sub("…", reason)[:100], 1)
+        self.count_reason(VARIABLE_PART.sub("…", reason)[:200], 1)
 
     def count_reason(self, kind: str, count: int) -> None:
         is_known = kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS

@@ -120,7 +120,7 @@ class ChunkResult:
 
     sides: list[SideResult]  # in the order of SIDES; only training if rows are not split
     rejected: bytes  # unusable rows with their reasons, as JSON lines
-    reasons: list[str]  # the first of them, with the places of their rows
+    reasons: list[tuple[str, str]]  # the first of them, each after its row's place
     num_bytes: int  # bytes of the file that were read for the chunk
 
 
@@ -237,13 +237,13 @@ def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:
         totals.add_invalid(reason)
 
 
-def describe_rejected(chunk: Chunk, rejected: dict[int, str]) -> tuple[bytes, list[str]]:
+def describe_rejected(chunk: Chunk, rejected: dict[int, str]) -> tuple[bytes, list[tuple[str, str]]]:
     """The rejected rows with their reasons as JSON lines, and the first reasons with their places."""
     rows = [row for row in iterate_rows(chunk) if row.number in rejected] if rejected else []
     entries = [
         {"file": chunk.file, "line": row.line, "reason": rejected[row.number], "row": show_row(row)} for row in rows
     ]
-    reasons = [f"{chunk.file}:{row.place}: {rejected[row.number]}" for row in rows[:NUM_REASONS_SHOWN]]
+    reasons = [(f"{chunk.file}:{row.place}", rejected[row.number]) for row in rows[:NUM_REASONS_SHOWN]]
     return "".join(json.dumps(entry) + "\n" for entry in entries).encode(), reasons
 
 

@@ -210,7 +210,7 @@ def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
     with template_errors():
         text = apply_template(outline.messages, prompt.tools, tokenizer)
     if prompt.tools and not reads_tools(outline.messages, text, tokenizer):
-        raise ValueError("the chat template leaves out 'tools': remove them, or describe them in the system message")
+        raise ValueError("the chat template leaves out the tools: remove them, or describe them in the system message")
     written = set(split_at_placeholders(text)[0])
     for i, leaf in enumerate(outline.leaves):
         role = outline.messages[leaf.message]["role"]

@@ -64,7 +64,7 @@ class Validations:
             return "done"
         return (
             f"done after step {position.step}, by --early-stopping-patience: {self.progress.num_worse} validations"
-            f" in a row did not improve on the {self.progress.metric} of {self.progress.best_value} after step"
+            f" in a row did not improve on the {self.progress.metric} of {self.progress.best_value:.4f} after step"
             f" {self.progress.best_step}"
         )
 

@@ -720,6 +720,9 @@ def calls(*arguments: dict, ids: tuple[str, ...] = ("a", "b")) -> dict:
     }
 
 
+CALLS_ALONE = {"role": "assistant", "tool_calls": calls({"x": "y"})["tool_calls"]}
+
+
 def trained_with_tools(masker: ChatMasker, messages: list[dict]) -> list[str]:
     (masked,) = masker.mask([Chat(messages, tools=[TOOL])])
     if isinstance(masked, ValueError):
@@ -776,7 +779,9 @@ def test_ids_and_arguments_share_a_skeleton(base_tokenizer):
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (CHATML_TEMPLATE, [QUESTION, ANSWER], "leaves out 'tools'"),
+        (CHATML_TEMPLATE, [QUESTION, ANSWER], "leaves out the row's tools"),
+        # Its content may not be missing, but with one the tools are not written either.
+        (CHATML_TEMPLATE, [QUESTION, CALLS_ALONE, ANSWER], "leaves out the row's tools"),
         (TOOL_TEMPLATE.replace("function | tojson", "function | upper"), [QUESTION, calls({"x": "y"})], "tool calls"),
         (TOOL_TEMPLATE.replace("if m.tool_calls", "if false"), [QUESTION, calls({})], "tool calls of message 2"),
         (TOOL_TEMPLATE, [QUESTION, calls({"<|im_end|>": 5})], "special token '<|im_end|>' in the name"),

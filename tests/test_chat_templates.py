@@ -67,7 +67,7 @@ class Refused:
 
 
 NOT_KNOWN = {  # what templates do with what they do not know
-    "tools": Refused("leaves out 'tools'"),
+    "tools": Refused("leaves out the row's tools"),
     "alternate": Refused("roles must alternate"),
     "no stop": Refused("no end-of-turn token"),
 }
@@ -260,7 +260,9 @@ QWEN3_MARKED = plain(
     reasoning=[COUNT + IM_END, MORE + IM_END],
     tools=[QWEN3_EMPTY + QWEN_CALL, f"{QWEN3_EMPTY}Five.{IM_END}", f"{QWEN3_EMPTY}Six.{IM_END}"],
 ) | {"<think>": [COUNT + IM_END, MORE + IM_END]}
-NO_TURNS = {case: NOT_KNOWN["no stop"] for case in CASES if case != "tools"} | {"tools": Refused("leaves out 'tools'")}
+NO_TURNS = {case: NOT_KNOWN["no stop"] for case in CASES if case != "tools"} | {
+    "tools": Refused("leaves out the row's tools")
+}
 CALLS_LOST = Refused("writes the tool calls of message 2 (assistant) 0 times")
 SYSTEM_LOST = Refused("writes the content of message 1 (system) 0 times")
 

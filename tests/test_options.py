@@ -13,9 +13,9 @@ import pytest
 from refusals import refuse
 
 import options
-from command_line import parse_options
+from command_line import NAMES_ELSEWHERE, find_closest, parse_options
 from objectives.choice import KINDS
-from options import ProcessDataOptions, TrainOptions, flatten_options, group_options, list_types
+from options import GenerateOptions, ProcessDataOptions, TrainOptions, flatten_options, group_options, list_types
 from options.choices import list_choices
 from options.objectives import OBJECTIVES
 from options.problems.finding import find_problems
@@ -129,6 +129,23 @@ def test_bad_flags_get_one_message(argv, reasons, capfd):
         assert reason in message
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--lr", "--learning-rate"), ("--save_steps", "--checkpoint-every-steps"), ("--no-osf", "--no-osft")],
+)
+def test_another_trainers_flag_names_the_one_here(flag, meant, capfd):
+    assert f"unknown option {flag.replace('_', '-')}; did you mean {meant}?" in refuse([*REQUIRED, flag, "1"], capfd)
+
+
+def test_names_elsewhere_are_none_of_this_programs_and_stand_for_its_own():
+    train, data, generate = map(list_types, (TrainOptions, ProcessDataOptions, GenerateOptions))
+    assert not NAMES_ELSEWHERE.keys() & (train.keys() | data.keys())
+    for name, meant in NAMES_ELSEWHERE.items():
+        assert set(meant) <= train.keys() | data.keys() | generate.keys(), name
+    assert find_closest("packing", train) is None
+    assert find_closest("data", train) == "data_path" and find_closest("data", data) == "input_file"
+
+
 def test_bad_flags_end_the_script_without_a_traceback():
     result = run_script("train.py", *REQUIRED, "--bach-size", "3")
     assert result.returncode == 2 and "--bach-size" in result.stderr
@@ -139,6 +156,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
     ("text", "reason"),
     [
         ("bach_size: 3", "unknown option 'bach_size'; did you mean 'batch_size'"),
+        ("lora_r: 8", "unknown option 'lora_r'; did you mean 'lora_rank'"),
         ("config: other.yaml", "unknown option 'config'"),
         ("compile: 1", "compile: given 1, allowed: true or false"),
         ("batch_size: true", "batch_size: given True"),

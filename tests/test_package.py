@@ -107,6 +107,9 @@ def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(si
     command = [str(site / "bin" / "mini-trainer"), "--help"]
     from_command = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=True).stdout
     assert listed.startswith(from_command) and from_command
+    command = [str(site / "bin" / "mini-trainer"), "process-data", "--lr", "1"]
+    refused = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=False)
+    assert refused.stderr.endswith("/bin/mini-trainer process-data --help lists all options\n")  # as it was typed
 
 
 @pytest.mark.slow
@@ -127,8 +130,8 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ([], "needs a word: train, process-data"),
-        (["trian"], "'trian' is not one of mini-trainer's words: train, process-data"),
+        ([], "needs a command: train, process-data"),
+        (["trian"], "'trian' is not one of mini-trainer's commands: train, process-data"),
         (["trian"], "; did you mean train? (mini-trainer --help"),
         (["completion", "tcsh"], "completion needs a shell: bash, zsh, fish; given: tcsh"),
         (["train", "--nproc-per-node", "0"], "--nproc-per-node 0: must be"),

@@ -215,7 +215,7 @@ def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
     [
         ([], {}, "has no rows"),
         ([b"\n", b" \n"], {}, "has no rows"),
-        ([chat(1)], {"max_sample_num_tokens": 3}, "no row is left of 1: 1 dropped: too long"),
+        ([chat(1)], {"max_sample_num_tokens": 3}, "1 dropped: too long; raise --max-sample-num-tokens 3$"),
         ([b"{}\n"], {"skip_invalid": True}, "no row is left of 1: 1 invalid"),
         ([chat(1)], {"input_file": ("missing.jsonl",)}, "no such file"),
         ([chat(1)], {"input_file": ("directory.jsonl",)}, "no file in it ends in .jsonl, .json"),
@@ -234,6 +234,22 @@ def test_refusals_leave_everything_as_it_was(model, tmp_path, monkeypatch, rows,
     with pytest.raises(ValueError, match=reason):
         process_data(replace_options(options_for(model, Path("in.jsonl"), Path("out.jsonl")), **options))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_reason_is_said_once_for_all_its_rows(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"dialog": [], "tools": [{"name": "f"}]}, b"{\n", {"dialog": [], "tools": [{"name": "f"}]}]
+    write_rows(Path("in.jsonl"), rows)
+    with pytest.raises(ValueError) as error:
+        process_data(options_for(model, Path("in.jsonl"), Path("out.jsonl")))
+    first, of_no_format, others, not_json, last = str(error.value).splitlines()
+    assert first == "3 of 3 rows cannot be used:" and last.startswith("fix them")
+    # Tools are no reason of their own where a row has nothing to train.
+    assert of_no_format.startswith(
+        "  in.jsonl:1: of no known format: its keys are ['dialog', 'tools'], expected messages"
+    )
+    assert of_no_format.endswith("; --messages-field and the like take other names")
+    assert others == "    also in.jsonl:3" and not_json.startswith("  in.jsonl:2: not JSON")
 
 
 def test_the_input_may_not_be_the_file_of_rejected_rows(model, tmp_path):

@@ -301,7 +301,7 @@ def test_prompts_of_which_the_template_leaves_something_out_are_refused():
     tokenizer = make_tokenizer(silent, (IM_END,))
     with pytest.raises(ValueError, match=r"row 3: the chat template leaves out the content of message 1 \(system\)"):
         encode_prompt(Prompt(place="row 3", row={}, messages=[SYSTEM, USER]), tokenizer)
-    with pytest.raises(ValueError, match="leaves out 'tools'"):
+    with pytest.raises(ValueError, match="leaves out the tools"):
         encode_prompt(Prompt(row={}, messages=[USER], tools=[TOOL]), tokenizer)
     assert encode_prompt(Prompt(row={}, messages=[USER]), tokenizer) == tokenizer("How many?")["input_ids"]
 

@@ -182,8 +182,8 @@ def test_overlong_samples_are_refused_or_dropped_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("missing.arrow", None, "No such file"),
-        ("missing.jsonl", None, "No such file"),
+        ("missing.arrow", None, "there is no such file"),
+        ("missing.jsonl", None, "there is no such file"),
         ("data.txt", b"x", "must end in .arrow, .parquet or .jsonl"),
         ("empty.arrow", b"", "holds no samples"),
         ("garbage.arrow", b"garbage" * 100, "cannot be read"),

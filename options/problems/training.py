@@ -472,7 +472,8 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
         problems.append("--keep-exports has no effect with --export-name, which keeps only one export")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
-            "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
-            " or an end (--max-steps, ...) together with --save-final-checkpoint"
+            "the run has no end, so the trained model would never be written: add --max-epochs, --max-steps,"
+            " --max-samples or --max-tokens; or, for a run that is stopped by hand, --min-samples-per-checkpoint or"
+            " --checkpoint-at-epoch"
         )
     return problems
