@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from fork_server import share_server, start_server, use_server
+from fork_server import measure_server, share_server, start_server, use_server
 from hypothesis import settings
 from turns import Floor
 
@@ -30,6 +30,31 @@ ALONE = {"test_faults.py"}
 SLEEPING = {"test_run_control.py"}
 # Objects that runs may leave until all are looked through; imports make twice as many.
 MOST_FROZEN = 300_000
+
+
+CPU: Counter[str] = Counter()  # seconds of each module
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="CPU seconds of each module, and of all forked processes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[pytest.TestReport]:
+    report, before = (yield), item.config.cpu_before
+    item.config.cpu_before = sum(os.times()[:4])  # children's, too
+    report.cpu = item.config.cpu_before - before
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    CPU[report.nodeid.partition("::")[0]] += getattr(report, "cpu", 0.0)  # none if the worker crashed
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--cpu"):
+        for name, seconds in [("forked processes", measure_server()), *CPU.most_common()]:
+            terminalreporter.write_line(f"{seconds:8.1f} CPU s  {name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     freeze(session.config)
+    session.config.cpu_before = sum(os.times()[:4])
 
 
 @pytest.hookimpl(optionalhook=True)
