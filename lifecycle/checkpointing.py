@@ -140,6 +140,12 @@ class Checkpointer:
             write, self.write = self.write, None
             self._commit_all(write.result())
 
+    def close(self) -> None:
+        """Finishes, and ends the threads."""
+        self.finish()
+        self.writer.shutdown()
+        self.pool.close()
+
     def _commit_all(self, outcome: dict[str, Any]) -> None:
         """Gathers every rank's `outcome`, and commits on rank 0; then removes old checkpoints."""
         outcomes = gather_on_rank0(self.world, outcome)

@@ -107,7 +107,7 @@ class ExportWriter:
         """
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         parts = self.parts
-        self.left_out = list_left_out(parts.source, parts.family) if shapes else {}
+        self.left_out = list_left_out(parts.source, parts.family, trained=shapes.keys()) if shapes else {}
         self.own_tensors = find_tensors(Path(parts.source.directory)) if self.left_out else {}
         self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())

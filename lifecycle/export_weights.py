@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
@@ -30,9 +31,11 @@ class WeightStream:
         self, shell: PreTrainedModel, shapes: dict[str, Tensor], directory: Path, pool: WritePool, *, max_bytes: int
     ):
         """`shell` and `shapes` are on the meta device."""
+        self.shell, self.conversions = shell, list_conversions(shell)
+        shell._weight_conversions = self.conversions or None  # or transformers lists them again for every tensor
         ignored = shell._keys_to_ignore_on_save or ()
         shapes = {name: shape for name, shape in shapes.items() if name not in ignored}
-        stored = revert_weight_conversion(shell, shapes)
+        stored = self.revert(shapes)
         split = split_state_dict_into_shards_factory(
             stored,
             get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
@@ -40,7 +43,7 @@ class WeightStream:
             filename_pattern=PATTERN,
             max_shard_size=max_bytes,
         )
-        self.shell, self.pool, self.stored = shell, pool, stored
+        self.pool, self.stored = pool, stored
         self.file_of: dict[str, TensorFile] = {}
         for file, names in split.filename_to_tensors.items():
             entries = {name: (DTYPES[stored[name].dtype], stored[name].shape) for name in names}
@@ -67,9 +70,13 @@ class WeightStream:
             if name == members[0]:
                 is_plain = len(members) == 1 and name in self.stored
                 group = {member: shapes[member] for member in members}
-                stored = [name] if is_plain else revert_weight_conversion(self.shell, group)
+                stored = [name] if is_plain else self.revert(group)
                 turns |= dict.fromkeys(members, min(map(self.turn_of, stored)))
         return turns
+
+    def revert(self, group: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are stored."""
+        return revert_weight_conversion(self.shell, group) if self.conversions else group
 
     def turn_of(self, stored_name: str) -> tuple[int, int]:
         """When to write a stored tensor, among the others."""
@@ -85,7 +92,7 @@ class WeightStream:
                 self.write({member: self.held.pop(member) for member in members})
 
     def write(self, group: dict[str, Tensor]) -> None:
-        converted = revert_weight_conversion(self.shell, group)
+        converted = self.revert(group)
         for name in sorted(converted, key=self.turn_of):
             tensor = converted[name]
             expected = self.stored[name]
@@ -126,3 +133,11 @@ def find_targets(model: PreTrainedModel, names: list[str]) -> dict[str, str]:
     conversions = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     converters = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
     return {name: rename_source_key(name, [], converters, reverse=True)[0] for name in names}
+
+
+def list_conversions(model: PreTrainedModel) -> list[Any]:
+    """The conversions that `revert_weight_conversion` reverts for a model that was made from a config."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [each for each in found if type(each).__name__ != "PrefixChange"]  # which only a loaded model reverts

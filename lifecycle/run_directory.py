@@ -213,7 +213,7 @@ class RunDirectory:
         """
         is_done = stop is None
         with self.control.slow("the last checkpoint"):
-            self.checkpointer.finish()
+            self.checkpointer.close()
         with self.control.slow("the end of trackers and uploads"):
             self.log.write_end(None if stop is None else stop[1])
             self.log.close()

@@ -94,7 +94,7 @@ def call_with_row(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) ->
 
 def takes(module: nn.Module, name: str) -> bool:
     """Whether the module's forward accepts the keyword argument, by name or through **kwargs."""
-    return name in inspect.signature(type(module).forward).parameters or find_keywords(module) is not None
+    return name in read_signature(type(module).forward).parameters or find_keywords(module) is not None
 
 
 def drops_keywords(module: nn.Module) -> bool:
@@ -108,8 +108,14 @@ def drops_keywords(module: nn.Module) -> bool:
 
 def find_keywords(module: nn.Module) -> str | None:
     """Name of the forward's **kwargs parameter; None if it has none."""
-    parameters = inspect.signature(type(module).forward).parameters.values()
+    parameters = read_signature(type(module).forward).parameters.values()
     return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+@functools.cache
+def read_signature(forward: Callable) -> inspect.Signature:
+    """The function's signature; every forward pass asks for it again, and reading it costs more than a small layer."""
+    return inspect.signature(forward)
 
 
 def iterate_owners(name: str) -> Iterator[str]:

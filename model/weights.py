@@ -7,7 +7,7 @@ separately and fused in the model): its own loader runs once on placeholders wit
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -219,19 +219,21 @@ def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tupl
     return named
 
 
-def list_left_out(source: ModelSource, family: Family) -> dict[str, Stored]:
+def list_left_out(source: ModelSource, family: Family, *, trained: Collection[str] = ()) -> dict[str, Stored]:
     """Stored tensors other than the trained weights, dequantized, for an export of the whole model.
 
     These are other towers and, if the family keeps them, tensors that transformers' model does not use, such as layers
-    for multi-token prediction.
+    for multi-token prediction. If the files hold only tensors named in `trained`, no model is made to find them.
     """
     if not list_weights(Path(source.directory)):
         log.warning(f"warning: {source.directory}: its weights are gone; the export holds only the trained weights")
         return {}
+    stored = find_stored(Path(source.directory))
+    if stored.keys() <= set(trained):
+        return {}
     with torch.device("meta"):
         model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     own = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
-    stored = find_stored(Path(source.directory))
     if (settings := find_quantization(source.directory)) is not None:
         stored = open_dequantized(stored, settings, choose_dtype(own))
     try:

@@ -1,4 +1,7 @@
 import gc
+
+gc.disable()  # until all is imported: it would look through a million objects a dozen times
+
 import getpass
 import os
 import shutil
@@ -9,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+from fork_server import measure_server, share_server, start_server, use_server
 from hypothesis import settings
 from turns import Floor
 
@@ -28,11 +32,37 @@ SLEEPING = {"test_run_control.py"}
 MOST_FROZEN = 300_000
 
 
+CPU: Counter[str] = Counter()  # seconds of each module
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="CPU seconds of each module, and of all forked processes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[pytest.TestReport]:
+    report, before = (yield), item.config.cpu_before
+    item.config.cpu_before = sum(os.times()[:4])  # children's, too
+    report.cpu = item.config.cpu_before - before
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    CPU[report.nodeid.partition("::")[0]] += getattr(report, "cpu", 0.0)  # none if the worker crashed
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--cpu"):
+        for name, seconds in [("forked processes", measure_server()), *CPU.most_common()]:
+            terminalreporter.write_line(f"{seconds:8.1f} CPU s  {name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("-m"):  # exactness is tested on the CPU, also where there is a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(config, "workerinput"):  # of pytest-xdist, which `pytest_configure_node` has filled
         config.floor = Floor(Path(config.workerinput["turns"]))
+        use_server(config.workerinput["server"])
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -57,14 +87,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     freeze(session.config)
+    session.config.cpu_before = sum(os.times()[:4])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: object) -> None:
-    """pytest-xdist: a directory for the workers to take turns in, made by whoever starts them."""
+    """pytest-xdist: a directory for the workers to take turns in, and a server of processes, made by whoever starts
+    them."""
     if not hasattr(node.config, "turns"):
         node.config.turns = tempfile.mkdtemp(prefix="mini_trainer_tests_")
-    node.workerinput["turns"] = node.config.turns
+        node.config.server = share_server()
+    node.workerinput |= dict(turns=node.config.turns, server=node.config.server)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -100,6 +133,7 @@ def freeze(config: pytest.Config) -> None:
     """No garbage collection looks again at what is there now: a second each time, once all has been imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     config.num_frozen = gc.get_freeze_count()
 
 
@@ -117,7 +151,5 @@ def world() -> Iterator:
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Callable]:
     """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
-    from forked import start_server  # imports torch, which has to come after what is set above
-
     with ProcessPoolExecutor(1, mp_context=start_server()) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=240)

@@ -18,30 +18,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
 from pathlib import Path
 
+from fork_server import start_server
 from processes import ROOT, Job, list_children
 from torch.distributed import TCPStore
 
 TORCHRUN = ROOT / "tests" / "workers" / "torchrun.py"
 SECONDS_TO_END = 30  # for a rank whose neighbour has failed, as torchrun gives it
-
-
-def start_server() -> BaseContext:
-    """The context whose processes are forked from a server that has imported preloaded.py."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["preloaded"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Python 3.11's server takes no other
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-    return context
 
 
 def run_forked(

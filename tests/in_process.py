@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 from pathlib import Path
 
 from forked import run_forked
@@ -38,12 +39,26 @@ def train_here(world: World, **options: object) -> str:
 
 def end_here(world: World, **options: object) -> tuple[ExitCode, str, str]:
     """Trains as `train_here` does; returns the exit code, why the run ended, and its last words."""
-    control = RunControl(hang_timeout=600, max_seconds=None)  # without its monitor, which would take the signals
+    control = Unwatched(hang_timeout=600, max_seconds=None)
     try:
         return train(group_options(TrainOptions, **options), world, control)
     finally:
-        if control.run_lock is not None:
-            control.run_lock.release()
+        control.close()
+
+
+class Unwatched(RunControl):
+    """A run's control without its monitor, which would take the signals; it can be closed before the process ends."""
+
+    def _watch_files(self, output_dir: Path) -> None:
+        """The thread would be there as long as the process, and no monitor hears it."""
+
+    def close(self) -> None:
+        if self.run_lock is not None:
+            self.run_lock.release()
+        if self.held is not None:
+            os.close(self.held.descriptor)
+        for end in (self.signals, self.signals_in, self.lifeline.woken, self.lifeline.waker, self.lifeline.selector):
+            end.close()
 
 
 def print_plan(values: dict) -> tuple[ExitCode, str]:

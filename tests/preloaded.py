@@ -1,6 +1,9 @@
 """What the fork server of forked.py imports once, so that a run's processes need not."""
 
 import gc
+
+gc.disable()
+
 import importlib
 import importlib.util
 import os
@@ -27,4 +30,5 @@ for config in (FAMILIES | HYBRIDS | CLASSIFIERS).values():  # which transformers
     importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once
 gc.collect()
+gc.enable()
 gc.freeze()  # or each process's first collection would copy all of this memory

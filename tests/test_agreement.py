@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from breadth import wide
 from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from safetensors.torch import save_file
@@ -31,10 +32,12 @@ from options import (
     list_identifying_options,
 )
 from process_data import process_data
+from ranks import program
 from ranks.agreement import Account, describe_differences, find_kinds, hash_groups
 from ranks.meeting import describe_missing
 from ranks.messages import MOST_RUNS, describe_ranks
 from ranks.open_files import count_open_files, list_group_sizes
+from ranks.program import fingerprint_code, list_versions
 from sampler import RunPosition
 
 NUM_RANKS = 1024
@@ -311,7 +314,7 @@ def test_ranks_with_other_options_end_at_once(root, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planning_rank", [0, 1])
+@pytest.mark.parametrize("planning_rank", [wide(0), 1])
 def test_a_rank_that_only_plans_ends_all_at_once(planning_rank, root, tmp_path):
     own = [",", *["--dry-run"] * (planning_rank == 0), ",", *["--dry-run"] * (planning_rank == 1)]
     words = flags(model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run")
@@ -332,7 +335,7 @@ def test_a_mistyped_flag_of_one_rank_is_told_once(root, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reversed", "other", "nothing"])
+@pytest.mark.parametrize("name", ["reversed", wide("other"), "nothing"])
 def test_ranks_with_other_data_end_at_once(name, root, tmp_path):
     words = [["--data-path", str(root / f"{name}.arrow")] for name in ("data", name)]
     stderr = run_differing(root, tmp_path, *words, max_steps=2, batch_size=8)
@@ -354,6 +357,28 @@ def test_a_rank_that_is_late_is_named_and_ends_the_run(root, tmp_path):
     assert f"error: {where} did not join within 4 s (--start-timeout)" in stderr
 
 
+def test_a_line_of_code_and_a_library_of_another_version_differ(tmp_path, monkeypatch):
+    here, versions = fingerprint_code(), dict(list_versions())
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py")):
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    monkeypatch.setattr(program, "__file__", str(tmp_path / "ranks" / "program.py"))
+    assert fingerprint_code() == here
+    with (tmp_path / "sampler.py").open("a") as file:
+        file.write("# another version\n")
+    assert fingerprint_code() != here
+    write_metadata(tmp_path, "numba", "99.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert dict(list_versions()) == versions | {"numba": "99.0"} != versions
+
+
+def write_metadata(folder: Path, name: str, version: str) -> None:
+    metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_node_with_other_code_libraries_and_config_is_named_on_both(root, tmp_path):
     """Two torchruns: the second one's checkout has a comment more, and its Python another release of numba."""
@@ -361,9 +386,7 @@ def test_a_node_with_other_code_libraries_and_config_is_named_on_both(root, tmp_
     there = Path(shutil.copytree(ROOT, tmp_path / "there", ignore=ignored))
     with (there / "sampler.py").open("a") as file:
         file.write("# another version\n")
-    metadata = there / "numba-99.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: numba\nVersion: 99.0\n")
+    write_metadata(there, "numba", "99.0")
     options = flags(
         model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run", max_steps=2
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_forked, start_server
+from fork_server import start_server
+from forked import run_forked
 from in_process import train_forked, train_here
 from safetensors.torch import load_file
 from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_samples_of, read_rows

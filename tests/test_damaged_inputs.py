@@ -1,5 +1,6 @@
 """Files and directories that are not what they should be: refused by name, in one line, or cleaned up."""
 
+import itertools
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from breadth import wide
 from forked import ForkedJob
 from in_process import train_here
 from processes import flags
@@ -189,8 +191,11 @@ def two_steps(inputs, world, tmp_path_factory) -> Path:
     return output_dir
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{", DEEP])
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "training_params.json"])
+DAMAGED = list(itertools.product(("manifest.json", "state.json", "training_params.json"), ("[]", "3", "{", DEEP)))
+ALWAYS = [("manifest.json", "{"), ("manifest.json", DEEP), ("state.json", "[]"), ("training_params.json", "[]")]
+
+
+@pytest.mark.parametrize(("name", "text"), [case if case in ALWAYS else wide(*case) for case in DAMAGED])
 def test_damaged_json_of_a_checkpoint_or_its_run(text, name, two_steps, inputs, world, tmp_path):
     given = OPTIONS | inputs | dict(output_dir=str(tmp_path / "run"))
     shutil.copytree(two_steps, tmp_path / "run")
@@ -310,7 +315,7 @@ def test_modules_beside_the_chosen_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["moved", "removed", "made anew"])
+@pytest.mark.parametrize("how", ["moved", wide("removed"), "made anew"])
 def test_a_directory_that_is_moved_or_removed_ends_the_run_and_is_not_made_anew(how, inputs, tmp_path):
     output_dir = tmp_path / "run"
     argv = ["train.py", *flags(**inputs, **(OPTIONS | dict(max_steps=100_000)), output_dir=output_dir)]

@@ -6,8 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from forked import run_forked
 from in_process import train_here
 from make_tiny_model import save_tiny_model, train_tokenizer
 from processes import ENV, ROOT, flags, torchrun
@@ -30,28 +32,58 @@ def run_printed(text: str, said: str, *, stdin: str = "") -> subprocess.Complete
     )
 
 
+def make_options(root: Path) -> dict:
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    save_tiny_model(root / "model", tokenizer, hidden_size=32, num_layers=1, seed=0)
+    data = write_samples(root / "data.arrow", make_samples(20, vocab_size=250, max_len=30))
+    return OPTIONS | dict(
+        model_name_or_path=root / "model", data_path=data, validation_data_path=data, output_dir=root / "a run",
+        max_steps=2, max_time="0.0001", resume="none",
+    )  # fmt: skip
+
+
+def check_done(said: str, run: Path) -> None:
+    """The last words of a run of two steps."""
+    steps = [json.loads(line) for line in (run / "training_metrics_0.jsonl").read_text().splitlines()]
+    (summary,) = [line for line in said.splitlines() if line.startswith("done: ")]
+    losses = [f"{step['loss']:.4f}" for step in steps]
+    assert len(losses) == 2 and summary.startswith(f"done: 2 steps, loss {losses[0]} -> {losses[1]}, validation ")
+    assert re.search(r"^(model after the last step|best model, after step 1): ", said, re.MULTILINE)
+
+
+def run_printed_forked(text: str, said: str) -> subprocess.CompletedProcess:
+    """Runs the script after `text` with the words that are printed, as a shell would split them."""
+    (line,) = [line for line in said.splitlines() if line.startswith(text)]
+    words = shlex.split(line.removeprefix(text))
+    (place,) = [i for i, word in enumerate(words) if word.endswith(".py")]
+    return run_forked(0, *words[place:])
+
+
 @pytest.mark.slow
 def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
     """--max-time is over before the first step: each start makes one, and the second start makes the last."""
-    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
-    save_tiny_model(tmp_path / "model", tokenizer, hidden_size=32, num_layers=1, seed=0)
-    data = write_samples(tmp_path / "data.arrow", make_samples(20, vocab_size=250, max_len=30))
-    options = OPTIONS | dict(
-        model_name_or_path=tmp_path / "model", data_path=data, validation_data_path=data, output_dir=tmp_path / "a run",
-        max_steps=2, max_time="0.0001", resume="none",
-    )  # fmt: skip
-    words = torchrun(1, "train.py", *flags(**options))
+    stopped = run_forked(0, "train.py", *flags(**make_options(tmp_path)))
+    assert "stopped after step 1: --max-time; saved\nto continue: " in stopped.stderr, stopped.stderr
+    assert stopped.returncode == json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
+    done = run_printed_forked("to continue:", stopped.stderr)
+    assert done.returncode == 0, done.stderr
+    check_done(done.stderr, tmp_path / "a run")
+    assert run_printed_forked("try it:", done.stderr).returncode == 0
+    drawn = run_printed_forked("curves:", done.stderr)
+    assert drawn.returncode == 0 and (tmp_path / "a run/curves.html").is_file(), drawn.stderr
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_the_printed_commands_are_a_shells_also_under_torchrun(tmp_path):
+    words = torchrun(1, "train.py", *flags(**make_options(tmp_path)))
     stopped = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
     assert "stopped after step 1: --max-time; saved\nto continue: " in stopped.stderr, stopped.stderr
     assert stopped.returncode == 0 and "Traceback" not in stopped.stderr  # torchrun's
     assert json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
     done = run_printed("to continue:", stopped.stderr)
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "a run/training_metrics_0.jsonl").read_text().splitlines()]
-    (summary,) = [line for line in done.stderr.splitlines() if line.startswith("done: ")]
-    losses = [f"{step['loss']:.4f}" for step in steps]
-    assert len(losses) == 2 and summary.startswith(f"done: 2 steps, loss {losses[0]} -> {losses[1]}, validation ")
-    assert re.search(r"^(model after the last step|best model, after step 1): ", done.stderr, re.MULTILINE)
+    check_done(done.stderr, tmp_path / "a run")
     tried = run_printed("try it:", done.stderr, stdin="hello\n")
     assert tried.returncode == 0 and "Traceback" not in tried.stderr, tried.stderr
     drawn = run_printed("curves:", done.stderr)

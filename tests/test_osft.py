@@ -555,7 +555,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_model_loads(world, tmp_
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2"])
+@pytest.mark.parametrize("family", ["llama_tied_bias", wide("gpt2")])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family, world, tmp_path):
     model = save_tokenizer(save_model(FAMILIES[family], tmp_path / "model"))
     data = write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE))

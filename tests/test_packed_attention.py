@@ -136,7 +136,7 @@ def test_selective_checkpointing_knows_the_operators_of_every_release():
         ("llama", "selective", False),
         ("llama", "full", False),
         wide("llama", "full", True),
-        ("mistral_window", "selective", True),
+        wide("mistral_window", "selective", True),
     ],
 )
 def test_torchs_own_operator_is_kept_compiled_and_right(family, mode, compiled, world, tmp_path, monkeypatch):
@@ -163,6 +163,22 @@ def test_torchs_own_operator_is_kept_compiled_and_right(family, mode, compiled, 
                 assert operators.num_forward == (4 if mode == "full" else 2) and operators.num_backward == 2
     for ours, expected in zip(*results, strict=True):
         assert (ours - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.slow
+def test_torchs_own_operator_is_traced_without_a_break(monkeypatch):
+    """As a compiled block calls it; whole models are compiled with it before a release."""
+    monkeypatch.setattr(packed_attention, "find_obstacle", lambda *args, **kwargs: None)
+    operators, row, tensors, results = FlashOperators(), make_row(), make_tensors(), []
+    compiled = torch.compile(list_functions()["varlen"], backend="aot_eager", fullgraph=True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        operators.register(library)
+        for attend in (compiled, attend_sdpa):
+            output = attend(*tensors, row, Rule(scaling=0.3, window=4))
+            results.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
+    assert (operators.num_forward, operators.num_backward) == (1, 1)
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("head_size", "expected"), [(64, "varlen"), (20, "sdpa"), (512, "sdpa")])

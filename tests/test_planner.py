@@ -47,7 +47,7 @@ LEAST_TOKENS = 64  # of a tile
 SIMULATIONS = [  # family, options
     wide("llama", dict(lora=True)),
     wide("mixtral", dict(lora=True, compute_dtype="bfloat16")),
-    ("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
+    wide("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     ("mixtral", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     wide("qwen3", dict(activation_checkpointing="none")),
     wide("gemma2_softcaps", dict(activation_checkpointing="full")),
@@ -68,7 +68,7 @@ SIMULATIONS = [  # family, options
     ("qwen3", dict(tiled_mlp=True, offload_activations=True)),
     wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
     ("llama", dict(objective="preference", activation_checkpointing="none")),
-    ("llama", dict(objective="preference", lora=True)),
+    wide("llama", dict(objective="preference", lora=True)),
     wide("llama", dict(objective="preference", preference_loss="orpo")),
     wide("phi_head_bias", dict(objective="preference", compute_dtype="bfloat16")),
     ("llama", dict(objective="kto")),

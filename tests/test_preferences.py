@@ -342,7 +342,7 @@ def test_ktos_point_of_reference_is_that_of_the_global_batch(swapped, models, wo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
-    [(1, dict(max_tokens_per_gpu=1024)), (2, {}), wide(4, {}), (2, dict(context_parallel=2))],
+    [(1, dict(max_tokens_per_gpu=1024)), (2, {}), wide(4, {}), wide(2, dict(context_parallel=2))],
     ids=["cap", "2 ranks", "4 ranks", "context parallel"],
 )
 def test_kto_is_the_same_on_any_ranks(num_ranks, changes, models, world, tmp_path):
@@ -383,7 +383,7 @@ def test_a_checkpoint_that_notes_down_no_loss_of_preferences_has_the_defaults(mo
     assert list(find_changes(before, identity | {"preference-beta": 0.5})) == ["preference-beta"]
 
 
-@pytest.mark.parametrize("objective", ["preference", "kto"])
+@pytest.mark.parametrize("objective", ["preference", wide("kto")])
 def test_score_data_computes_the_reference_that_a_run_looks_for(objective, models, world, tmp_path):
     make = make_options if objective == "preference" else make_kto_options
     first = make(tmp_path, models, reuse_reference_only=True)

@@ -342,6 +342,23 @@ def test_a_run_from_chats_returns_what_it_left(chats):
     assert Path(log_file).read_text() and Path(log_file).read_text() in out
 
 
+def test_the_first_stage_is_a_process_with_its_words(chats, tmp_path, monkeypatch):
+    """As InstructLab's users call it; `test_chats_tokenized_in_a_stage_before...` has the second one's words."""
+    from mini_trainer import data_process as dp
+
+    said = tmp_path / "words.json"
+    script = tmp_path / "child.py"
+    script.write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(said)!r}, 'w'))\n")
+    monkeypatch.setattr(children, "PROGRAM", script)
+    dp.main(DataProcessArgs(data_output_path=str(tmp_path), model_path=chats["model_path"],
+                            data_path=chats["data_path"], max_seq_len=200, chat_tmpl_path=None))  # fmt: skip
+    word, *words = json.loads(said.read_text())
+    found = parse(ProcessDataOptions, words)
+    assert (word, found["input_file"], found["output_file"], found["max_sample_num_tokens"]) == (
+        "process-data", (chats["data_path"],), str(tmp_path / "data.arrow"), 200
+    )  # fmt: skip
+
+
 STAGES = """
 import json, sys
 from mini_trainer import DataProcessArgs, TorchrunArgs, TrainingArgs, data_process as dp, run_training
@@ -358,8 +375,9 @@ run_training(torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rd
 """
 
 
+@pytest.mark.wide
 @pytest.mark.slow
-@pytest.mark.parametrize("process_data", [wide(True), False])
+@pytest.mark.parametrize("process_data", [True, False])
 def test_two_stages_as_instructlabs_users_write_them(process_data, chats, tmp_path):
     chats = chats | dict(ckpt_output_dir=str(tmp_path / "run"), data_output_dir=str(tmp_path / "data"))
     words = [sys.executable, "-c", STAGES, json.dumps(chats | dict(process_data=process_data, max_steps=1))]

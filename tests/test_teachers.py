@@ -130,7 +130,7 @@ def test_the_chunks_derivatives_are_those_of_autograd(softcap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
+@pytest.mark.parametrize("name", [wide("forward-kl"), "masked-kl", wide("jsd")])
 def test_the_compiled_chunk_computes_the_same(name):
     """Traced as --compile traces it, for chunks of any number of rows, without a break."""
     compiled = torch.compile(measure_taught_chunk, dynamic=True, backend="aot_eager", fullgraph=True)
@@ -169,7 +169,7 @@ def test_weights_by_the_models_own_probabilities(weighting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
+@pytest.mark.parametrize("name", [wide("forward-kl"), wide("masked-kl"), "jsd"])
 @pytest.mark.parametrize("temperature", [wide(1.0), 2.0])
 def test_weights_of_rows_are_those_of_chunks_with_one_weight(name, temperature):
     """Row by row, also compiled; a row with weight 0 says nothing of a teacher."""
@@ -353,7 +353,9 @@ def write_mixture(root: Path, models: tuple[Path, Path], world, *, scored: bool)
     return tuple(map(str, paths))
 
 
-@pytest.mark.parametrize(("divergence", "online"), [("forward-kl", False), ("masked-kl", False), ("reverse-kl", True)])
+@pytest.mark.parametrize(
+    ("divergence", "online"), [("forward-kl", False), wide("masked-kl", False), ("reverse-kl", True)]
+)
 def test_each_data_set_has_its_own_weight(divergence, online, models, world, tmp_path):
     paths = write_mixture(tmp_path, models, world, scored=not online)
     own = dict(teacher_model=str(models[1]), teacher_temperature=2.0) if online else {}
@@ -439,10 +441,10 @@ def read_numbers(root: Path) -> np.ndarray:
         (1, dict(max_tokens_per_gpu=1024)),
         (2, {}),
         (2, dict(context_parallel=2)),
-        (1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
+        wide(1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
         (2, dict(teacher_model="T")),
-        (2, dict(teacher_model="self", max_tokens_per_gpu=48, micro_batch_grad_sync="last")),
-        (2, dict(teacher_weight=WEIGHTS, context_parallel=2)),
+        wide(2, dict(teacher_model="self", max_tokens_per_gpu=48, micro_batch_grad_sync="last")),
+        wide(2, dict(teacher_weight=WEIGHTS, context_parallel=2)),
         (2, dict(teacher_weight=WEIGHTS)),
     ],
     ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks, one reduction a step",
@@ -463,7 +465,7 @@ def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, wo
     np.testing.assert_allclose(read_numbers(tmp_path / "other"), read_numbers(tmp_path / "one"), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("own", [{}, dict(teacher_model="self"), dict(teacher_model="self", lora=True)])
+@pytest.mark.parametrize("own", [{}, dict(teacher_model="self"), wide(dict(teacher_model="self", lora=True))])
 def test_a_resumed_run_is_the_uninterrupted_one(own, models, world, tmp_path):
     """The teacher `self` is the model as the run started, also after a resume."""
     for root in ("whole", "resumed"):
@@ -478,7 +480,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(own, models, world, tmp_path):
     assert read_numbers(tmp_path / "whole")[-1, 3] > 0  # it has moved away from its teacher
 
 
-@pytest.mark.parametrize("method", [{}, dict(lora=True), dict(osft=True, osft_unfreeze_rank_ratio=0.5)])
+@pytest.mark.parametrize("method", [{}, dict(lora=True), wide(dict(osft=True, osft_unfreeze_rank_ratio=0.5))])
 def test_the_start_as_a_teacher_is_a_second_copy_of_it(method, models, world, tmp_path):
     for root, teacher in (("copy", str(models[0])), ("self", "self")):
         (tmp_path / root).mkdir()
