@@ -9,7 +9,10 @@ import re
 import sys
 from collections.abc import Sequence
 
-from options.urls import HIDDEN, hide_credentials
+if __package__ == "ranks":  # in a script
+    from options.urls import HIDDEN, hide_credentials
+else:  # mini_trainer.ranks
+    from ..options.urls import HIDDEN, hide_credentials
 
 # Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
 # cannot be printed.

@@ -251,7 +251,7 @@ def test_hybrid_sharding_divides_by_fewer_ranks(plan):
 
 def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
     code, text = plan(data_path=str(tmp_path / "none.arrow"))
-    assert code == ExitCode.BAD_INPUT and "none.arrow: cannot be read" in text and "model: qwen3" in text
+    assert code == ExitCode.BAD_INPUT and "none.arrow: there is no such file" in text and "model: qwen3" in text
     code, text = plan(model_name_or_path=str(tmp_path / "none"))
     assert code == ExitCode.BAD_INPUT and "there is no such directory" in text and "40 samples" in text
 

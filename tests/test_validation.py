@@ -210,7 +210,7 @@ def test_a_set_that_is_trained_on_is_told(inputs, tmp_path):
 
 def test_sets_that_cannot_be_measured_are_named(inputs, world, tmp_path):
     options = inputs | dict(output_dir=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"--validation-data-path none\.arrow: cannot be read"):
+    with pytest.raises(ValueError, match=r"--validation-data-path none\.arrow: there is no such file"):
         train_here(world, **options | dict(validation_data_path="none.arrow"))
     masked = write_samples(tmp_path / "masked.arrow", [([5, 6, 7], [-100] * 3)])
     with pytest.raises(ValueError, match="no token of its samples is trained, so it has no loss"):
