@@ -99,7 +99,7 @@ def test_runs_are_found_at_any_depth_but_not_in_runs_or_behind_links(tmp_path):
 
 def test_every_state_by_the_files_alone(tmp_path):
     ends = {"oom": (9, "out_of_memory"), "time": (3, "saved_and_requeue"), "user": (10, "stopped_by_user"),
-            "early": (130, "interrupted")}  # fmt: skip
+            "early": (130, "interrupted"), "refused": (2, "bad_input")}  # fmt: skip
     for name, (code, what) in ends.items():
         write_end(write_run(tmp_path / name, num_steps=3, finished=False), code, what, f"why {name}")
     write_run(tmp_path / "finished", num_steps=3)
@@ -118,6 +118,7 @@ def test_every_state_by_the_files_alone(tmp_path):
         "time": ("stopped", "saved and requeue (3)", "why time"),
         "user": ("stopped", "stopped by user (10)", "why user"),
         "early": ("stopped", "interrupted (130)", "why early"),
+        "refused": ("stopped", "bad input (2)", "why refused"),
         "finished": ("finished", "", ""),
         "copied": ("unknown", "end not recorded", ""),
         "running": ("running", "", ""),
