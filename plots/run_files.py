@@ -27,7 +27,7 @@ CALM_ENDS = {
     ExitCode.SAVED_AND_REQUEUE: "stopped",
     ExitCode.STOPPED_BY_USER: "stopped",
     ExitCode.INTERRUPTED: "stopped",
-    ExitCode.BAD_INPUT: "stopped",  # its last start was refused; whatever it had done before is there
+    ExitCode.BAD_INPUT: "stopped",  # its last start was refused, and changed nothing
 }
 
 

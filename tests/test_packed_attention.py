@@ -167,7 +167,7 @@ def test_torchs_own_operator_is_kept_compiled_and_right(family, mode, compiled, 
 
 @pytest.mark.slow
 def test_torchs_own_operator_is_traced_without_a_break(monkeypatch):
-    """As a compiled block calls it; whole models are compiled with it before a release."""
+    """Called as compiled blocks call it; test-wide compiles whole models with it."""
     monkeypatch.setattr(packed_attention, "find_obstacle", lambda *args, **kwargs: None)
     operators, row, tensors, results = FlashOperators(), make_row(), make_tensors(), []
     compiled = torch.compile(list_functions()["varlen"], backend="aot_eager", fullgraph=True)

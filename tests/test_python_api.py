@@ -343,7 +343,7 @@ def test_a_run_from_chats_returns_what_it_left(chats):
 
 
 def test_the_first_stage_is_a_process_with_its_words(chats, tmp_path, monkeypatch):
-    """As InstructLab's users call it; `test_chats_tokenized_in_a_stage_before...` has the second one's words."""
+    """Called as by users of InstructLab; the second stage's words: `test_chats_tokenized_in_a_stage_before...`."""
     from mini_trainer import data_process as dp
 
     said = tmp_path / "words.json"
