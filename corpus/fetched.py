@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import disk
+from corpus.cache import KEY_LENGTH
 from corpus.outputs import DataSetFiles
 from corpus.remote import FETCHED_BYTES, RemoteFile, describe_remote, find_remote, has_remote, refused_if_unreachable
 from disk import SPARE_BYTES, hash_json, sync_file, written_aside
@@ -23,7 +24,6 @@ from ranks.world import World, call_on_each_node, call_on_rank0
 
 FOLDER, SOURCE_FILE = "fetched", "source.json"
 ENDINGS = (".arrow", ".parquet", ".jsonl")
-KEY_LENGTH = 16  # digits of the hash
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,9 @@ def bring_here(
     `given`: paths and URLs by option; rank 0's decide. `beside`: endings of further files that are copied if they are
     there. All ranks call this. ValueError, as RunError, for data that cannot be read.
     """
-    if not call_on_rank0(world, lambda: any(is_url(path) for paths in given.values() for path in paths)):
-        return {}
     found = call_on_rank0(world, lambda: find_sets(given, beside=beside))
-    call_on_each_node(world, lambda: fetch_sets(found, cache_dir))
+    if found:
+        call_on_each_node(world, lambda: fetch_sets(found, cache_dir))
     return locate_sets(found, cache_dir)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from corpus.cache import KEY_LENGTH
 from corpus.outputs import Outputs
 from corpus.remote import describe_remote, has_remote
 from corpus.uploading import check_writable, describe_upload, list_remote, remove_remote, upload_directory, upload_file
@@ -29,7 +30,8 @@ def open_outputs(output_file: str, *, page: Path | None, is_split: bool) -> Iter
     except ValueError as error:
         raise ValueError(f"--output-file {folder}: {error}") from None
     # What a killed process has left is removed by the next one with the same output.
-    with written_aside(Path(tempfile.gettempdir()) / f"mini_trainer_{hash_json(output_file)[:16]}") as (staging,):
+    place = Path(tempfile.gettempdir()) / f"mini_trainer_{hash_json(output_file)[:KEY_LENGTH]}"
+    with written_aside(place) as (staging,):
         staging.mkdir()
         outputs = StoredOutputs(staging / name, page, is_split, folder)
         outputs.look_up()

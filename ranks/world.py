@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from ranks.row_group import RowGroup, check_sharing, make_own_group, make_row_gr
 from ranks.terminal import LinesAboveBars, shows_progress
 
 Result = TypeVar("Result")
+RETURNED = "returned"
+Outcome = tuple[ExitCode | Literal["returned"], Any]  # with a message, or with what a function has returned
 
 # Collectives time out later than the watchdog of ranks/monitor.py, which knows which ranks are missing.
 SECONDS_AFTER_WATCHDOG = 300.0
@@ -173,34 +175,35 @@ def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
 
     The outcome is sent as data, so no rank waits for one that has already failed.
     """
-    outcome: list[tuple[Literal["returned"], Result] | tuple[ExitCode, str]] = [None]
-    if world.rank == 0:
-        try:
-            outcome = [("returned", function())]
-        except (ValueError, OSError) as error:
-            code, message, _ = describe_error(error)
-            outcome = [(code, message)]
+    outcome = [attempt(function) if world.rank == 0 else None]
     dist.broadcast_object_list(outcome, src=0, group=world.control, device=torch.device("cpu"))
-    kind, value = outcome[0]
-    if kind != "returned":
-        raise RunError(kind, value)
-    return value
+    return unwrap(outcome[0])
 
 
 def call_on_each_node(world: World, function: Callable[[], None]) -> None:
     """Calls `function` on the first rank of each node; the first ValueError or OSError becomes a RunError on every
     rank."""
-    failure: tuple[ExitCode, str] | None = None
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        try:
-            function()
-        except (ValueError, OSError) as error:
-            code, message, _ = describe_error(error)
-            failure = code, message
-    failures = gather_on_rank0(world, failure)
-    first = call_on_rank0(world, lambda: next((one for one in failures if one is not None), None))
-    if first is not None:
-        raise RunError(*first)
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    outcomes = gather_on_rank0(world, attempt(function) if is_first else (RETURNED, None))
+    failures = (outcome for outcome in outcomes or () if outcome[0] != RETURNED)
+    unwrap(call_on_rank0(world, lambda: next(failures, (RETURNED, None))))
+
+
+def attempt(function: Callable[[], Result]) -> Outcome:
+    """What `function` returns, or its ValueError or OSError, as data."""
+    try:
+        return RETURNED, function()
+    except (ValueError, OSError) as error:
+        code, message, _ = describe_error(error)
+        return code, message
+
+
+def unwrap(outcome: Outcome) -> Any:
+    """What the function has returned; RunError in place of its error."""
+    kind, value = outcome
+    if kind != RETURNED:
+        raise RunError(kind, value)
+    return value
 
 
 def broadcast_from_rank0(
