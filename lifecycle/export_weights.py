@@ -127,10 +127,9 @@ def find_groups(model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[
 def find_targets(model: PreTrainedModel, names: list[str]) -> dict[str, str]:
     """Maps each tensor to its converted, stored name, or its own; uses transformers' internals, which change between
     versions."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    conversions = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    conversions = reversed(list_conversions(model))
     converters = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
     return {name: rename_source_key(name, [], converters, reverse=True)[0] for name in names}
 
