@@ -13,10 +13,11 @@ import pytest
 from refusals import refuse
 
 import options
-from command_line import NAMES_ELSEWHERE, find_closest, parse_options
+from command_line import find_closest, parse_options
 from objectives.choice import KINDS
 from options import GenerateOptions, ProcessDataOptions, TrainOptions, flatten_options, group_options, list_types
 from options.choices import list_choices
+from options.names_elsewhere import NAMES_ELSEWHERE
 from options.objectives import OBJECTIVES
 from options.problems.finding import find_problems
 from ranks.ending import ExitCode
