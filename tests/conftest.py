@@ -31,7 +31,6 @@ SLEEPING = {"test_run_control.py"}
 # Objects that runs may leave until all are looked through; imports make twice as many.
 MOST_FROZEN = 300_000
 
-
 CPU: Counter[str] = Counter()  # seconds of each module
 
 

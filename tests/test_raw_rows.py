@@ -61,14 +61,19 @@ def read_arrow(path: str | Path) -> list[dict]:
 # --- where rows come from
 
 
+def write_folders(path: Path) -> None:
+    """The rows of CHATS in folders of the datasets library; in two of them their first three are a split, test."""
+    rows = datasets.Dataset.from_list(CHATS)
+    rows.save_to_disk(path / "saved")
+    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(path / "several")
+    (path / "parquet").mkdir()
+    rows.to_parquet(path / "parquet" / "train-00000.parquet")
+    rows.select(range(3)).to_parquet(path / "parquet" / "test-00000.parquet")
+
+
 def test_folders_of_the_datasets_library_give_what_the_file_gives(tokenizer_dir, tmp_path):
     expected = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_jsonl(tmp_path / "a.jsonl", CHATS)))
-    rows = datasets.Dataset.from_list(CHATS)
-    rows.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "several")
-    (tmp_path / "parquet").mkdir()
-    rows.to_parquet(tmp_path / "parquet" / "train-00000.parquet")
-    rows.select(range(3)).to_parquet(tmp_path / "parquet" / "test-00000.parquet")
+    write_folders(tmp_path)
     for name in ("saved", "several", "parquet"):
         output = tmp_path / f"{name}.arrow"
         assert tokenize(tokenizer_dir, output, input_dataset=str(tmp_path / name)) == expected
@@ -81,12 +86,7 @@ def test_folders_of_the_datasets_library_give_what_the_file_gives(tokenizer_dir,
 
 def test_slices_of_splits(tokenizer_dir, tmp_path):
     whole = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_jsonl(tmp_path / "a.jsonl", CHATS)))
-    rows = datasets.Dataset.from_list(CHATS)
-    rows.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "several")
-    (tmp_path / "parquet").mkdir()
-    rows.to_parquet(tmp_path / "parquet" / "train-00000.parquet")
-    rows.select(range(3)).to_parquet(tmp_path / "parquet" / "test-00000.parquet")
+    write_folders(tmp_path)
     slices = {"train[:10%]": whole[:3], "train[10:12]": whole[10:12], "train[-4:]": whole[-4:]}
     of_several = {"train[5:7]+test[:1]": whole[5:7] + whole[:1], "train+test": whole + whole[:3]}
     for name, expected in (("saved", slices), ("several", slices | of_several), ("parquet", slices | of_several)):
