@@ -48,7 +48,7 @@ from model.sharding import reshard
 from objectives.next_tokens import VisionLanguage
 from objectives.packed_model import PackedModel
 from options import ProcessDataOptions, group_options
-from options.problems.given import is_installed
+from options.problems.packages import is_installed
 from process_data import process_data
 from ranks.world import World, init_world
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from corpus.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, to_stream
 from options import RowOptions
+from options.urls import list_http_errors
 
 FLAG = "--input-dataset"
 SAVED = ("state.json", "dataset_dict.json")  # files of a folder written by `save_to_disk`
@@ -42,7 +43,6 @@ def list_files(folder: Path) -> list[Path]:
 
 def find_revision(options: RowOptions) -> str:
     """The commit at which a data set of the hub is read, so that its name identifies its content."""
-    from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -56,7 +56,7 @@ def find_revision(options: RowOptions) -> str:
         raise ValueError(
             f"{given}: no such folder, and no such data set on the hub; a private one needs HF_TOKEN"
         ) from None
-    except (HfHubHTTPError, HTTPError, OSError) as error:
+    except (HfHubHTTPError, *list_http_errors(), OSError) as error:
         raise ValueError(f"{given}: no such folder, and the hub cannot be reached: {error}") from None
 
 

@@ -11,7 +11,7 @@ from importers.batches import count_batch, count_epochs
 from importers.recognition import OTHER_OBJECTIVES, PREFERENCES
 from importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
 from options import ProcessDataOptions, TrainOptions, group_options
-from options.problems.finding import find_problems
+from options.problems.finding import find_wrong_options
 
 TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl, **trl_preferences.PEERS}
 
@@ -59,7 +59,7 @@ def finish_options(to: Conversion) -> None:
     to.train = parse_said(to.train, {}, TrainOptions)
     sources = [{name: value for name, value in source.items() if value is not None} for source in to.list_sources()]
     to.sources = [parse_said(source, {}, ProcessDataOptions) for source in sources]
-    problems = [problem for options in make_options(to) for problem in find_problems(options)]
+    problems = [problem for options in make_options(to) for problem in find_wrong_options(options)]
     if problems:
         raise ValueError(f"its options cannot be used together: {'; '.join(problems)}")
 

@@ -15,6 +15,7 @@ from inference.engine import Answer, Key, Request, require
 from inference.prompts import Prompt, as_protocol
 from inference.sampling import make_seed
 from options import EngineOptions, SamplingOptions
+from options.urls import list_http_errors
 from ranks.messages import HIDDEN, hide_secrets
 
 NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
@@ -89,7 +90,6 @@ class OpenAIEngine:
             raise ValueError(f"{self.where}: returned no answer to {request.prompt.place}: {shown}") from None
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        from httpx import HTTPError
         from openai import APIError
 
         pieces = self.send(prompt, self.sampling.seed, stream=True)
@@ -98,7 +98,7 @@ class OpenAIEngine:
                 if piece.choices:
                     choice = piece.choices[0]
                     yield read_text(choice if prompt.messages is None else choice.delta)
-        except (HTTPError, APIError, ValueError, *MALFORMED) as error:
+        except (*list_http_errors(), APIError, ValueError, *MALFORMED) as error:
             raise ValueError(f"{self.where}: the stream was interrupted: {self.hide(str(error))[:MAX_SHOWN]}") from None
         finally:
             pieces.close()

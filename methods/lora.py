@@ -1,7 +1,6 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with peft, on frozen weights: see docs/lora.md."""
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ from methods.lora_layers import (
 )
 from methods.lora_merging import Merger
 from methods.lora_product import speed_up
-from methods.nf4 import NF4Weight, check_bitsandbytes, fill_packed, pack_layers, whole_weights
+from methods.nf4 import NF4Weight, fill_packed, pack_layers, whole_weights
 from methods.nf4_experts import adapt_experts, pack_experts
 from model.config import ModelSource
 from model.fingerprints import fingerprint_model
@@ -94,10 +93,6 @@ class LoRA(Method):
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
-        if importlib.util.find_spec("peft") is None:
-            raise ValueError("--lora needs the package peft, which is not installed: pip install peft")
-        if self.is_packed:
-            check_bitsandbytes()
         if self.options.lora_adapter is not None:
             self.given = read_config(Path(self.options.lora_adapter), trains=True)
 

@@ -7,7 +7,6 @@ T tokens.
 """
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,15 +24,6 @@ BLOCK = 64  # weights that share a scale
 SCALE_BLOCK = 256  # scales that share a second-level scale
 NUM_CODES = 256  # values of an 8-bit scale
 MAX_NUMEL = 2**31 - 1  # of a tensor that bitsandbytes' kernels take
-
-
-def check_bitsandbytes() -> None:
-    """ValueError if the package is not installed."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "--base-quantization nf4 needs the package bitsandbytes, which is not installed:"
-            " pip install bitsandbytes peft"
-        )
 
 
 class NF4Weight(nn.Module):

@@ -1,5 +1,7 @@
 """URLs in place of paths: the stores and servers that they may name, and what must not be in them."""
 
+import importlib
+import importlib.util
 import re
 
 # Packages that read them, by the URL's scheme.
@@ -25,6 +27,12 @@ def hide_credentials(text: str) -> str:
 def split_scheme(url: str) -> tuple[str, str]:
     scheme, _, place = url.partition("://")
     return scheme, place
+
+
+def list_http_errors() -> tuple[type[Exception], ...]:
+    """The base errors of the HTTP clients that huggingface_hub and openai use: httpx2, and httpx in older versions."""
+    installed = filter(importlib.util.find_spec, ("httpx2", "httpx"))
+    return tuple(importlib.import_module(name).HTTPError for name in installed)
 
 
 def find_url_faults(url: str, *, flag: str) -> list[str]:

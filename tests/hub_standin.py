@@ -7,6 +7,8 @@ import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+NO_ANSWER = 0  # the connection ends instead
+
 
 class Hub:
     """Repositories as {name: {branch: {path: bytes}}}, requests as they came, and what to answer them with."""
@@ -49,7 +51,8 @@ class Hub:
             status, content = self.failures[word].pop(0), {"error": "injected"}
         else:
             status, content = ANSWERS.get(word, answer_unknown)(self, path, body)
-        send_json(request, status, content)
+        if status != NO_ANSWER:
+            send_json(request, status, content)
 
 
 def send_json(request: BaseHTTPRequestHandler, status: int, content: object) -> None:
@@ -106,6 +109,8 @@ def describe_dataset(hub: Hub, path: list[str], body: bytes) -> tuple[int, objec
     revision = path[5] if len(path) > 5 else "main"
     if name not in hub.datasets:
         return 404, {"error": "Repository not found", "code": "RepoNotFound"}
+    if not hub.datasets[name]:
+        return NO_ANSWER, {}
     if revision not in hub.datasets[name]:
         return 404, {"error": "Invalid rev id", "code": "RevisionNotFound"}
     return 200, {"id": name, "sha": hub.datasets[name][revision], "siblings": []}

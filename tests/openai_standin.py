@@ -35,6 +35,7 @@ class Server(ThreadingHTTPServer):
         self.failures = 0  # requests that still fail with 503
         self.refuses: str | None = None
         self.says: tuple[str, str] | None = None  # a content type and a body, instead of an answer
+        self.breaks_off = False  # after that body, of which it has announced more
         self.lock = threading.Lock()
 
     @property
@@ -64,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
             kind, text = server.says
             self.send_response(200)
             self.send_header("Content-Type", kind)
+            if server.breaks_off:
+                self.send_header("Content-Length", str(len(text.encode()) + 1))
             self.end_headers()
             self.wfile.write(text.encode())
         elif body.get("stream"):

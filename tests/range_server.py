@@ -4,6 +4,8 @@ import hashlib
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from heavy import need
+
 
 class RangeServer:
     """Files by name, and how the next requests for their content are answered, each once.
@@ -12,6 +14,7 @@ class RangeServer:
     """
 
     def __init__(self):
+        need("aiohttp")  # by which files are read from it
         self.files: dict[str, bytes] = {}
         self.faults: list[str | None] = []
         self.says_length = True

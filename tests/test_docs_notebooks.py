@@ -3,16 +3,17 @@
 import shutil
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+from heavy import need
 from processes import ENV, ROOT
+
+nbformat, NotebookClient = need("nbformat"), need("nbclient").NotebookClient
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 SHORT = "look_at_your_masks"  # the others train
 
 
-def read_notebook(path: Path) -> nbformat.NotebookNode:
+def read_notebook(path: Path) -> "nbformat.NotebookNode":
     return nbformat.read(path, as_version=4)
 
 

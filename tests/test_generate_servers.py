@@ -127,9 +127,17 @@ def test_an_answer_that_is_none_names_the_server(kind, text, server, prompts, wo
         run(world, server, prompts, tmp_path / "answers.jsonl")
 
 
-@pytest.mark.parametrize("text", ['data: {"choices": [{"delta": {"content": 7}}]}', "data: no JSON", "data: [7]"])
-def test_a_stream_that_is_none_names_the_server(text, server):
-    server.says = "text/event-stream", f"{text}\n\n"
+@pytest.mark.parametrize(
+    ("text", "breaks_off"),
+    [
+        ('data: {"choices": [{"delta": {"content": 7}}]}', False),
+        ("data: no JSON", False),
+        ("data: [7]", False),
+        ('data: {"choices": [{"delta": {"content": "seven"}}]}', True),
+    ],
+)
+def test_a_stream_that_is_none_or_breaks_off_names_the_server(text, breaks_off, server):
+    server.says, server.breaks_off = ("text/event-stream", f"{text}\n\n"), breaks_off
     engine = open_engine(None, "m", EngineOptions(engine="openai", base_url=server.url), SamplingOptions(), device=None)
     with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: the stream was interrupted: "):
         list(engine.stream(Prompt(row={}, place="here", messages=[{"role": "user", "content": "hi"}])))

@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from PIL import EpsImagePlugin, Image, ImageMode
 from transformers.image_utils import load_image
@@ -89,8 +90,9 @@ UNREADABLE = {
     ("I", "TIFF"): "mode I have no definite conversion",
     ("F", "TIFF"): "mode F have no definite conversion",
     ("LAB", "TIFF"): "mode LAB have no definite conversion",
-    ("YCbCr", "TIFF"): "is broken: image file is truncated",  # Pillow does not read what it writes
 }
+if int(PIL.__version__.partition(".")[0]) < 13:  # which does not read what it writes
+    UNREADABLE["YCbCr", "TIFF"] = "is broken: image file is truncated"
 
 
 def test_pillow_writes_the_kinds_that_are_tried():

@@ -15,11 +15,20 @@ from refusals import refuse
 import options
 from command_line import find_closest, parse_options
 from objectives.choice import KINDS
-from options import GenerateOptions, ProcessDataOptions, TrainOptions, flatten_options, group_options, list_types
+from options import (
+    GenerateOptions,
+    ProcessDataOptions,
+    TrainOptions,
+    flatten_options,
+    group_options,
+    list_types,
+    replace_options,
+)
 from options.choices import list_choices
 from options.names_elsewhere import NAMES_ELSEWHERE
 from options.objectives import OBJECTIVES
-from options.problems.finding import find_problems
+from options.problems import packages
+from options.problems.finding import find_problems, find_wrong_options
 from ranks.ending import ExitCode
 
 ROOT = Path(__file__).parent.parent
@@ -283,6 +292,26 @@ def test_process_data_options():
         "--num-proc 0: must be at least 1",
     ]
     assert find_problems(group_options(ProcessDataOptions, **paths, output_file="o.parquet")) == []
+
+
+def test_packages_that_are_not_installed_are_named_once_nothing_else_is_wrong(monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda module: module == "wandb")
+    paths = dict(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1)
+    given = group_options(
+        TrainOptions, **paths, lora=True, base_quantization="nf4", track=("wandb", "mlflow"), validation_data_path="v",
+        objective="sequence-classification",
+    )  # fmt: skip
+    assert find_wrong_options(given) == []
+    assert find_problems(given) == [
+        "--track mlflow needs the packages mlflow and sqlalchemy, which are not installed:"
+        " pip install mlflow sqlalchemy",
+        "validation with --objective sequence-classification needs the package scikit-learn, which is not installed:"
+        " pip install scikit-learn",
+        "--lora needs the package peft, which is not installed: pip install peft",
+        "--base-quantization nf4 needs the package bitsandbytes, which is not installed: pip install bitsandbytes",
+    ]
+    (problem,) = find_problems(replace_options(given, lora_rank=0))
+    assert problem.startswith("--lora-rank 0: ")
 
 
 @pytest.mark.parametrize(

@@ -121,13 +121,14 @@ def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
 def test_the_hub_is_asked_for_the_commit_and_what_it_does_not_have_is_said(tmp_path):
     """In a process of its own: the client reads the hub's address when it is imported."""
     hub = Hub()
-    hub.datasets = {"me/chats": {"main": "a" * 40, "v1": "b" * 40}}
+    hub.datasets = {"me/chats": {"main": "a" * 40, "v1": "b" * 40}, "me/cut": {}}
     code = """
 from corpus.hub_rows import find_revision
 from options import RowOptions
-for name, revision in (("me/chats", None), ("me/chats:config", "v1"), ("me/chats", "v2"), ("me/none", None)):
+for name in ("me/chats@", "me/chats:config@v1", "me/chats@v2", "me/none@", "me/cut@"):
+    name, _, revision = name.partition("@")
     try:
-        print(find_revision(RowOptions(input_dataset=name, revision=revision)))
+        print(find_revision(RowOptions(input_dataset=name, revision=revision or None)))
     except ValueError as error:
         print(error)
 """
@@ -138,6 +139,7 @@ for name, revision in (("me/chats", None), ("me/chats:config", "v1"), ("me/chats
     assert found[:2] == ["a" * 40, "b" * 40], done.stderr
     assert "the hub has no --revision v2 of it" in found[2]
     assert "--input-dataset me/none: no such folder, and no such data set on the hub" in found[3]
+    assert "--input-dataset me/cut: no such folder, and the hub cannot be reached: " in found[4]
 
 
 # --- columns of other names

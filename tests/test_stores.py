@@ -483,7 +483,10 @@ def test_commands_that_upload():
         (dict(upload_to="https://host/x"), "--upload-to https://host/x: web servers cannot be written to"),
         (dict(upload_to="s3://"), "--upload-to s3://: names no bucket: must be s3://BUCKET/PATH"),
         (dict(upload_to="s3://k:hunter2@b/x"), "has a password, key or signature in it"),
-        (dict(upload_to="gs://b/x"), "--upload-to gs://b/x: needs the package gcsfs: pip install gcsfs"),
+        (
+            dict(upload_to="gs://b/x"),
+            "--upload-to gs://b/x needs the package gcsfs, which is not installed: pip inst",
+        ),
         (dict(output_dir="s3://b/x"), "--output-dir s3://b/x: must be a local directory, for checkpoints stay local; "),
         (dict(data_cache_dir="s3://b/x"), "--data-cache-dir s3://b/x: must be a local directory"),
         (dict(data_path="ftp://b/t.arrow"), "--data-path ftp://b/t.arrow: must be a local path, or begin with s3://"),
@@ -494,7 +497,7 @@ def test_commands_that_upload():
     ],
 )
 def test_options_that_are_refused(options, reason, monkeypatch):
-    monkeypatch.setattr("options.problems.given.is_installed", lambda package: package != "gcsfs")
+    monkeypatch.setattr("options.problems.packages.is_installed", lambda module: module != "gcsfs")
     given = dict(model_name_or_path="m", output_dir="o", max_epochs=1, data_path="d.arrow") | options
     problems = find_problems(group_options(TrainOptions, **given))
     assert len(problems) == 1 and reason in problems[0] and "hunter2" not in problems[0]

@@ -28,7 +28,7 @@ from lifecycle.trackers import (
     name_validation_metrics,
 )
 from options import TrainOptions, group_options
-from options.problems import reporting
+from options.problems import packages
 from options.problems.finding import find_problems
 from ranks.messages import hide_secrets
 
@@ -351,8 +351,8 @@ def test_a_package_that_is_not_installed_is_named_with_what_to_install(monkeypat
     need("tensorboard")
     (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(reporting.TRACKER_MODULES, "wandb", ("no_package",))
-    told = "--track wandb: no_package is not installed: pip install no_package"
+    monkeypatch.setitem(packages.TRACKERS, "wandb", ("no_package",))
+    told = "--track wandb needs the package no_package, which is not installed: pip install no_package"
     assert find_tracking_problems(track=("tensorboard", "wandb")) == [told]
 
 

@@ -14,7 +14,7 @@ import options as groups
 from command_line import name_type
 from options import flag_name, group_options, iterate_fields
 from options.choices import iterate_literals
-from options.problems.finding import find_problems
+from options.problems.finding import find_wrong_options
 
 ROOT = Path(__file__).resolve().parents[2]
 # Command: its options, and values with which it could start.
@@ -47,7 +47,6 @@ TRIED: dict[type, tuple] = {
 }
 # Sources of rows, of which a start has one: what is tried replaces what it would start with.
 REPLACING, REPLACEABLE = {"input_file", "input_dataset", "mock_data"}, {"data_path", "input_file"}
-OF_THIS_MACHINE = "is not installed"  # in a problem that depends on the environment
 
 
 def make_pages() -> dict[str, str]:
@@ -167,8 +166,7 @@ def find_refusals(command: str, given: dict[str, Any]) -> list[str]:
     """Problems with `given` beside what the command needs, which it may also replace."""
     options_class, base = COMMANDS[command]
     fewer = {name: value for name, value in base.items() if name not in REPLACEABLE or not REPLACING & given.keys()}
-    problems = find_problems(group_options(options_class, **fewer | given))
-    return [problem for problem in problems if OF_THIS_MACHINE not in problem]
+    return find_wrong_options(group_options(options_class, **fewer | given))
 
 
 def iterate_values(kind: Any) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from options import (
     flatten_options,
 )
 from options.problems.methods import find_lora_problems, find_osft_problems, find_vision_problems
+from options.problems.packages import find_missing_packages
 from options.problems.reporting import (
     find_callback_problems,
     find_hub_problems,
@@ -46,7 +47,15 @@ from options.problems.training import (
 
 
 def find_problems(options: Any) -> list[str]:
-    """Lists all problems with the options that can be found without reading files, one line each."""
+    """Lists all problems with the options that can be found without reading files, one line each.
+
+    Packages that are not installed are named once nothing else is wrong.
+    """
+    return find_wrong_options(options) or find_missing_packages(options)
+
+
+def find_wrong_options(options: Any) -> list[str]:
+    """The problems that are the same on every machine."""
     finders = {
         TrainOptions: find_train_problems,
         ProcessDataOptions: find_data_problems,

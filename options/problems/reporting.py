@@ -3,26 +3,16 @@
 import re
 
 from options import CallbackOptions, ExportOptions, HubOptions, TrackingOptions
-from options.problems.given import find_target_problems, is_installed, list_given
-from options.urls import is_url, split_scheme
-
-# Modules that each tracker needs.
-TRACKER_MODULES = {
-    "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
-}  # fmt: skip
+from options.problems.given import list_given
+from options.urls import find_target_faults, is_url, split_scheme
 
 
 def find_tracking_problems(o: TrackingOptions) -> list[str]:
-    """Problems with trackers: without effect, given twice, or not installed."""
+    """Problems with trackers: without effect, or given twice."""
     given = list_given(o)
     if not o.track:
         return [f"{', '.join(given)}: no effect without --track"] if given else []
-    problems = [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
-    for name in dict.fromkeys(o.track):
-        missing = [module for module in TRACKER_MODULES[name] if not is_installed(module)]
-        if missing:
-            problems.append(f"--track {name}: {', '.join(missing)} is not installed: pip install {' '.join(missing)}")
-    return problems
+    return [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
 
 
 def find_callback_problems(o: CallbackOptions) -> list[str]:
@@ -54,4 +44,4 @@ def find_upload_problems(o: ExportOptions) -> list[str]:
         return [f"--upload-to {o.upload_to}: must be a URL (s3://BUCKET/PATH or gs://BUCKET/PATH)"]
     if split_scheme(o.upload_to)[0] == "hf":
         return [f"--upload-to {o.upload_to}: give the repository by --push-to-hub, which makes each export a commit"]
-    return find_target_problems(o.upload_to, flag="--upload-to")
+    return find_target_faults(o.upload_to, flag="--upload-to")

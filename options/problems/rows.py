@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from options import ProcessDataOptions, RowOptions, flag_name, parse_shard
-from options.problems.given import find_target_problems, list_changed, list_row_sources
-from options.urls import hide_credentials, is_url, split_scheme
+from options.problems.given import list_changed, list_row_sources
+from options.urls import find_target_faults, hide_credentials, is_url, split_scheme
 
 # Minimum values of row options; a block is cut one token short if the next would begin with an end-of-text token, and
 # a target needs two tokens.
@@ -39,7 +39,7 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
 
 def find_stored_output_problems(o: ProcessDataOptions) -> list[str]:
     """Problems with a URL as --output-file."""
-    problems = find_target_problems(o.output_file, flag="--output-file")
+    problems = find_target_faults(o.output_file, flag="--output-file")
     scheme, place = split_scheme(o.output_file)
     if not problems and "/" not in place.lstrip("/"):
         problems.append(f"--output-file {o.output_file}: names no bucket: must be {scheme}://BUCKET/{place}")

@@ -16,7 +16,7 @@ from options import (
     parse_subset,
 )
 from options.objectives import OBJECTIVES
-from options.problems.given import is_installed, list_all_changed, list_changed, list_given, list_row_sources
+from options.problems.given import list_all_changed, list_changed, list_given, list_row_sources
 from options.problems.rows import RANDOM_FORMATS, find_row_problems
 from options.urls import find_url_faults, hide_credentials, is_url
 
@@ -167,7 +167,7 @@ def name_random_format(options: TrainOptions) -> str | None:
 
 
 def find_objective_problems(options: TrainOptions) -> list[str]:
-    """Options that the objective does not use or cannot be used with, and missing packages."""
+    """Options that the objective does not use or cannot be used with."""
     objective, values = options.classification.objective, flatten_options(options)
     facts, problems = OBJECTIVES[objective], []
     unused = {name for other in OBJECTIVES.values() for name in other.options} - {*facts.options}
@@ -182,12 +182,6 @@ def find_objective_problems(options: TrainOptions) -> list[str]:
     ]
     if not 0 <= values["label_smoothing"] < 1:
         problems.append(f"--label-smoothing {values['label_smoothing']}: must be at least 0 and below 1")
-    if options.validation.is_asked or options.rows.validation_share:
-        problems += [
-            f"validation with --objective {objective} needs {package}, which is not installed: pip install {package}"
-            for module, package in facts.validation_modules.items()
-            if not is_installed(module)
-        ]
     return problems
 
 
