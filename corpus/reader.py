@@ -4,7 +4,6 @@ import functools
 import io
 import math
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from objectives.columns import Columns, RowFacts, check_sample
 from objectives.data_kinds import COLUMNS, read_task
 from objectives.token_columns import IMAGES_COLUMN
 from options.urls import is_url
+from ranks.terminal import shows_progress
 
 # Columns that are read from data sets of every kind.
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
@@ -299,7 +299,7 @@ def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
     """Converts a .parquet or .jsonl file to Arrow files in the cache of `datasets`, once."""
     import datasets
 
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not shows_progress():
         datasets.disable_progress_bars()
     try:
         if path.suffix == ".parquet":

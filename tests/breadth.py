@@ -1,4 +1,4 @@
-"""Cases that repeat on other models or options what a cheaper one proves: run by `tox -e test-wide` alone."""
+"""Cases that repeat on other models or options what a cheaper one proves: `make test` leaves them out."""
 
 import pytest
 

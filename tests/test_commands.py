@@ -217,6 +217,7 @@ def test_the_commands_of_a_page_do_what_it_says(page, shell, request):
             shell.run(commands)
 
 
+@pytest.mark.wide
 def test_the_commands_of_the_task_pages_do_what_they_say(shell):
     assert {page.stem for page in (ROOT / "docs" / "tasks").glob("*.md")} <= set(TASKS)
     pages = {page.stem: page for page in PAGES}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from fork_server import start_server
 from forked import run_forked
 from in_process import train_forked, train_here
@@ -43,20 +44,22 @@ MODELS: dict[str, PreTrainedConfig] = {
     "LoRA": FAMILIES["qwen2"],
     "OSFT": FAMILIES["qwen2"],
 }  # fmt: skip
+NARROW = ("heads that do not", "experts", "OSFT")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[tuple[str, int], dict]:
+def results(tmp_path_factory, request) -> dict[tuple[str, int], dict]:
     """By model and number of ranks that share a row: what 4 ranks found of the same global batch."""
-    root = tmp_path_factory.mktemp("models")
-    models = [f"{name}={save_model(config, root / name)}" for name, config in MODELS.items()]
+    root, test = tmp_path_factory.mktemp("models"), test_shared_rows_give_the_gradient_of_whole_ones
+    names = {item.callspec.params["name"] for item in request.session.items if item.function is test}
+    models = [f"{name}={save_model(MODELS[name], root / name)}" for name in MODELS if name in names]
     result = run_forked(4, "tests/workers/shared_rows.py", root / "results", *models, timeout=480)
     assert result.returncode == 0, result.stderr
     return torch.load(root / "results", weights_only=False)
 
 
 @pytest.mark.parametrize("num_sharing", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name in NARROW else wide(name) for name in MODELS])
 def test_shared_rows_give_the_gradient_of_whole_ones(name, num_sharing, results):
     whole, shared = results[name, 1], results[name, num_sharing]
     assert shared["loss"] == pytest.approx(whole["loss"], rel=1e-6)

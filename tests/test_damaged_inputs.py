@@ -315,7 +315,7 @@ def test_modules_beside_the_chosen_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["moved", wide("removed"), "made anew"])
+@pytest.mark.parametrize("how", ["moved", wide("removed"), wide("made anew")])
 def test_a_directory_that_is_moved_or_removed_ends_the_run_and_is_not_made_anew(how, inputs, tmp_path):
     output_dir = tmp_path / "run"
     argv = ["train.py", *flags(**inputs, **(OPTIONS | dict(max_steps=100_000)), output_dir=output_dir)]

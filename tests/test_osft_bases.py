@@ -132,7 +132,7 @@ def measure_leaks(exports: list[Path], *, family: str, kind: str) -> list[float]
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        ("llama_tied_bias", "weights"),
+        wide("llama_tied_bias", "weights"),
         wide("llama_tied_bias", "activations"),
         ("gpt2", "energy"),
         wide("gpt2", "weights"),

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_runs import chat, command_for, options_for, write_rows
+from forked import ForkedRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
+from processes import ROOT
 
 import corpus.files as data_files
 from command_line import parse_options
@@ -28,6 +29,8 @@ from ranks.lock import RunLock
 from ranks.tasks import find_task
 
 COUNT = 3
+SMALL_SECTIONS = ROOT / "tests" / "workers" / "small_sections.py"
+SECTION_BYTES, CHUNK_ROWS = 3000, 7
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small_sections(monkeypatch):
-    monkeypatch.setattr(data_files, "SECTION_BYTES", 3000)
-    monkeypatch.setattr(data_files, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(data_files, "SECTION_BYTES", SECTION_BYTES)
+    monkeypatch.setattr(data_files, "CHUNK_ROWS", CHUNK_ROWS)
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
@@ -305,45 +308,52 @@ def test_tasks_of_torchrun_and_srun(environment, task, monkeypatch):
     assert find_task() == task
 
 
-def start(model: Path, source: Path, output: Path, *flags: str, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        command_for(model, source, output, "--num-proc", "1", *flags),
-        env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+class Started(ForkedRanks):
+    """A process of process_data.py with small sections."""
+
+    def __init__(self, model: Path, source: Path, output: Path, *flags: str, **environment: str):
+        self.log = source.with_name(f"{time.monotonic_ns()}.log")
+        self.log.touch()
+        _, _, *words = command_for(model, source, output, "--num-proc", "1", *flags)
+        super().__init__(
+            0, [str(SMALL_SECTIONS), str(SECTION_BYTES), str(CHUNK_ROWS), *words], self.log, self.log, env=environment
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and what it has said."""
+        return self.wait(timeout=300), self.log.read_text()
 
 
 @pytest.mark.slow
-def test_a_killed_part_is_made_again_alone_and_one_of_two_processes_joins(model, tmp_path):
-    """With sections as they are: the file has three, one for each task."""
+def test_a_killed_part_is_made_again_alone_and_one_of_two_processes_joins(model, small_sections, tmp_path):
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    source = write_rows(tmp_path / "in.jsonl", [chat(i, words=400) for i in range(10_500)])
+    source = write_rows(tmp_path / "in.jsonl", [chat(i, words=40) for i in range(3000)])
     output = tmp_path / "many" / "out.arrow"
     process_data(options_for(model, source, tmp_path / "one" / "out.arrow"))
     directory = name_directory(output)
 
-    killed = start(model, source, output, RANK="1", WORLD_SIZE="3")
+    killed = Started(model, source, output, RANK="1", WORLD_SIZE="3")
     deadline = time.monotonic() + 120
     while not any(path.stat().st_size for path in directory.glob(".part_2_of_3.rows.*.part")):
-        assert killed.poll() is None and time.monotonic() < deadline, killed.communicate()
-        time.sleep(0.01)
+        assert killed.poll() is None and time.monotonic() < deadline, killed.log.read_text()
+        time.sleep(0.001)
     killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.wait()
     assert [part.content for part in list_parts(directory, 3)] == [None] * 3
     (leftover,) = directory.iterdir()
 
-    tasks = [start(model, source, output, SLURM_PROCID=str(i), SLURM_STEP_NUM_TASKS="3") for i in (0, 2)]
-    told = [task.communicate(timeout=300) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], told
-    assert all("still to be made: " in out for out, _ in told) and not output.exists() and leftover.exists()
+    tasks = [Started(model, source, output, SLURM_PROCID=str(i), SLURM_STEP_NUM_TASKS="3") for i in (0, 2)]
+    ended = [task.end() for task in tasks]
+    assert all(code == 0 and "still to be made: " in said for code, said in ended), ended
+    assert not output.exists() and leftover.exists()
 
     lock = RunLock(directory)
-    again = start(model, source, output, "--shard", "2/3")
-    out, err = again.communicate(timeout=300)
-    assert again.returncode == 0 and "another process joins the parts" in out, err
+    code, said = Started(model, source, output, "--shard", "2/3").end()
+    assert code == 0 and "another process joins the parts" in said, said
     lock.release()
-    joins = [start(model, source, output, "--join") for _ in range(2)]
-    errors = [join.communicate(timeout=300)[1] for join in joins]
-    assert sorted(join.returncode for join in joins) == [0, 2], errors  # the other found them in use, or gone
+    joins = [Started(model, source, output, "--join") for _ in range(2)]
+    ended = [join.end() for join in joins]
+    assert sorted(code for code, _ in ended) == [0, 2], ended  # the other found them in use, or gone
     assert not directory.exists()
     assert read_files(tmp_path / "many") == read_files(tmp_path / "one")

@@ -129,8 +129,9 @@ def test_the_chunks_derivatives_are_those_of_autograd(softcap):
     torch.testing.assert_close(values[:, 2], divergence.detach() * weights[:, 0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [wide("forward-kl"), "masked-kl", wide("jsd")])
+@pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
 def test_the_compiled_chunk_computes_the_same(name):
     """Traced as --compile traces it, for chunks of any number of rows, without a break."""
     compiled = torch.compile(measure_taught_chunk, dynamic=True, backend="aot_eager", fullgraph=True)
@@ -440,12 +441,12 @@ def read_numbers(root: Path) -> np.ndarray:
     [
         (1, dict(max_tokens_per_gpu=1024)),
         (2, {}),
-        (2, dict(context_parallel=2)),
+        wide(2, dict(context_parallel=2)),
         wide(1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
         (2, dict(teacher_model="T")),
         wide(2, dict(teacher_model="self", max_tokens_per_gpu=48, micro_batch_grad_sync="last")),
         wide(2, dict(teacher_weight=WEIGHTS, context_parallel=2)),
-        (2, dict(teacher_weight=WEIGHTS)),
+        wide(2, dict(teacher_weight=WEIGHTS)),
     ],
     ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks, one reduction a step",
          "weights, context parallel", "weights, 2 ranks"],
@@ -595,6 +596,7 @@ def test_the_teacher_may_read_other_prompts(models, world, tmp_path):
         score_here(world, models[1], path, teacher_data=(str(seen),), name="other")
 
 
+@pytest.mark.wide
 def test_a_plan_counts_a_teacher_that_reads_each_row(models, elsewhere, tmp_path):
     write_data(tmp_path / "data.arrow", models[0])
     plain, taught = (
