@@ -1,7 +1,13 @@
 """The order of rooms and layers: every import leads downwards, and none round in a circle (docs/architecture.md)."""
 
 import ast
+import itertools
+import re
 import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import requires
 
 import pytest
 from program import ROOT, list_sources
@@ -26,6 +32,7 @@ LAYERS = [
 TOGETHER = ({"methods", "osft"},)
 # Whatever else is at the root is a script: it imports from below, and nothing imports it.
 SCRIPTS = {"train", "process_data", "generate", "evaluate_model", "data_process", "__main__"}
+PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}  # by their modules
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms} | dict.fromkeys(
     SCRIPTS | {"tools"}, len(LAYERS)
 )
@@ -114,6 +121,21 @@ def imports() -> Imports:
 
 def test_every_module_has_its_level(imports):
     assert {room_of(name) for name in imports} - {"__init__"} == LEVELS.keys()
+
+
+def name_packages(requirements: Iterable[str]) -> set[str]:
+    return {re.match(r"[\w.-]+", each)[0].replace("_", "-") for each in requirements}
+
+
+def test_every_package_that_is_imported_is_a_dependency(imports):
+    """Ours or transformers': what others happen to need may be gone in their next release, as httpx was."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = name_packages(itertools.chain(project["dependencies"], *project["optional-dependencies"].values()))
+    modules = {room_of(target) for targets in imports.values() for target in targets}
+    foreign = modules - LEVELS.keys() - sys.stdlib_module_names - {"__init__", "mini_trainer"}
+    imported = {PACKAGES.get(name, name).replace("_", "-") for name in foreign}
+    assert {"numba", "pillow", "openai"} <= imported
+    assert imported - declared - name_packages(requires("transformers")) == set()
 
 
 def test_no_import_leads_up(imports):
