@@ -49,7 +49,7 @@ def train(
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_missing_data_set(num_ranks, inputs, tmp_path):
     result = train(inputs, tmp_path / "run", num_ranks=num_ranks, is_forked=False, data_path=tmp_path / "none.arrow")
-    check_refusal(result, "none.arrow: cannot be read")
+    check_refusal(result, "none.arrow: there is no such file")
     assert not (tmp_path / "run").exists()
 
 

@@ -125,8 +125,12 @@ def run_all_plain(model: PreTrainedModel, path: Path, rows: TokenizedData) -> tu
     return total.item(), {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params}
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    assert (found.full_tensor() - expected).norm() <= 1e-5 * expected.norm() + 1e-6, name
+# By family: how far gradients move when each weight moves by half a unit in its last place, if by more than 1e-5.
+ROUNDING = {"qwen3.5-moe": 5e-5}
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str, rel: float = 1e-5) -> None:
+    assert (found.full_tensor() - expected).norm() <= rel * expected.norm() + 1e-6, name
 
 
 @pytest.mark.parametrize("family", exact_families(FAMILIES))
@@ -142,7 +146,7 @@ def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path)
     trained = dict(packed.model.named_parameters())
     assert gradients.keys() == trained.keys()
     for name, param in trained.items():
-        assert_same(param.grad, gradients[name], name)
+        assert_same(param.grad, gradients[name], name, ROUNDING.get(family, 1e-5))
 
 
 PARTS = {"vision": "vision_tower", "projector": "multi_modal_projector", "language": ("language_model", "lm_head")}
