@@ -1,7 +1,7 @@
 # make quickstart   sets up and runs the main job on a small data set of its own
-# make test         sets up and runs the tests, in 8 minutes on 2 cores: without those that take long (marked wide), and
-#                   the few that need a package of the extra test-all are skipped
-# make test-all     sets up and runs all tests, with every such package
+# make test         sets up and runs the tests, in 8 minutes on 2 cores: without those that take long, and the few that need
+#                   a package of the extra test-all are skipped
+# make test-all     sets up and runs these, too, with every such package
 # make docs         builds the documentation: build/docs/site/index.html
 # make lint         checks lint rules and formatting
 
@@ -33,7 +33,7 @@ test: .venv/installed-test
 
 # Without such a package its tests fail here.
 test-all: .venv/installed-test-all
-	MINI_TRAINER_TEST_ALL=1 $(PYTEST) -m ""
+	MINI_TRAINER_TEST_ALL=1 $(PYTEST) -m "not wide"
 
 docs: .venv/installed-zensical
 	$(BIN)/python docs/site/build_site.py

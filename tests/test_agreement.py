@@ -404,7 +404,7 @@ def test_a_node_with_other_code_libraries_and_config_is_named_on_both(root, tmp_
         assert "99.0" in stderr
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_start_under_a_low_soft_limit_of_open_files_and_not_under_a_low_hard_one(root, tmp_path):
     train = ["train.py", *flags(model_name_or_path=root / "model", data_path=root / "data.arrow", max_steps=1)]
@@ -418,7 +418,7 @@ def test_ranks_start_under_a_low_soft_limit_of_open_files_and_not_under_a_low_ha
     )
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_warns_where_the_hard_limit_of_open_files_is_too_low(root, tmp_path):
     words = flags(model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run")

@@ -135,7 +135,7 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     assert not (tmp_path / "dry").exists()
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, monkeypatch):
     monkeypatch.setattr("plan.auto_settings.resident_memory", lambda: 0)  # of which a tiny model is next to nothing

@@ -225,7 +225,7 @@ def test_a_callback_that_cannot_be_imported_ends_the_start_with_one_message(inpu
     assert "Traceback" not in done.stderr and "model: " not in done.stderr  # the model is not loaded yet
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_plan_reports_it_and_makes_no_object(inputs, elsewhere, play):
     options = inputs | BASE | dict(output_dir="unused")
     code, text = elsewhere(print_plan, options | dict(callbacks=("nowhere:Hook", UNMAKEABLE)))
@@ -304,7 +304,7 @@ def test_classes_that_no_other_process_can_import_are_refused_by_name(monkeypatc
         run_training(TorchrunArgs(), TrainingArgs(**NEEDED, callbacks=[Scripted]), callbacks=[Scripted])
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_callback_of_the_python_api_stops_its_run(inputs, tmp_path, monkeypatch):
     """The class is of a folder that only this process knows."""

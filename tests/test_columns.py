@@ -213,7 +213,7 @@ def test_labels_and_scores_of_what_is_classified_stay_usable_and_weights_do_not(
         prepare(model, write_jsonl(tmp_path / "chats.jsonl", chats), **as_classes)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "12?", "completion": " 41", "label": False}])
     paths = [

@@ -207,7 +207,7 @@ def shell(belongings, tmp_path) -> Shell:
     return Shell(tmp_path / "work", tmp_path / "bin")
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.parametrize("page", ALONE, ids=name_page)
 def test_the_commands_of_a_page_do_what_it_says(page, shell, request):
     if page.stem in NEEDS_RUNS:
@@ -217,7 +217,7 @@ def test_the_commands_of_a_page_do_what_it_says(page, shell, request):
             shell.run(commands)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_the_commands_of_the_task_pages_do_what_they_say(shell):
     assert {page.stem for page in (ROOT / "docs" / "tasks").glob("*.md")} <= set(TASKS)
     pages = {page.stem: page for page in PAGES}

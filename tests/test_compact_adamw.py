@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_optimizer_or_other_weights_is_refused(inputs, w
         train(world, inputs, output_dir, max_steps=2, master_weights="bfloat16", allow_changed_options=True)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_8_bit_moments_move_between_numbers_of_ranks_and_bf16_weights_resume_on_two(inputs, world, tmp_path):
     whole = train(world, inputs, tmp_path / "whole", max_steps=4, optimizer="adamw8bit")

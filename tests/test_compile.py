@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from forked import run_forked
 from functorch.compile import make_boxed_func
 from processes import flags
@@ -65,13 +65,13 @@ def deepen(family: str, num_layers: int):
     return type(FAMILIES[family]).from_dict(FAMILIES[family].to_dict() | changes)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "checkpointing", "is_traceable", "backend"),
     [
-        ("llama", "none", False, "eager"),
+        wide("llama", "none", False, "eager"),
         ("mistral_window", "selective", True, "aot_eager"),
-        ("gemma3", "selective", True, "aot_eager"),
+        wide("gemma3", "selective", True, "aot_eager"),
     ],
 )
 def test_no_micro_batch_after_the_first_compiles_again(
@@ -180,7 +180,7 @@ def fail(graph, inputs):
             miscompile("fw"),
             r"computes something else once compiled: outputs or gradients differ by .* \(2 of 2",
         ),
-        wide(miscompile("bw"), "computes something else once compiled"),
+        long(miscompile("bw"), "computes something else once compiled"),
         (fail, "cannot be compiled: .*no compiler found"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long
 from fork_server import start_server
 from forked import run_forked
 from in_process import train_forked, train_here
@@ -59,7 +59,7 @@ def results(tmp_path_factory, request) -> dict[tuple[str, int], dict]:
 
 
 @pytest.mark.parametrize("num_sharing", [2, 4])
-@pytest.mark.parametrize("name", [name if name in NARROW else wide(name) for name in MODELS])
+@pytest.mark.parametrize("name", [name if name in NARROW else long(name) for name in MODELS])
 def test_shared_rows_give_the_gradient_of_whole_ones(name, num_sharing, results):
     whole, shared = results[name, 1], results[name, num_sharing]
     assert shared["loss"] == pytest.approx(whole["loss"], rel=1e-6)

@@ -24,7 +24,7 @@ def load_weights(model: Path | str) -> dict[str, torch.Tensor]:
     return load_file(Path(model) / "model.safetensors")
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_tasks_are_learnt_in_turn_and_can_be_added(tmp_path: Path):
     """Two tasks in two orders, and a probe."""
     probe = write_lines(tmp_path / "probe.jsonl", [chat("first: red", "r"), chat("first: blue", "b")])
@@ -84,7 +84,7 @@ def check_adding(root: Path, settings: dict[str, Any]) -> None:
         run(longer, root.parent)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_replayed_rows_have_their_share_and_no_held_out_question(tmp_path: Path):
     settings = make_inputs(tmp_path)
     rows, tests = (Path(settings["tasks"][0][key]) for key in ("input_file", "test"))
@@ -116,7 +116,7 @@ def test_own_answers_are_those_that_pass(tmp_path: Path):
     assert kept == [chat("2 + 2?", "it is 4")]
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_own_answers_are_made_before_the_next_task(tmp_path: Path):
     settings = make_inputs(tmp_path)
     settings["train"] |= {"lora": True, "lora_rank": 4}
@@ -139,7 +139,7 @@ def test_own_answers_are_made_before_the_next_task(tmp_path: Path):
     assert [set(row.get("score", ())) for row in sequence.rows] == [set(), {"twice"}, {"twice", "shout"}]
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
     settings = make_inputs(tmp_path) | {"self_distillation": {"rounds": 2, "teacher": "average"}}
     settings |= {"tasks": settings["tasks"][:1]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long
 from in_process import print_plan, train_on
 from small_runs import OPTIONS, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
@@ -94,7 +94,7 @@ def check_rounds(whole: Path, rounds: list[Path]) -> None:
     check_same_checkpoint(whole / "checkpoints" / f"step_{2 * STEPS}", last)
 
 
-@pytest.mark.parametrize("method", [name if name == "lora" else wide(name) for name in METHODS])
+@pytest.mark.parametrize("method", [name if name == "lora" else long(name) for name in METHODS])
 def test_two_rounds_are_one_run_bit_for_bit(method, inputs, world, tmp_path):
     changes = METHODS[method]
     whole = run(world, inputs, tmp_path / "whole", "whole", max_steps=2 * STEPS, schedule_steps=None, **changes)
@@ -109,7 +109,7 @@ def test_two_rounds_are_one_run_bit_for_bit(method, inputs, world, tmp_path):
     assert params["continued_from"] == origin and params["resumed_from"] is None and params["first_step"] == 0
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_rounds_on_two_ranks_are_one_run_bit_for_bit(inputs, world, tmp_path):
     common = dict(num_ranks=2)
@@ -266,7 +266,7 @@ def test_a_schedule_that_the_first_run_does_not_fit_in_is_refused(inputs, world,
         run(world, inputs, tmp_path / "run", "part_0", max_steps=7)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_plan_says_where_the_run_begins(inputs, first, tmp_path, elsewhere):
     values = SHARED | {name: inputs[name] for name in ("model_name_or_path", "data_path")}
     values |= dict(output_dir=str(tmp_path / "run"), max_steps=STEPS, dry_run=True, continue_from=str(first))

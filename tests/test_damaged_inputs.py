@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from breadth import wide
+from breadth import long, wide
 from forked import ForkedJob
 from in_process import train_here
 from processes import flags
@@ -315,7 +315,7 @@ def test_modules_beside_the_chosen_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["moved", wide("removed"), wide("made anew")])
+@pytest.mark.parametrize("how", ["moved", wide("removed"), long("made anew")])
 def test_a_directory_that_is_moved_or_removed_ends_the_run_and_is_not_made_anew(how, inputs, tmp_path):
     output_dir = tmp_path / "run"
     argv = ["train.py", *flags(**inputs, **(OPTIONS | dict(max_steps=100_000)), output_dir=output_dir)]

@@ -135,7 +135,7 @@ def test_the_layouts_are_different_ones(runs):
         assert params["world_size"] == world_size
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_model_sharded_in_each_node_goes_on_from_one_sharded_over_all_and_the_other_way_round(inputs, runs):
     """2 x 2 ranks do what 2 did, and 1 does what they did: losses, norms (counted once), checkpoints, exports."""
     reference = read_rows(runs["1 rank"])

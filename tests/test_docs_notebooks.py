@@ -18,7 +18,7 @@ def read_notebook(path: Path) -> "nbformat.NotebookNode":
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=[pytest.mark.wide] * (path.stem != SHORT)) for path in NOTEBOOKS]
+    "path", [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem != SHORT)) for path in NOTEBOOKS]
 )
 def test_a_notebook_runs(path, tmp_path):
     """In a folder that looks like the repository to it, so that nothing is left behind."""

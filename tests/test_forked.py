@@ -59,7 +59,7 @@ def test_a_rank_that_does_not_end_is_an_error(script):
         run_forked(2, script, "stay", timeout=1)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_no_process_outlives_a_session_that_is_killed(script, tmp_path):
     (tmp_path / "preloaded.py").write_text("")  # which this needs not wait for
     session = tmp_path / "session.py"

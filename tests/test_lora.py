@@ -324,7 +324,7 @@ def compute_adapted(world, inputs: dict[str, str], kind: dict, **options: object
     return {"loss": loss.detach()} | grads
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_path, monkeypatch):

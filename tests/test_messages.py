@@ -8,6 +8,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from breadth import wide
 from forked import run_forked
 from processes import ENV, ROOT
 
@@ -84,9 +85,9 @@ parse_options(GenerateOptions, ["--model", "m"])
 """
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(("guard", "asks"), [(GUARD, False), ("", True)])
+@pytest.mark.parametrize(("guard", "asks"), [(GUARD, False), wide("", True)])
 def test_libraries_ask_the_hub_for_no_compiled_code(guard, asks, tmp_path):
     """Where the package kernels is installed (a stand-in, which writes down what it is asked for)."""
     package = tmp_path / "kernels"

@@ -187,7 +187,7 @@ def check_close(one: Path, other: Path, *, first: int = 1) -> None:
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_neither_ranks_nor_a_kill_change_a_run(paths, world, tmp_path):
     options = make_run(paths["short convolution"], tmp_path, max_steps=12)

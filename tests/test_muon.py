@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_here, train_on
 from safetensors.torch import load_file
 from small_runs import OPTIONS, make_inputs, read_rows
@@ -178,7 +178,7 @@ def train(num_ranks: int, world, inputs: dict[str, str], output_dir: Path, **cha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [wide("llama"), "fused", wide("experts by rows")])  # fused ones among plain ones
+@pytest.mark.parametrize("case", [wide("llama"), "fused", long("experts by rows")])  # fused ones among plain ones
 def test_weights_do_not_depend_on_the_number_of_ranks(case, inputs, world, tmp_path):
     """Three ranks: rows that they do not divide, and experts of which some or all hold a part."""
     expected = train(1, world, inputs[case], tmp_path / "1")
@@ -188,7 +188,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks(case, inputs, world, tmp_p
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=f"{name}, {num_ranks} ranks")
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_replicas_of_shards_do_the_same(inputs, world, tmp_path):
     expected = train(1, world, inputs["llama"], tmp_path / "1")

@@ -118,9 +118,9 @@ def test_losses_and_gradients_are_pefts_on_the_unpacked_weights(family, targets,
         assert grad.norm() > 0 and (found[f"model.{name}"] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss_sinks"])
+@pytest.mark.parametrize("family", ["qwen3_moe", wide("gpt_oss_sinks")])
 def test_how_it_is_computed_does_not_change_what_is_computed(family, world, tmp_path, monkeypatch):
     inputs = make_inputs(tmp_path, family)
     expected = compute(build_quantized(world, inputs)[0])
@@ -154,9 +154,9 @@ def test_no_weight_is_kept_for_the_backward(world, tmp_path):
     loss.backward()
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss_sinks"])
+@pytest.mark.parametrize("family", ["qwen3_moe", wide("gpt_oss_sinks")])
 def test_ranks_a_resume_and_a_merge_are_those_of_any_adapter(family, world, tmp_path):
     inputs = make_inputs(tmp_path, family)
     options = dict(base_quantization="nf4")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long
 from in_process import print_plan, train_on
 from scored_data import write_data
 from small_runs import read_rows
@@ -129,7 +129,7 @@ def read_numbers(root: Path) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "changes"), [
-    (1, dict(max_tokens_per_gpu=4096)), (2, {}), wide(2, dict(teacher_model="self", teacher_divergence="jsd")),
+    (1, dict(max_tokens_per_gpu=4096)), (2, {}), long(2, dict(teacher_model="self", teacher_divergence="jsd")),
 ])  # fmt: skip
 def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, world, tmp_path):
     """A batch of 3: the second rank has nothing to do in some micro-batches."""
@@ -203,7 +203,7 @@ def test_options_that_do_not_fit_are_refused(changes, problem, models, tmp_path)
     assert found.startswith(problem)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_plan_counts_what_a_teacher_reads(models, elsewhere, tmp_path):
     write_pair(tmp_path, models)
     options = make_options(tmp_path, models, dry_run=True, max_tokens_per_gpu=4096, max_steps=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_on
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -132,7 +132,7 @@ def measure_leaks(exports: list[Path], *, family: str, kind: str) -> list[float]
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        wide("llama_tied_bias", "weights"),
+        long("llama_tied_bias", "weights"),
         wide("llama_tied_bias", "activations"),
         ("gpt2", "energy"),
         wide("gpt2", "weights"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from forked import run_forked
 from in_process import print_plan, train_here
 from processes import flags
@@ -48,7 +48,7 @@ SIMULATIONS = [  # family, options
     wide("llama", dict(lora=True)),
     wide("mixtral", dict(lora=True, compute_dtype="bfloat16")),
     wide("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
-    wide("mixtral", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
+    long("mixtral", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     wide("qwen3", dict(activation_checkpointing="none")),
     wide("gemma2_softcaps", dict(activation_checkpointing="full")),
     wide("phi_head_bias", dict(activation_checkpointing="selective")),
@@ -60,12 +60,12 @@ SIMULATIONS = [  # family, options
     wide("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
     wide("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.75)),
     wide("gated delta net, experts", dict(activation_checkpointing="full")),
-    wide("mamba 2, attention, experts", dict(activation_checkpointing="none")),
+    long("mamba 2, attention, experts", dict(activation_checkpointing="none")),
     wide("short convolution", dict(activation_checkpointing="selective")),
     wide("attention that chooses keys", dict(activation_checkpointing="none")),
     ("qwen3", dict(reshard_after_backward="never", compute_dtype="bfloat16")),
     wide("llama", dict(reshard_after_backward="never", reshard_after_forward="never", micro_batch_grad_sync="last")),
-    wide("qwen3", dict(tiled_mlp=True, offload_activations=True)),
+    long("qwen3", dict(tiled_mlp=True, offload_activations=True)),
     wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
     ("llama", dict(objective="preference", activation_checkpointing="none")),
     wide("llama", dict(objective="preference", lora=True)),
@@ -205,7 +205,7 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
     assert code == ExitCode.BAD_INPUT and "full is not an empty directory" in text
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs):
     values = inputs | dict(plan_world_size=2, plan_device="H100", memory_budget_gb=80.0, max_tokens_per_gpu=256)
     _, text = elsewhere(print_plan_as_of_long_rows, values)
@@ -225,7 +225,7 @@ def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs
     assert "--offload-activations moves activations from GPU to CPU memory, but this run is on the CPU" in text
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):
     code, text = plan(plan_world_size=8, plan_device="H100", memory_budget_gb=80)
     assert code == ExitCode.DONE and "plan for 8 x H100, 80.0 GiB" in text
@@ -244,7 +244,7 @@ def test_the_only_shard_that_a_simulation_cuts_is_the_first_of_fsdp():
         assert torch.equal(cut, first) and cut.data_ptr() == first.data_ptr() and cut.stride() == first.stride()
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_hybrid_sharding_divides_by_fewer_ranks(plan):
     code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=4)
     assert code == ExitCode.DONE, text
@@ -272,9 +272,9 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
     "changes",
     [
         dict(weight_average="ema", ema_decay=0.5),
-        wide(dict(weight_average="tail", tail_steps=2)),
+        long(dict(weight_average="tail", tail_steps=2)),
         dict(weight_average="tail", tail_steps=2, keep_exports=2),
-        wide(dict(weight_average="ema", ema_decay=0.5, export_name="last")),
+        long(dict(weight_average="ema", ema_decay=0.5, export_name="last")),
     ],
 )
 def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs, world, tmp_path, monkeypatch):
@@ -342,7 +342,7 @@ def pairs(inputs, tmp_path_factory) -> dict:
     return inputs | dict(objective="preference", data_path=str(path))
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, world, tmp_path):
     elsewhere_on = dict(plan_device="H100", memory_budget_gb=80.0)
     code, text = plan(**pairs, **elsewhere_on)
@@ -360,7 +360,7 @@ def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, w
     assert "reference: all samples have been scored before" in text
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_path):
     other = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "other", seed=1))
     target = dict(plan_device="H100", lora=True, reference_model=str(other))
@@ -373,7 +373,7 @@ def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_p
     assert code == ExitCode.BAD_INPUT and "--reference-model" in text
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_dry_run_of_preferences_measures_a_step_and_leaves_nothing(pairs, tmp_path):
     for objective in ("preference", "reward"):
         before = sorted(Path(pairs["data_path"]).parent.rglob("*"))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from breadth import wide
+from breadth import long, wide
 from data_runs import chat, command_for, options_for, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
@@ -546,7 +546,7 @@ def workers_of(process: subprocess.Popen) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
-@pytest.mark.parametrize("ended_by", ["Ctrl-C", wide("SIGTERM"), wide("a worker killed")])
+@pytest.mark.parametrize("ended_by", ["Ctrl-C", wide("SIGTERM"), long("a worker killed")])
 def test_ends_cleanly(model, tmp_path, ended_by):
     process = start_long_run(model, tmp_path)
     workers = workers_of(process)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tyro
+from breadth import wide
 from mini_trainer import (
     DataProcessArgs,
     DeepSpeedOptions,
@@ -333,7 +334,7 @@ def call(torchrun_args: dict, training_args: dict, **changes) -> subprocess.Pope
     return subprocess.Popen(command, env=ENV, stdout=pipe, stderr=subprocess.STDOUT, text=True, process_group=0)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_from_chats_returns_what_it_left(chats):
     out, _ = call({}, chats, num_epochs=2).communicate(timeout=240)
@@ -394,9 +395,9 @@ def test_a_refused_run_raises(chats):
     assert "ERROR BadInputError 2 --data-path /nowhere.arrow" in refused
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "num_ranks"), [("Ctrl-C", 1), ("kill", 2)])
+@pytest.mark.parametrize(("ending", "num_ranks"), [("Ctrl-C", 1), wide("kill", 2)])
 def test_ctrl_c_saves_and_a_caller_that_is_killed_leaves_nothing_behind(ending, num_ranks, chats):
     data = dict(data_path=chats["data_path"].replace("chats.jsonl", "samples.arrow"), process_data=False)
     chats = {name: value for name, value in chats.items() if name not in ("data_output_dir", "max_seq_len")}

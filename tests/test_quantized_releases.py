@@ -151,7 +151,7 @@ def test_mxfp4_trains_on_one_rank_and_two_and_through_a_kill_as_the_model_that_i
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_adapters_and_osft_start_from_the_dequantized_weights(world, tmp_path):
     sources = make_inputs("fp8", tmp_path)
     cache = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(tmp_path / "cache"))

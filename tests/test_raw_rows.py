@@ -260,7 +260,7 @@ def test_the_cache_is_keyed_by_content_options_and_tokenizer(model, tokenizer_di
     assert len({first, *others}) == len(others) + 1
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_rows_are_tokenized_once_as_process_data_does_and_nothing_half_done_is_used(model, tmp_path, capfd):
     source = write_jsonl(tmp_path / "chats.jsonl", CHATS)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from forked import run_forked
 from hand_made import pack_samples
 from processes import ROOT
@@ -73,9 +74,9 @@ def test_weights_are_freed_after_forward_as_asked(policy, blocks_kept, root_kept
     build_optimizer(model, OptimizationOptions(learning_rate=1e-3, weight_decay=0.0))
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [wide(1), 2])
 def test_weights_that_stay_gathered_change_no_number_and_save_gathers(num_ranks, tmp_path):
     path, num_micro_batches, num_units = save_model(FAMILIES["llama"], tmp_path / "model"), 3, 4  # 2 of them blocks
     num_both = num_units - 1  # gathered for forward and for backward; the embedding only for forward

@@ -12,7 +12,7 @@ RING = "a step's row of results"
 REMOVAL = "a checkpoint, and the older one's removal"
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_messages_and_bytes_grow_with_the_ranks_and_not_with_their_square():
     found = {}

@@ -63,7 +63,7 @@ def test_every_program_is_among_those_measured():
     }
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_first_step_imports_only_what_it_uses(inputs, tmp_path):
     words = flags(**inputs, output_dir=tmp_path / "run", batch_size=8, max_tokens_per_gpu=64, learning_rate=1e-3,
@@ -76,7 +76,7 @@ def test_a_first_step_imports_only_what_it_uses(inputs, tmp_path):
     assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_tokenized_row_and_an_answer_import_only_what_they_use(inputs, tmp_path):
     chat, report = tmp_path / "chat.jsonl", tmp_path / "report.json"

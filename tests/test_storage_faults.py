@@ -30,7 +30,7 @@ def problems(tmp_path_factory) -> dict[str, list[str]]:
     return table.problems
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*NAMES, "to the end", "every checkpoint is damaged"])
 def test_the_run_goes_on_where_it_was_with_the_same_numbers(name, problems):
     assert problems[f"{name}, 2 ranks"] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import print_plan, train_on
 from scored_data import score_here, write_data
 from small_runs import read_rows
@@ -129,9 +129,9 @@ def test_the_chunks_derivatives_are_those_of_autograd(softcap):
     torch.testing.assert_close(values[:, 2], divergence.detach() * weights[:, 0], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
+@pytest.mark.parametrize("name", [wide("forward-kl"), "masked-kl", wide("jsd")])
 def test_the_compiled_chunk_computes_the_same(name):
     """Traced as --compile traces it, for chunks of any number of rows, without a break."""
     compiled = torch.compile(measure_taught_chunk, dynamic=True, backend="aot_eager", fullgraph=True)
@@ -441,12 +441,12 @@ def read_numbers(root: Path) -> np.ndarray:
     [
         (1, dict(max_tokens_per_gpu=1024)),
         (2, {}),
-        wide(2, dict(context_parallel=2)),
+        long(2, dict(context_parallel=2)),
         wide(1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
         (2, dict(teacher_model="T")),
         wide(2, dict(teacher_model="self", max_tokens_per_gpu=48, micro_batch_grad_sync="last")),
         wide(2, dict(teacher_weight=WEIGHTS, context_parallel=2)),
-        wide(2, dict(teacher_weight=WEIGHTS)),
+        long(2, dict(teacher_weight=WEIGHTS)),
     ],
     ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks, one reduction a step",
          "weights, context parallel", "weights, 2 ranks"],
@@ -596,7 +596,7 @@ def test_the_teacher_may_read_other_prompts(models, world, tmp_path):
         score_here(world, models[1], path, teacher_data=(str(seen),), name="other")
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_a_plan_counts_a_teacher_that_reads_each_row(models, elsewhere, tmp_path):
     write_data(tmp_path / "data.arrow", models[0])
     plain, taught = (

@@ -332,7 +332,7 @@ def read_validations(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "validation_metrics_0.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "cap"),

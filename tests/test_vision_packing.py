@@ -128,7 +128,7 @@ def simulate(given: dict, freeze: str, cap: int | None = None) -> StepMemory:
     )
 
 
-@pytest.mark.wide
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("family", exact_families(FAMILIES[:1]))
 def test_the_simulated_peak_is_that_of_a_real_step_with_images(family, elsewhere, world, tmp_path):
