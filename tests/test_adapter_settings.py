@@ -17,6 +17,8 @@ from methods.adapter_settings import BY_PEFT, FOLLOWED, INERT, NOT_BY_VLLM, chec
 from options import MergeAdapterOptions
 from tools.merge_adapter import merge_adapter
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, of settings that are seldom used
+
 LAYERS = ["q_proj", "down_proj"]
 WITH_BIAS = dict(target_modules=["q_proj"])
 

@@ -53,7 +53,7 @@ def test_grouped_products_give_the_losses_and_gradients_of_experts_one_by_one(pa
             logits = reference(input_ids=sequence[None].long(), use_cache=False).logits[0, :-1]
             total = total + torch.nn.functional.cross_entropy(logits, sequence[1:].long(), reduction="sum")
     total.backward()
-    assert float(loss_sum) == pytest.approx(float(total), rel=1e-6)
+    assert loss_sum.item() == pytest.approx(total.item(), rel=1e-6)
     own = dict(model.model.named_parameters())
     for name, param in reference.named_parameters():
         difference = own[name].grad.full_tensor() - param.grad

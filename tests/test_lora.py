@@ -280,6 +280,7 @@ def test_another_base_or_rank_is_refused_at_a_resume(world, tmp_path):
         train(world, inputs, tmp_path / "other", resume=checkpoint, allow_changed_options=True)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's
 def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp_path):
     inputs = make_inputs(tmp_path, "qwen3")  # tied
     tokenizer = AutoTokenizer.from_pretrained(inputs["model_name_or_path"])

@@ -46,6 +46,7 @@ def never_whole(monkeypatch) -> None:
     monkeypatch.setattr("model.weights.read_whole", refuse)
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # to dequantize
 @pytest.mark.parametrize("kind", RELEASES)
 def test_every_kind_is_read_as_its_library_dequantizes_it(kind, tmp_path, never_whole):
     save_release(kind, tmp_path)
