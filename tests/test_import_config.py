@@ -83,6 +83,12 @@ assistant_only_loss: true
 """
 
 
+@pytest.fixture(autouse=True)
+def every_package_is_installed(monkeypatch):
+    """For the scripts that read what was written; the importer itself asks for none."""
+    monkeypatch.setattr("options.problems.packages.is_installed", lambda module: True)
+
+
 def run_import(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess:
     (tmp_path / "theirs.yaml").write_text(text)
     words = ("--output-dir", str(tmp_path), *words)
