@@ -100,6 +100,7 @@ def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
         train_here(world, **inputs, max_tokens_per_gpu="auto", memory_budget_gb=0.01, output_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 @pytest.mark.parametrize("gives_back", [False, wide(True)])
 def test_with_a_budget_freed_memory_is_given_back(gives_back):

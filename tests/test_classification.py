@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_on
 from safetensors.torch import load_file
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
@@ -123,7 +123,7 @@ def test_tokens_are_classified_as_in_the_plain_loop(family, world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "family"),
-    [(2, "bert"), wide(4, "deberta_v2"), wide(2, "modernbert"), (4, "llama"), wide(2, "gemma3")],
+    [(2, "bert"), wide(4, "deberta_v2"), wide(2, "modernbert"), long(4, "llama"), wide(2, "gemma3")],
 )
 def test_any_number_of_ranks_is_the_plain_loop(num_ranks, family, world, tmp_path):
     inputs = make_inputs(tmp_path, family)

@@ -154,6 +154,7 @@ def test_an_adapter_brings_its_head_along(family, world, tmp_path):
     assert config["task_type"] == "SEQ_CLS"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_counts_a_classifier(tmp_path):
     model = save_base(CLASSIFIERS["modernbert"], tmp_path / "model")

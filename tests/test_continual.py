@@ -168,6 +168,7 @@ def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
     torch.testing.assert_close(mean, {name: (start[name].float() + last[name]) / 2 for name in mean})
 
 
+@pytest.mark.long
 def test_rounds_learn_from_a_teacher_that_reads_in_training(tmp_path: Path):
     settings = make_inputs(tmp_path) | {"measure": "seen"}
     settings["self_distillation"] = {"rounds": 2, "teacher": "average", "divergence": "reverse-kl"}
@@ -217,6 +218,7 @@ def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
         assert options[1]["osft_statistics"] != options[0]["osft_statistics"]
 
 
+@pytest.mark.long
 def test_separate_adapters_are_measured_on_their_own_tasks(tmp_path: Path):
     settings = make_inputs(tmp_path) | {"adapters": "separate"}
     settings["train"] |= {"lora": True, "lora_rank": 4}

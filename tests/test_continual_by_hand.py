@@ -97,6 +97,7 @@ def tokenize(settings: dict[str, Any], folder: Path) -> Path:
     return folder / "known.arrow"
 
 
+@pytest.mark.long
 def test_what_a_kill_left_is_not_made_again(tmp_path: Path):
     """A kill between a program's end and its record; without checkpoints, train would refuse to start again."""
     settings = make_inputs(tmp_path)

@@ -179,7 +179,7 @@ def test_data_learning_rate_and_model_directory_may_differ(inputs, world, first,
     assert "schedule: this run's step 1 is step 4, with a learning rate of 0.001" in caplog.messages
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "osft"])
+@pytest.mark.parametrize("method", [long("full"), "lora", long("osft")])
 def test_the_start_as_a_teacher_is_the_checkpoint(method, inputs, world, tmp_path):
     """Also in a resumed run: what a step has learnt is the only distance from the teacher."""
     changes = METHODS[method] | (dict(lora_dropout=0.0) if method == "lora" else {})

@@ -9,6 +9,7 @@ from breadth import wide
 from forked import run_forked
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["full", *(wide(case) for case in counts.CASES if case != "full")])
 def test_no_count_of_a_step_grows(case, tmp_path):

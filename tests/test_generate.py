@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from breadth import long
 from forked import run_forked
 from peft import LoraConfig, get_peft_model
 from processes import flags
@@ -69,7 +70,7 @@ def plain(root, llama, questions, world) -> list[dict]:
     return run(world, root / "plain.jsonl", model=llama, prompts=questions)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma3", "gpt2", "gpt_oss_sinks", *HYBRIDS])
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma3", "gpt2", "gpt_oss_sinks", *map(long, HYBRIDS)])
 def test_greedy_answers_of_a_batch_are_those_of_generate_one_by_one(name, root, questions, world, tmp_path):
     path = make_model(tmp_path, name)
     lines = run(world, tmp_path / "answers.jsonl", model=str(path), prompts=questions, batch_size=4)

@@ -344,6 +344,7 @@ def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_pa
             assert (found[name] - value).norm() <= 1e-5 * value.norm(), (change, name)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapted_layer_is_compiled_for_any_number_of_tokens(kind, world, tmp_path):

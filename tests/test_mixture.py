@@ -106,6 +106,7 @@ def runs(inputs, world, tmp_path_factory) -> dict[int, Path]:
     return output_dirs
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_losses_of_sources_do_not_depend_on_ranks(runs):
     rows = {num_ranks: read_rows(output_dir) for num_ranks, output_dir in runs.items()}

@@ -287,7 +287,7 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
 
 
 @pytest.mark.parametrize(
-    "change", [dict(activation_checkpointing="full"), pytest.param(dict(compile=True), marks=pytest.mark.slow)]
+    "change", [dict(activation_checkpointing="full"), pytest.param(dict(compile=True), marks=pytest.mark.long)]
 )
 def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_path, monkeypatch):
     compile_by("eager", monkeypatch, dynamic=False)

@@ -134,7 +134,7 @@ def measure_leaks(exports: list[Path], *, family: str, kind: str) -> list[float]
     [
         long("llama_tied_bias", "weights"),
         wide("llama_tied_bias", "activations"),
-        ("gpt2", "energy"),
+        long("gpt2", "energy"),
         wide("gpt2", "weights"),
     ],
 )

@@ -113,6 +113,7 @@ def test_settings_in_a_file_of_their_own_are_read(tmp_path):
         assert torch.equal(readers[f"{MLP}.weight"](), expected[f"{MLP}.weight"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gptq, desc_act", pytest.param("awq", marks=pytest.mark.wide)])
 def test_they_train_and_are_exported_as_the_models_that_they_stand_for(kind, world, tmp_path):
     release, plain = tmp_path / "release", tmp_path / "plain"

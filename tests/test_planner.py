@@ -259,6 +259,7 @@ def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
     assert code == ExitCode.BAD_INPUT and "there is no such directory" in text and "40 samples" in text
 
 
+@pytest.mark.long
 def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world, tmp_path):
     run = dict(output_dir=str(tmp_path / "run"), checkpoint_every_steps=2, save_final_checkpoint=False)
     train_here(world, **inputs | run | dict(dry_run=False, max_steps=2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_on
 from op_recording import OpRecorder
 from small_runs import read_rows
@@ -128,7 +128,7 @@ def read_numbers(root: Path) -> np.ndarray:
         (1, dict(max_tokens_per_gpu=48)),
         (2, {}),
         wide(4, {}),
-        (2, dict(context_parallel=2)),
+        long(2, dict(context_parallel=2)),
         (1, dict(activation_checkpointing="full")),
     ],
     ids=["cap", "small cap", "2 ranks", "4 ranks", "context parallel", "checkpointing"],
@@ -342,7 +342,7 @@ def test_ktos_point_of_reference_is_that_of_the_global_batch(swapped, models, wo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
-    [(1, dict(max_tokens_per_gpu=1024)), (2, {}), wide(4, {}), wide(2, dict(context_parallel=2))],
+    [(1, dict(max_tokens_per_gpu=1024)), long(2, {}), wide(4, {}), wide(2, dict(context_parallel=2))],
     ids=["cap", "2 ranks", "4 ranks", "context parallel"],
 )
 def test_kto_is_the_same_on_any_ranks(num_ranks, changes, models, world, tmp_path):

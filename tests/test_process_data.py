@@ -546,7 +546,7 @@ def workers_of(process: subprocess.Popen) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
-@pytest.mark.parametrize("ended_by", ["Ctrl-C", wide("SIGTERM"), long("a worker killed")])
+@pytest.mark.parametrize("ended_by", [long("Ctrl-C"), wide("SIGTERM"), long("a worker killed")])
 def test_ends_cleanly(model, tmp_path, ended_by):
     process = start_long_run(model, tmp_path)
     workers = workers_of(process)

@@ -27,6 +27,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [case if case == "experts in balance" else wide(case) for case in CASES])
 def test_only_reduce_step_waits_and_as_often_for_one_micro_batch_as_for_many(case, world, tmp_path):
     family, changes = CASES[case]

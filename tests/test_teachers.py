@@ -169,6 +169,7 @@ def test_weights_by_the_models_own_probabilities(weighting):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [wide("forward-kl"), wide("masked-kl"), "jsd"])
 @pytest.mark.parametrize("temperature", [wide(1.0), 2.0])
@@ -535,6 +536,7 @@ def test_each_data_set_reports_its_own_share(models, world, tmp_path):
                 assert values[0] != values[1] or name == "teacher_agreement"
 
 
+@pytest.mark.long
 def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_path, caplog):
     paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i) for i, name in enumerate(("data", "a", "b"))]
     for path in paths[:2]:

@@ -147,6 +147,7 @@ def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path, c
         assert sorted(path.name for path in (again / "hf_format").iterdir()) == ["best", f"samples_{8 * last}"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_how_an_early_end_is_told(inputs, tmp_path):
     options = inputs | dict(validate_every_steps=1, early_stopping_patience=1, max_steps=50, export_best=False)

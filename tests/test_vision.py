@@ -279,6 +279,7 @@ def train_adapters(family: str, method: LoRA, freeze: tuple[str, ...], models, d
     return {name.partition(".lora_")[0].removeprefix("model.") for name in trained}
 
 
+@pytest.mark.long
 def test_adapters_on_language_on_vision_and_on_both_are_pefts(models, data, world):
     """By default the language model's blocks have them; where else one is looked for, --freeze says."""
     language = train_adapters("llava", make_lora(), ("vision",), models, data, world)

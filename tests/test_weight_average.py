@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_on
 from safetensors.torch import load_file
 from small_runs import OPTIONS, load_checkpoint, make_inputs, read_rows
@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "num_ranks"), [*((case, 1) for case in CASES), ("tail", 2), wide("decay", 2), wide("half-life", 2)]
+    ("case", "num_ranks"), [*((case, 1) for case in CASES), long("tail", 2), wide("decay", 2), wide("half-life", 2)]
 )
 def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, inputs, world, tmp_path):
     options, shares = CASES[case]
@@ -74,6 +74,7 @@ def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, 
                for name in names)  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_changes_nothing_and_a_resumed_run_on_another_number_of_ranks_goes_on_with_it(inputs, world, tmp_path):
     plain = train(world, inputs, tmp_path / "plain")
