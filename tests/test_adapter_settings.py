@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import long
 from peft import LoraConfig, get_peft_model
 from peft_runs import load_with_adapter, logits_of, make_inputs, train
 from safetensors.torch import load_file, save_file
@@ -52,10 +53,10 @@ FOLLOWED_CASES = [
     ("llama", dict(exclude_modules=["layers.0.mlp.down_proj"])),
     ("llama", dict(target_modules=r".*\.(q_proj|k_proj)", exclude_modules=r".*layers\.1.*k_proj")),
     ("llama", dict(layers_to_transform=[1], layers_pattern="layers", use_dora=True)),
-    ("llama", dict(layers_to_transform=0)),
-    ("llama", dict(target_modules="all-linear", init_lora_weights="gaussian")),
-    ("llama", dict(init_lora_weights="orthogonal")),
-    ("llama", dict(init_lora_weights="eva")),
+    long("llama", dict(layers_to_transform=0)),
+    long("llama", dict(target_modules="all-linear", init_lora_weights="gaussian")),
+    long("llama", dict(init_lora_weights="orthogonal")),
+    long("llama", dict(init_lora_weights="eva")),
     ("llama", dict(init_lora_weights=False, modules_to_save=["lm_head", "norm"])),
     ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True, rank_pattern={"h.1.attn.c_attn": 2})),
     ("qwen3", dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),  # tied

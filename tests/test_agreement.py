@@ -429,6 +429,7 @@ def test_a_plan_warns_where_the_hard_limit_of_open_files_is_too_low(root, tmp_pa
         assert (f"{warning}, and the hard limit is 400" in result.stdout) == is_too_many, result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_of_ranks_with_other_options_says_so(root, tmp_path):
     words = flags(model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run")

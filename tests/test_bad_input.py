@@ -121,6 +121,7 @@ def test_a_bad_row_that_only_one_rank_reads_ends_all_ranks(num_ranks, inputs, tm
     assert time.monotonic() - start < 80  # not the process group's time-out of an hour
 
 
+@pytest.mark.long
 def test_a_batch_smaller_than_the_number_of_ranks_trains(inputs, tmp_path):
     result = train(inputs, tmp_path / "run", num_ranks=3, batch_size=2)
     assert result.returncode == 0, result.stderr

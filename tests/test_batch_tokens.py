@@ -101,6 +101,7 @@ def test_batches_are_those_of_the_definition_from_any_of_them_on(folder, lengths
     assert all(size - max(lengths) < count < size + max(lengths) for count in tokens)
 
 
+@pytest.mark.long
 @given(
     lengths=st.lists(st.lists(st.integers(1, 25), min_size=1, max_size=20), min_size=2, max_size=3),
     is_weighted=st.booleans(),

@@ -279,6 +279,7 @@ def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
 # ---- runs of the trainer
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_runs_of_the_trainer_are_followed_to_their_ends(world, tmp_path):
     folder, inputs = tmp_path / "runs", make_inputs(tmp_path, "llama")
@@ -329,6 +330,7 @@ def list_names(browser: Browser) -> list[str]:
     return browser.ask("[...document.querySelectorAll('tbody .name')].map(cell => cell.textContent)")
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.slow
 def test_a_browser_sorts_filters_and_compares(browser, server):

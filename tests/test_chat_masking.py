@@ -552,6 +552,7 @@ def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokeniz
     assert signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
+@pytest.mark.long
 def test_a_template_that_is_slow_on_many_rows_is_given_up(base_tokenizer, monkeypatch):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + ENDLESS + "{% endif %}")
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1.0)

@@ -120,6 +120,7 @@ def test_two_rounds_on_two_ranks_are_one_run_bit_for_bit(inputs, world, tmp_path
     check_rounds(whole, [one, two])
 
 
+@pytest.mark.long
 def test_a_round_may_have_another_number_of_ranks(inputs, world, first, second, tmp_path):
     changes = dict(num_ranks=2, max_steps=STEPS, continue_from=str(first))
     two = run(world, inputs, tmp_path / "two", "part_1", **changes)

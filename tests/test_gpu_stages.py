@@ -75,6 +75,7 @@ def test_what_fails_or_hangs_is_told_and_passed_over_and_the_next_call_goes_on(s
     assert stages(again=("failing",))[1] == ["failing"]
 
 
+@pytest.mark.long
 def test_a_call_that_ends_in_a_stage_begins_it_once_more_and_no_third_time(stages, tmp_path):
     begun = json.dumps({"stage": "good", "status": "begun"}) + "\n"
     (tmp_path / "stages.jsonl").write_text(begun + '{"stage": "failing", "sta\n')
@@ -83,6 +84,7 @@ def test_a_call_that_ends_in_a_stage_begins_it_once_more_and_no_third_time(stage
     assert stages()[1] == ["failing", "hanging", "last"]
 
 
+@pytest.mark.long
 def test_a_stage_that_the_end_of_a_call_cuts_off_keeps_what_it_found_and_starts_once_more(stages, monkeypatch):
     monkeypatch.setattr(gpu, "STAGES", [gpu.Stage("hanging", 60, None), gpu.Stage("last", 60, None)])
     monkeypatch.setattr(gpu, "MIN_SECONDS", 0.5)

@@ -444,6 +444,7 @@ def test_packs_hold_every_sample_once_and_are_nearly_full(seed):
     assert measure_packs(np.array([256] * 8 + [600]), 512) == (1, 256)
 
 
+@pytest.mark.long
 def test_batches_of_packs_become_tokens_as_many_as_packs_hold_on_the_users_data(tmp_path, tiny_data):
     packed = AXOLOTL.replace("sample_packing: false", "sample_packing: true").replace(
         "num_epochs: 1", "num_epochs: 1.5"

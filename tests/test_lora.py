@@ -79,6 +79,7 @@ def test_ranks_and_layouts_change_nothing(family, kind, layout, world, tmp_path)
         assert (adapters[0][name] - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
@@ -280,6 +281,7 @@ def test_another_base_or_rank_is_refused_at_a_resume(world, tmp_path):
         train(world, inputs, tmp_path / "other", resume=checkpoint, allow_changed_options=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's
 def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp_path):
     inputs = make_inputs(tmp_path, "qwen3")  # tied

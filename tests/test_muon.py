@@ -228,7 +228,7 @@ def test_rates_by_pattern_depth_and_optimizer():
         choose_rates(params, OptimizationOptions(learning_rate_for=("lm_haed*=1e-6",)), matrices=())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("optimizer", [long("adamw"), long("adamw8bit"), "muon"])
 def test_a_part_with_a_rate_of_0_stays_as_it_was(optimizer, inputs, world, tmp_path):
     start = load_file(Path(inputs["fused"]["model_name_or_path"]) / "model.safetensors")
     found = train(1, world, inputs["fused"], tmp_path, optimizer=optimizer, learning_rate_for=["*.layers.0.*=0"])

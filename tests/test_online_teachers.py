@@ -141,6 +141,7 @@ def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, wo
     assert (read_numbers(tmp_path / "one")[:, 2] > 0).all()
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_uninterrupted_one_and_needs_the_same_rows(models, world, tmp_path):
     for root in ("whole", "resumed"):
         write_pair(tmp_path / root, models)

@@ -161,7 +161,7 @@ def remove(matrix: Tensor, U_kept: Tensor, V_kept: Tensor) -> Tensor:
     return matrix - matrix @ V_kept @ V_kept.T
 
 
-@pytest.mark.parametrize("kind", ["weights", "activations", "energy"])
+@pytest.mark.parametrize("kind", ["weights", long("activations"), long("energy")])
 def test_new_directions_are_the_leading_ones_of_what_is_not_kept(kind, chain):
     _, first, second = chain("llama_tied_bias", kind, 2)
     seen = {} if kind == "weights" else load_file(second.parents[1].with_suffix(".safetensors"))
@@ -208,7 +208,7 @@ def test_ranks_change_nothing(num_ranks, kind, chain, world, inputs, tmp_path):
     assert max(measure_leaks([start, first, sharded], family="llama_tied_bias", kind=kind)) <= LEAK
 
 
-@pytest.mark.parametrize("kind", ["weights", "energy"])
+@pytest.mark.parametrize("kind", ["weights", long("energy")])
 def test_a_resumed_run_exports_the_same_model_and_bases(kind, chain, world, inputs, tmp_path):
     _, first, whole = chain("llama_tied_bias", kind, 2)
     given = options_of(2, kind, inputs, first, osft_bases=bases_of(first), checkpoint_every_steps=1)
@@ -260,6 +260,7 @@ def test_a_layer_that_is_kept_whole_stays_so(world, inputs, first, tmp_path):
     assert stored[f"{LAYER}.V_free"].shape == (32, 0) and f"{LAYER}.U_kept" not in stored
 
 
+@pytest.mark.long
 def test_weights_of_low_rank_are_kept_too(world, inputs, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(inputs / "llama_tied_bias", model)

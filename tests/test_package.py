@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from breadth import long
 from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, is_alive, list_children
 
@@ -140,8 +141,8 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs a value"),
         (["train", "--nnodes", "2", "--nnodes=2"], "given more than once: --nnodes"),
         (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
-        (["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
-        (["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "no data is given"),
+        long(["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
+        long(["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "no data is given"),
         (["process-data", "--inptu-file", "3"], "--inptu-file"),
     ],
 )

@@ -146,6 +146,7 @@ def test_axe_finds_nothing(name, axe, browser, tmp_path):
     assert found == [], "\n".join(found)
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)

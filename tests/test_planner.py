@@ -63,7 +63,7 @@ SIMULATIONS = [  # family, options
     long("mamba 2, attention, experts", dict(activation_checkpointing="none")),
     wide("short convolution", dict(activation_checkpointing="selective")),
     wide("attention that chooses keys", dict(activation_checkpointing="none")),
-    ("qwen3", dict(reshard_after_backward="never", compute_dtype="bfloat16")),
+    long("qwen3", dict(reshard_after_backward="never", compute_dtype="bfloat16")),
     wide("llama", dict(reshard_after_backward="never", reshard_after_forward="never", micro_batch_grad_sync="last")),
     long("qwen3", dict(tiled_mlp=True, offload_activations=True)),
     wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
@@ -176,6 +176,7 @@ def test_no_gradient_outlives_its_step(inputs, world, tmp_path, monkeypatch):
     assert len(held[0]) > 10 and num_alive == [[], [0], [0, 0]]  # at the beginning of each step
 
 
+@pytest.mark.long
 def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
     model = Path(shutil.copytree(inputs["model_name_or_path"], tmp_path / "model"))
     (model / "model.safetensors").unlink()

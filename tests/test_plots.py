@@ -619,6 +619,7 @@ def test_a_browser_draws_every_curve_and_asks_for_nothing(browser, page):
     assert browser.ask("new Set([...document.querySelectorAll('[aria-pressed=true].run')]).size") == 3
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.slow
 def test_a_run_that_is_hidden_is_hidden_on_all_charts(browser, page):
@@ -719,6 +720,7 @@ def test_a_narrow_window_has_no_need_to_scroll_sideways(browser, page):
     assert widths and all(300 < width < 400 for width in widths)
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.slow
 def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):

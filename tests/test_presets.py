@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_here
 from refusals import refuse
 from small_runs import make_inputs
@@ -158,11 +158,11 @@ RANDOM = {"preference": "preference", "kto": "feedback", "reward": "preference"}
         wide("token-classification", ["--lora"]),
         wide("token-classification", QLORA),
         wide("images", []),
-        ("images", ["--lora"]),
+        long("images", ["--lora"]),
         wide("images", QLORA),
         wide("images", OSFT),
         ("preference", []),
-        ("preference", ["--lora"]),
+        long("preference", ["--lora"]),
         ("kto", []),
         ("reward", []),
         wide("preference", OSFT),

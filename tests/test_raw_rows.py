@@ -84,6 +84,7 @@ def test_folders_of_the_datasets_library_give_what_the_file_gives(tokenizer_dir,
         assert found == expected[:3]
 
 
+@pytest.mark.long
 def test_slices_of_splits(tokenizer_dir, tmp_path):
     whole = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_jsonl(tmp_path / "a.jsonl", CHATS)))
     write_folders(tmp_path)

@@ -63,6 +63,7 @@ def shorten(model: Path) -> Path:
     return model
 
 
+@pytest.mark.long
 def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
     for recipe in list_recipes():
         *_, method, machine = recipe.stem.split("-")
@@ -75,6 +76,7 @@ def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
     assert make_table() in (ROOT / "docs" / "recipes.md").read_text(), "python benchmarks/plan_recipes.py --table"
 
 
+@pytest.mark.long
 def test_the_models_are_those_that_their_makers_publish():
     found = {}
     for path in MODELS.glob("*/config.json"):
@@ -85,6 +87,7 @@ def test_the_models_are_those_that_their_makers_publish():
     assert found == NUM_PARAMS
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in NARROW else wide(name) for name in map(name_recipe, list_recipes())])
 def test_a_recipe_is_planned_as_the_program_plans_a_run(name, elsewhere, tmp_path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from forked import run_forked
 from hand_made import read_triple
 from in_process import train_here, train_on
@@ -161,7 +161,7 @@ def test_the_loss_of_a_global_batch_is_that_of_a_plain_loop(name, paths, data_pa
     assert router_losses[0] != pytest.approx(train_plainly(paths[name], data_path)[1][0], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *VISION_MODELS])
+@pytest.mark.parametrize("name", [*MODELS, *map(long, VISION_MODELS)])
 def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
     train_here(world, **options_of(paths[name], data_path), output_dir=str(tmp_path / "run"))
     rows, (losses, router_losses, norms) = read_rows(tmp_path / "run"), train_plainly(paths[name], data_path)

@@ -381,6 +381,7 @@ def test_each_data_set_has_its_own_weight(divergence, online, models, world, tmp
     assert metrics["teacher_kl"] == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_start_as_a_teacher_of_some_data_sets(models, world, tmp_path):
     """Its divergence is 0 in the first step: the second one is compared, with the model that the first one left."""
     paths = write_mixture(tmp_path, models, world, scored=False)
@@ -467,7 +468,7 @@ def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, wo
     np.testing.assert_allclose(read_numbers(tmp_path / "other"), read_numbers(tmp_path / "one"), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("own", [{}, dict(teacher_model="self"), wide(dict(teacher_model="self", lora=True))])
+@pytest.mark.parametrize("own", [{}, long(dict(teacher_model="self")), wide(dict(teacher_model="self", lora=True))])
 def test_a_resumed_run_is_the_uninterrupted_one(own, models, world, tmp_path):
     """The teacher `self` is the model as the run started, also after a resume."""
     for root in ("whole", "resumed"):

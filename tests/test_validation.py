@@ -125,6 +125,7 @@ def test_the_best_export_is_the_lowest_point_of_the_curve(runs):
     assert "validation.json" in (export_dir / "manifest.json").read_text()
 
 
+@pytest.mark.long
 def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path, caplog):
     """--early-stopping-patience, uninterrupted and from checkpoints before and after its end."""
     options = inputs | dict(validate_every_steps=1, early_stopping_patience=3, max_steps=50, validate_at_epoch=True)
@@ -159,6 +160,7 @@ def test_how_an_early_end_is_told(inputs, tmp_path):
     assert not (tmp_path / "run" / "hf_format" / "best").exists()
 
 
+@pytest.mark.long
 def test_a_start_from_zero_takes_the_first_validation_again(inputs, world, tmp_path):
     """As after a kill before the first checkpoint; and what a kill left of a line is cut off."""
     options = inputs | dict(output_dir=str(tmp_path / "run"), max_steps=2)

@@ -11,7 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_here, train_on
 from PIL import Image
 from processes import flags
@@ -152,7 +152,7 @@ def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path)
 PARTS = {"vision": "vision_tower", "projector": "multi_modal_projector", "language": ("language_model", "lm_head")}
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", long("selective"), long("full")])
 def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_models_own(mode, models, data, world):
     """In every mix of parts, and with every way to keep activations; a mix has its own, to try each once."""
     mixes = {

@@ -94,6 +94,7 @@ def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):
     assert flops.of_batch(rows.lengths, 10, images) == pytest.approx(alone + flops.of_images(images).sum())
 
 
+@pytest.mark.long
 def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, tmp_path):
     """With both caps a step has more micro-batches, and the same loss and gradient."""
     family = "qwen2.5-vl"
@@ -177,6 +178,7 @@ def test_plans_know_the_tower_and_its_cap(models, data, elsewhere, tmp_path):
     assert code == ExitCode.DONE and "memory of a rank" in text and "one token more" in text
 
 
+@pytest.mark.long
 def test_auto_measures_with_images(models, data, world, tmp_path):
     objective = make_objective(models["llava"], largest_image=(30, 20), max_patches=40)  # of 16 patches each
     probe = objective.make_probe(90, 45, longest=60)
