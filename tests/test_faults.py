@@ -22,7 +22,7 @@ from corpus.reader import TokenizedData
 from ranks.ending import ExitCode
 from sampler import draw_samples
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PROMISE = 10.0  # seconds within which all ranks are gone
 NUM_SAMPLES, BATCH_SIZE, SEED, HANG_TIMEOUT = 4000, 8, 5, 6
@@ -73,9 +73,8 @@ UNDER_TORCHRUN = ("killed_rank", "killed_torchrun", "terminated")  # which torch
 def results(tmp_path_factory, request) -> dict[str, Result]:
     """Every fault, in a run that would go on for ever; a few at a time, since those under torchrun mostly import."""
     root = tmp_path_factory.mktemp("faults")
-    of_their_own = {"killed_rank": test_a_killed_rank, "killed_torchrun": test_a_killed_torchrun}
-    asked = {item.function for item in request.session.items}
-    names = [name for name in FAULTS if name not in of_their_own or of_their_own[name] in asked]
+    is_wide = any(item.function is test_a_killed_rank for item in request.session.items)
+    names = [name for name in FAULTS if is_wide or name != "killed_rank"]
     model = save_tokenizer(save_model(LlamaConfig(**SHAPE | dict(intermediate_size=8192)), root / "model"))
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, max_len=10)
     data = write_samples(root / "data.arrow", samples)
@@ -135,7 +134,6 @@ def test_a_killed_rank(results):
     assert result.seconds < PROMISE
 
 
-@pytest.mark.long
 def test_a_killed_torchrun(results):
     result = results["killed_torchrun"]
     check(result, ExitCode.PEER_DIED, None, f"torchrun (pid {result.job.process.pid} on ")

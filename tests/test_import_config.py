@@ -177,6 +177,7 @@ VALUES = (
 )
 
 
+@pytest.mark.long
 def test_whatever_a_key_has_is_said_so_that_the_scripts_take_it_or_is_told():
     """Each rule alone, with values of all types."""
     num_said, rules = 0, {pair for peer in TRAINERS.values() for pair in peer.RULES.items()}
@@ -791,6 +792,7 @@ def make_axolotls_reward(folder: Path) -> tuple[dict, list[dict]]:
                 datasets=sets, learning_rate=1e-3), make_pairs("conversations")  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [make_trls_dpo, make_llama_factorys_kto, make_axolotls_reward])
 def test_the_scripts_train_what_was_written(make, tiny_model, tmp_path):
     given, rows = make(tmp_path)

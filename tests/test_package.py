@@ -15,7 +15,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from breadth import long
 from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, is_alive, list_children
 
@@ -82,6 +81,7 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+@pytest.mark.long
 def test_a_wheel_has_one_name_and_every_file_of_the_package(wheel):
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
     assert sorted({name.parts[0] for name in names}) == ["mini_trainer", "mini_trainer_fsdp-0.1.0.dist-info"]
@@ -92,6 +92,7 @@ def test_a_wheel_has_one_name_and_every_file_of_the_package(wheel):
     assert held == belonging
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(site, elsewhere):
     code = (
@@ -113,6 +114,7 @@ def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(si
     assert refused.stderr.endswith("/bin/mini-trainer process-data --help lists all options\n")  # as it was typed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "flags"),
@@ -127,6 +129,7 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
     assert all(flag in done.stdout for flag in flags)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "reason"),
@@ -141,8 +144,8 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs a value"),
         (["train", "--nnodes", "2", "--nnodes=2"], "given more than once: --nnodes"),
         (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
-        long(["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
-        long(["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "no data is given"),
+        (["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
+        (["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "no data is given"),
         (["process-data", "--inptu-file", "3"], "--inptu-file"),
     ],
 )
@@ -152,6 +155,7 @@ def test_what_cannot_be_started_gets_one_message_and_exit_code_2(argv, reason, s
     assert reason in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mini-trainer", "rhai-innovation-mini-trainer"])
 def test_another_project_in_the_same_folder_is_refused_by_its_name(name, site, elsewhere, tmp_path):
     """As pip leaves it: both have a package `mini_trainer`, and the later one's files lie over the earlier one's."""

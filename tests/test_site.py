@@ -24,6 +24,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_reference_has_every_option_of_every_command(site):
     program = runpy.run_path(str(ROOT / "__main__.py"), run_name="looked at, not run")
     assert set(option_reference.COMMANDS) == set(program["SCRIPTS"])
@@ -35,6 +36,7 @@ def test_the_reference_has_every_option_of_every_command(site):
         assert [flag for flag in flags if f"- `{flag}`: " not in listed] == []
 
 
+@pytest.mark.long
 def test_the_reference_has_exit_codes_columns_names_and_versions(site):
     codes = re.findall(r"^\| (\d+) \|", (site / "reference" / "exit_codes.md").read_text(), flags=re.MULTILINE)
     assert codes == [str(code.value) for code in ExitCode]
@@ -61,6 +63,7 @@ def test_what_an_option_needs_is_found_by_trying():
     assert needs == dict.fromkeys(free, "")
 
 
+@pytest.mark.long
 def test_every_link_of_a_page_leads_to_a_file_of_the_site(site):
     missing = []
     for page in site.rglob("*.md"):
@@ -86,6 +89,7 @@ def test_the_pictures_are_those_that_the_program_draws():
     assert {name: (pictures.FOLDER / name).read_text() for name, _ in pictures.draw_all()} == dict(pictures.draw_all())
 
 
+@pytest.mark.long
 def test_every_page_is_in_the_navigation(site):
     named = set(re.findall(r"([\w/-]+\.md)$", (build_site.SITE / "mkdocs.yml").read_text(), flags=re.MULTILINE))
     pages = {str(page.relative_to(site)) for page in site.rglob("*.md") if "files" not in page.parts}
