@@ -28,7 +28,7 @@ settings.load_profile("any machine")
 ALONE = {"test_faults.py"}
 # Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}
-# Objects that runs may leave until all are looked through; imports make twice as many.
+# Objects that runs may leave until all are looked through, which takes a second or two.
 MOST_FROZEN = 1_000_000
 
 CPU: Counter[str] = Counter()  # seconds of each module
