@@ -4,6 +4,7 @@ import io
 import os
 import socket
 import struct
+import warnings
 import zlib
 from pathlib import Path
 
@@ -61,10 +62,11 @@ def encode(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def can_write(mode: str, kind: str) -> bool:
-    try:
-        return bool(encode(draw(mode)[0], kind))
-    except (OSError, KeyError, ValueError):
-        return False
+    with warnings.catch_warnings(action="ignore"):  # of what Pillow will drop
+        try:
+            return bool(encode(draw(mode)[0], kind))
+        except (OSError, KeyError, ValueError):
+            return False
 
 
 def expect(mode: str, kind: str) -> np.ndarray:
