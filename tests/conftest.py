@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from fork_server import measure_server, share_server, start_server, use_server
+from fork_server import measure_server, share_server, silence, start_server, use_server
 from hypothesis import settings
 from turns import Floor
 
@@ -150,5 +150,5 @@ def world() -> Iterator:
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Callable]:
     """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
-    with ProcessPoolExecutor(1, mp_context=start_server()) as pool:
+    with ProcessPoolExecutor(1, mp_context=start_server(), initializer=silence) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=240)

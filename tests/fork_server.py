@@ -43,6 +43,11 @@ def use_server(shared: dict[str, str]) -> None:
     SERVER.ensure_running = lambda: None
 
 
+def silence() -> None:
+    """In a process of the server, whose stderr is the terminal: what is logged there is seen by nobody."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def measure_server() -> float:
     """CPU seconds of this process's server and of all processes that were forked from it; 0 without one."""
     if SERVER._forkserver_pid is None:
