@@ -1,6 +1,6 @@
 # make quickstart   sets up and runs the main job on a small data set of its own
-# make test         sets up and runs the tests, in 8 minutes on 2 cores: without those that take long, and the few that need
-#                   a package of the extra test-all are skipped
+# make test         sets up and runs the tests, in 8 minutes on 2 cores: without those that take long, and skips the few
+#                   that need a package of the extra test-all
 # make test-all     sets up and runs these, too, with every such package
 # make docs         builds the documentation: build/docs/site/index.html
 # make lint         checks lint rules and formatting

@@ -1,11 +1,11 @@
 """Protocol of inference engines (`open_engine` in inference/choice.py chooses one)."""
 
-import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference.prompts import Prompt
+from options.problems.packages import describe_missing
 
 Key = tuple[int, int]  # of a request
 
@@ -54,6 +54,5 @@ class Engine(Protocol):
 
 def require(module: str, *, flag: str) -> None:
     """Raises a ValueError that names the package to install if `module` cannot be imported."""
-    if importlib.util.find_spec(module) is None:
-        package = {"sklearn": "scikit-learn"}.get(module, module)
-        raise ValueError(f"{flag} needs the package {package}, which is not installed: pip install {package}")
+    for problem in describe_missing(flag, [module]):
+        raise ValueError(problem)

@@ -11,7 +11,7 @@ class ObjectiveFacts:
     row_format: str | None = None  # --format of its rows; None: any format of texts
     options: tuple[str, ...] = ()  # the options it uses, of those that not every objective has
     excluded: Mapping[str, str] = field(default_factory=dict)  # options it cannot be used with, and why
-    validation_packages: tuple[str, ...] = ()  # which validations need
+    validation_modules: tuple[str, ...] = ()  # which validations import
 
 
 REFERENCE_OPTIONS = ("preference_beta", "reference_model", "reuse_reference_only")
@@ -24,7 +24,7 @@ CLASSIFIER = ObjectiveFacts(
     "classification",
     ("class_weights", "label_smoothing", "write_predictions"),
     NO_ROUTER_LOSS | OF_SEQUENCES,
-    validation_packages=("scikit-learn",),
+    validation_modules=("sklearn",),
 )
 
 # The values of --objective. A new one has a row here, and its code a line in objectives.choice.KINDS.

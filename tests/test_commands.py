@@ -5,7 +5,6 @@ Programs of the project run in processes forked from one that has imported them;
 torchrun's, and test_package.py's.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
+from heavy import need
 from make_encoder import save_encoder, train_word_pieces
 from make_tiny_model import save_tiny_model, train_tokenizer
 from program import ROOT
@@ -219,10 +219,10 @@ def test_the_commands_of_a_page_do_what_it_says(page, shell, request):
 
 @pytest.mark.long
 def test_the_commands_of_the_task_pages_do_what_they_say(shell):
+    need("optuna")
     assert {page.stem for page in (ROOT / "docs" / "tasks").glob("*.md")} <= set(TASKS)
     pages = {page.stem: page for page in PAGES}
-    has_optuna = importlib.util.find_spec("optuna") or os.environ.get("MINI_TRAINER_TEST_ALL")  # see heavy.py
-    for name in TASKS if has_optuna else [name for name in TASKS if name != "sweep"]:
+    for name in TASKS:
         for reason, commands in find_blocks(pages[name]):
             if not reason:
                 shell.run(commands)

@@ -16,9 +16,7 @@ from transformers.image_utils import load_image
 
 from chat.pictures import FORMATS, LIMIT_OF_BYTES, decode_image, open_image
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "DeprecationWarning")
-]  # Pillow's
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # Pillow's
 
 HEIGHT, WIDTH = 5, 7
 PALETTE = np.random.default_rng(1).integers(0, 256, (256, 3), dtype=np.uint8)

@@ -1,16 +1,12 @@
 """The order of rooms and layers: every import leads downwards, and none round in a circle (docs/architecture.md)."""
 
 import ast
-import itertools
-import re
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterable
 from importlib.metadata import requires
 
 import pytest
-from program import ROOT, list_sources
+from program import ROOT, list_dependencies, list_sources, name_packages
 
 # Bottom up. A room is a folder, or a module of the root; those on one level do not know each other.
 LAYERS = [
@@ -123,19 +119,14 @@ def test_every_module_has_its_level(imports):
     assert {room_of(name) for name in imports} - {"__init__"} == LEVELS.keys()
 
 
-def name_packages(requirements: Iterable[str]) -> set[str]:
-    return {re.match(r"[\w.-]+", each)[0].replace("_", "-") for each in requirements}
-
-
 def test_every_package_that_is_imported_is_a_dependency(imports):
     """Ours or transformers': what others happen to need may be gone in their next release, as httpx was."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = name_packages(itertools.chain(project["dependencies"], *project["optional-dependencies"].values()))
     modules = {room_of(target) for targets in imports.values() for target in targets}
     foreign = modules - LEVELS.keys() - sys.stdlib_module_names - {"__init__", "mini_trainer"}
     imported = {PACKAGES.get(name, name).replace("_", "-") for name in foreign}
     assert {"numba", "pillow", "openai"} <= imported
-    assert imported - declared - name_packages(requires("transformers")) == set()
+    known = list_dependencies() | name_packages(requires("transformers"))
+    assert imported - {name.replace("_", "-") for name in known} == set()
 
 
 def test_no_import_leads_up(imports):

@@ -485,7 +485,7 @@ def test_commands_that_upload():
         (dict(upload_to="s3://k:hunter2@b/x"), "has a password, key or signature in it"),
         (
             dict(upload_to="gs://b/x"),
-            "--upload-to gs://b/x needs the package gcsfs, which is not installed: pip inst",
+            "--upload-to gs://b/x needs the package gcsfs, which is not installed: pip install gcsfs",
         ),
         (dict(output_dir="s3://b/x"), "--output-dir s3://b/x: must be a local directory, for checkpoints stay local; "),
         (dict(data_cache_dir="s3://b/x"), "--data-cache-dir s3://b/x: must be a local directory"),

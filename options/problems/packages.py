@@ -6,41 +6,42 @@ from typing import Any
 
 from options import ProcessDataOptions, TrainOptions
 from options.objectives import OBJECTIVES
-from options.urls import PACKAGES, hide_credentials, split_scheme
+from options.urls import PACKAGES, is_url, split_scheme
 
 TRACKERS = {
     "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
 }  # fmt: skip
-MODULES = {"scikit-learn": "sklearn"}  # of packages whose module has another name
+NAMES = {"sklearn": "scikit-learn"}  # of packages whose module has another name
 
 
 def find_missing_packages(options: Any) -> list[str]:
-    """One line for each option that needs packages which are not installed."""
-    problems = []
-    for given, packages in list_needed(options):
-        missing = [package for package in packages if not is_installed(MODULES.get(package, package))]
-        if missing:
-            noun, verb = ("package", "is") if len(missing) == 1 else ("packages", "are")
-            problems.append(
-                f"{given} needs the {noun} {' and '.join(missing)}, which {verb} not installed:"
-                f" pip install {' '.join(missing)}"
-            )
-    return problems
+    """One line for each option that needs packages which are not installed; the options have no other problem."""
+    return [line for given, modules in list_needed(options) for line in describe_missing(given, modules)]
+
+
+def describe_missing(given: str, modules: Sequence[str]) -> list[str]:
+    """A line about what is given, which needs these modules, if the packages of some are not installed."""
+    missing = [NAMES.get(module, module) for module in modules if not is_installed(module)]
+    if not missing:
+        return []
+    noun, verb = ("package", "is") if len(missing) == 1 else ("packages", "are")
+    names, words = " and ".join(missing), " ".join(missing)
+    return [f"{given} needs the {noun} {names}, which {verb} not installed: pip install {words}"]
 
 
 def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
-    """What is given and the packages that it needs, beside those of every installation."""
+    """What is given and the modules that it needs, beside those of every installation."""
     if isinstance(options, ProcessDataOptions):
-        yield f"--output-file {hide_credentials(options.output_file)}", list_readers(options.output_file)
+        yield f"--output-file {options.output_file}", list_readers(options.output_file)
     if not isinstance(options, TrainOptions):
         return
     for name in dict.fromkeys(options.tracking.track):
         yield f"--track {name}", TRACKERS[name]
     if options.exports.upload_to is not None:
-        yield f"--upload-to {hide_credentials(options.exports.upload_to)}", list_readers(options.exports.upload_to)
+        yield f"--upload-to {options.exports.upload_to}", list_readers(options.exports.upload_to)
     if options.validation.is_asked or options.rows.validation_share:
         objective = options.classification.objective
-        yield f"validation with --objective {objective}", OBJECTIVES[objective].validation_packages
+        yield f"validation with --objective {objective}", OBJECTIVES[objective].validation_modules
     if options.lora.lora:
         yield "--lora", ("peft",)
     if options.lora.base_quantization == "nf4":
@@ -48,9 +49,8 @@ def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def list_readers(path: str) -> list[str]:
-    """The package that reads and writes a URL; none for a local path or an unknown scheme."""
-    scheme = split_scheme(path)[0]
-    return [PACKAGES[scheme]] if scheme in PACKAGES else []
+    """The module that reads and writes a URL; none for a local path."""
+    return [PACKAGES[split_scheme(path)[0]]] if is_url(path) else []
 
 
 def is_installed(module: str) -> bool:
