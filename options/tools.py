@@ -233,7 +233,7 @@ class PlotOptions:
     follow: bool = False
     """Serve the page on this machine until Ctrl-C, updated while runs continue."""
     port: int | None = None
-    """Port of --follow. Default: 8765."""
+    """Port of --follow, 0 for any free one. Default: 8765."""
     smoothing: int | None = None
     """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
     Default: depends on the longest run."""
@@ -246,7 +246,7 @@ class BoardOptions:
     folder: tuple[str, ...]
     """A directory with output directories of train.py, at any depth."""
     port: int = 8766
-    """Port of the page."""
+    """Port of the page, 0 for any free one."""
 
 
 @dataclass(frozen=True, kw_only=True)

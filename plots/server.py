@@ -34,13 +34,14 @@ class LocalServer(ThreadingHTTPServer):
     allow_reuse_address = True  # so that an open page does not block the port for the next start
 
     def __init__(self, port: int):
-        """Raises ValueError if the port is not available."""
+        """Raises ValueError if the port is not available; 0 is any that is."""
         load_library()  # fails early if it is missing
         self.lock = threading.Lock()  # one request at a time reads the runs
         try:
             super().__init__((HOST, port), Handler)
         except OSError as error:
-            raise ValueError(f"--port {port}: not available ({error.strerror}): choose another one") from None
+            given = f"--port {port}: not available ({error.strerror})"
+            raise ValueError(f"{given}: choose another one, or 0 for any that is free") from None
 
     @property
     def address(self) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -46,9 +48,13 @@ def name_node(num_nodes: int, port: int) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for processes that must know it before any of them listens: none that the system gives to others."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = first_given // 2 + secrets.randbelow(first_given // 2)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def run(command: list[str], *, timeout: float = 240, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -60,13 +66,14 @@ def run(command: list[str], *, timeout: float = 240, env: dict[str, str] | None 
 
 def check_serving(command: list[str], what: str) -> None:
     """Checks that the command serves `what` and ends quietly on Ctrl-C, and that a second one finds the port taken."""
-    port, pipe = free_port(), subprocess.PIPE
-    command = [*command, "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*command, "--port", "0"], cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
     try:
-        assert process.stdout.readline() == f"{what}: http://127.0.0.1:{port}/ (Ctrl-C stops it)\n"
-        second = run(command)
-        assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
+        line = process.stdout.readline()
+        address = re.fullmatch(rf"{what}: http://127\.0\.0\.1:(\d+)/ \(Ctrl-C stops it\)\n", line)
+        assert address, line or process.stderr.read()
+        second = run([*command, "--port", address[1]])
+        assert second.returncode == 2 and f"--port {address[1]}: not available" in second.stderr
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")

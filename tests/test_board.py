@@ -259,7 +259,7 @@ def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
     [
         (["gone"], "error: gone: no such directory"),
         (["setup.txt"], "error: setup.txt: not a directory"),
-        ([".", "--port", "0"], "--port 0: must be from 1 to 65535"),
+        ([".", "--port", "65536"], "--port 65536: must be from 1 to 65535, or 0"),
         ([], "0 directories are given"),
         (["a", "b"], "2 directories are given"),
     ],

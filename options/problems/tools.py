@@ -52,7 +52,7 @@ def find_board_problems(o: BoardOptions) -> list[str]:
 
 
 def find_port_problems(port: int) -> list[str]:
-    return [] if 1 <= port <= 65535 else [f"--port {port}: must be from 1 to 65535"]
+    return [] if 0 <= port <= 65535 else [f"--port {port}: must be from 1 to 65535, or 0 for any free one"]
 
 
 def find_generate_problems(o: GenerateOptions) -> list[str]:
