@@ -92,7 +92,7 @@ def main() -> None:
     os.environ[COMMAND] = json.dumps([os.getpid(), sys.argv, is_module])
     word, *argv = sys.argv[1:] or [""]
     if word in ("-h", "--help"):
-        print(describe_words())
+        tell(describe_words())
         return
     if word == "--version":
         print_version()
@@ -109,7 +109,7 @@ def main() -> None:
         become_script(word, argv)
     torchrun_options, argv = split_options(argv)
     if {"-h", "--help"} & set(argv):
-        print(describe_torchrun_options(), flush=True)
+        tell(describe_torchrun_options())
         become_script(word, ["--help"])
     num_processes = torchrun_options.pop("nproc-per-node", None)
     if num_processes is None:
@@ -133,7 +133,7 @@ def print_version() -> None:
     sys.path.insert(0, str(FOLDER))
     from ranks.command import describe_version
 
-    print(describe_version())
+    tell(describe_version())
 
 
 def print_completion(argv: list[str]) -> None:
@@ -143,7 +143,7 @@ def print_completion(argv: list[str]) -> None:
     from options.completion import SHELLS, complete_options
 
     if len(argv) == 1 and argv[0] in SHELLS:
-        print(SHELLS[argv[0]], end="")
+        tell(SHELLS[argv[0]].rstrip("\n"))
         return
     if argv[:1] != ["words"] or len(argv) < 2:
         refuse(f"mini-trainer {COMPLETION} needs a shell: {', '.join(SHELLS)}; given: {' '.join(argv) or 'nothing'}")
@@ -157,12 +157,19 @@ def print_completion(argv: list[str]) -> None:
         found = complete_options(getattr(groups, OPTIONS[word]), rest, more=more)
     else:
         found = []
-    print("\n".join(found))
+    tell("\n".join(found))
 
 
 def describe_torchrun_options() -> str:
     lines = [f"  --{name:20}{meaning}" for name, meaning in TORCHRUN_OPTIONS.items()]
     return "\n".join(["how many processes are started, and on how many machines (by torchrun):", *lines, ""])
+
+
+def tell(text: str) -> None:
+    sys.path.insert(0, str(FOLDER))
+    from ranks.messages import print_as_is
+
+    print_as_is(f"{text}\n", sys.stdout)
 
 
 def refuse(message: str) -> NoReturn:

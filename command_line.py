@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ from options.names_elsewhere import NAMES_ELSEWHERE
 from options.problems.finding import find_problems
 from ranks.command import describe_version, name_command
 from ranks.ending import exit_with_message
+from ranks.messages import leave_unread, print_as_is, say
 
 if TYPE_CHECKING:
     import yaml
@@ -63,7 +65,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     refuse_hub_kernels()
     argv = sys.argv[1:] if argv is None else argv
     if "--version" in argv:
-        print(describe_version())
+        say(describe_version())
         sys.exit()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
     markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
@@ -77,7 +79,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         check_unicode(words)
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
-        with contextlib.nullcontext() if is_first else speaking_last():
+        with reading_flags(has_help=is_first):
             options = tyro.cli(options_class, prog=name_command(), config=markers, args=words)
         problems = find_problems(options)
         if problems:
@@ -88,22 +90,27 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         if is_first:
             values = flatten_options(options)
             del values["config"], values["print_config"]
-            print(describe_options(TrainOptions, values), end="")
+            print_as_is(describe_options(TrainOptions, values), sys.stdout)
         sys.exit()
     return options
 
 
 @contextlib.contextmanager
-def speaking_last() -> Iterator[None]:
-    """Prints tyro's message only if local rank 0 has not ended the run with the same mistake; no --help."""
-    said = io.StringIO()
+def reading_flags(*, has_help: bool) -> Iterator[None]:
+    """Makes a ValueError of what tyro says in a box; --help is printed only with `has_help`."""
+    said, shown = io.StringIO(), sys.stdout if has_help else io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
             yield
+    except BrokenPipeError:  # --help | head
+        leave_unread(sys.stdout)
+        sys.exit()
     except SystemExit as end:
-        if end.code:
-            exit_with_message(f"these flags cannot be read:\n{said.getvalue().strip()}", code=end.code)
-        raise
+        if not end.code:
+            raise
+        lines = [line.strip("│").rstrip() for line in said.getvalue().splitlines() if line[:1] not in "╭╰"]
+        message = itertools.takewhile(lambda line: "──" not in line, lines)  # below the first rule is help
+        raise ValueError(textwrap.dedent("\n".join(message))) from None
 
 
 def check_unicode(words: list[str]) -> None:

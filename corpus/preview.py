@@ -22,7 +22,7 @@ from corpus.writer import TokenizedSample
 from objectives.columns import Bars, Task
 from objectives.data_kinds import COLUMNS
 from pages.page import escape_json, fold, make_page
-from ranks.messages import make_visible, say
+from ranks.messages import make_visible, print_as_is, say
 
 PAGE = Path(__file__).with_name("preview.html")
 NUM_PAGE_SAMPLES = 200
@@ -125,7 +125,8 @@ def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: s
         for title, tokens in sample.tokens.shown:
             if title:
                 say(f"{title}:")
-            print(format_sample(split_segments(tokens, tokenizer), mask=mask, in_colour=in_colour))
+            text = format_sample(split_segments(tokens, tokenizer), mask=mask, in_colour=in_colour)
+            print_as_is(f"{text}\n", sys.stdout)
 
 
 def format_sample(segments: Iterable[Segment], *, mask: str | None, in_colour: bool) -> str:

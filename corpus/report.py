@@ -178,7 +178,7 @@ def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
         if bar.disable and now >= next_line:
             left = (now - start) * (num_bytes - num_done) / max(num_done, 1)
             share = f"{num_done / num_bytes:.0%}, {speed}, {tqdm.format_interval(left)} left" if num_bytes else speed
-            print(f"{num_rows:,} rows, {share}", file=sys.stderr, flush=True)
+            say(f"{num_rows:,} rows, {share}", is_error=True)
             next_line = now + SECONDS_PER_LINE
 
     with bar:

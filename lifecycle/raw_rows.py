@@ -12,6 +12,7 @@ from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_f
 from options.problems.training import name_random_format
 from pretrained.files import find_model
 from ranks.ending import ExitCode, log
+from ranks.messages import print_as_is
 from ranks.monitor import RunControl
 from ranks.world import World, call_on_rank0
 
@@ -74,7 +75,7 @@ def run_process_data(options: TrainOptions, output_file: Path) -> None:
             if message or line.startswith("error: "):
                 message.append(line)
             else:
-                print(line, end="", file=sys.stderr, flush=True)
+                print_as_is(line, sys.stderr)
         code = child.wait()
     finally:
         if child.poll() is None:

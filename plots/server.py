@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from plots.page import describe_page, load_library, make_curves_page, make_version
 from plots.run_files import Run
+from ranks.messages import say
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8765
@@ -54,7 +55,7 @@ class LocalServer(ThreadingHTTPServer):
     def serve(self, what: str) -> None:
         """Serves until Ctrl-C."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # even if this was started with Ctrl-C ignored
-        print(f"{what}: {self.address} (Ctrl-C stops it)", flush=True)
+        say(f"{what}: {self.address} (Ctrl-C stops it)")
         try:
             self.serve_forever()
         except KeyboardInterrupt:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from .messages import print_as_is
+
 PROGRAM = Path(__file__).parent.parent / "__main__.py"
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive
 SECONDS_TO_SAVE = 600  # for a run that is terminated because its caller raises
@@ -37,7 +39,7 @@ def run_child(
             try:
                 for line in child.stdout:
                     if prints:
-                        print(line, end="", flush=True)
+                        print_as_is(line, sys.stdout)
                     lines = [*lines[1 - NUM_LINES_KEPT :], line]
                     if log is not None:
                         log.write(line)

@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
-from .messages import describe_ranks, hide_secrets, say
+from .messages import describe_ranks, hide_secrets, print_as_is, say
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 
@@ -161,7 +161,7 @@ def ending_with_message(*, when_interrupted: str) -> Iterator[None]:
 def dump_stacks(head: str, path: Path | None) -> None:
     """Writes `head` and every thread's stack to `path`, creating its directory; to stderr if `path` is None."""
     if path is None:
-        print(head, file=sys.stderr, flush=True)
+        print_as_is(f"{head}\n", sys.stderr)
         faulthandler.dump_traceback(sys.stderr)
         return
     path.parent.mkdir(exist_ok=True)

@@ -36,7 +36,7 @@ from ranks.ending import (
 )
 from ranks.lifeline import Lifeline, Message, make_socket_pair
 from ranks.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, HeldDirectory, RunLock, write_exit_file
-from ranks.messages import clean, say
+from ranks.messages import clean, print_as_is, say
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 from ranks.terminal import leave_bars
 
@@ -337,7 +337,7 @@ class RunControl:
             case "end":
                 # Rank 0 has printed the reason; other nodes have their own logs.
                 if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
-                    print(f"[rank {self.rank}] {message['reason']}\n", end="", file=sys.stderr, flush=True)
+                    print_as_is(f"[rank {self.rank}] {message['reason']}\n", sys.stderr)
                 if message["code"] == ExitCode.HANG:
                     self._dump_stacks()
                 self._leave(message["code"])
@@ -429,7 +429,7 @@ class RunControl:
         if is_first and parts:
             text = "\n".join(parts)
             # A single write including the newline, since several ranks may print at once.
-            print(f"{leave_bars()}{clean(text)}\n", end="", file=sys.stderr, flush=True)
+            print_as_is(f"{leave_bars()}{clean(text)}\n", sys.stderr)
 
     def _is_untouched(self, cause: Cause) -> bool:
         """Whether the run failed before writing anything to a directory that it had created."""

@@ -64,6 +64,16 @@ def run(command: list[str], *, timeout: float = 240, env: dict[str, str] | None 
     )
 
 
+def run_unread(command: list[str]) -> subprocess.CompletedProcess:
+    """Runs to the end with a stdout that nobody reads, as `| head` leaves it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(command, cwd=ROOT, env=ENV, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240)
+    finally:
+        os.close(writer)
+
+
 def check_serving(command: list[str], what: str) -> None:
     """Checks that the command serves `what` and ends quietly on Ctrl-C, and that a second one finds the port taken."""
     pipe = subprocess.PIPE

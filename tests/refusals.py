@@ -22,5 +22,5 @@ def refuse(argv: list[str], capfd: pytest.CaptureFixture) -> str:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == ExitCode.BAD_INPUT
     message = capfd.readouterr().err
-    assert "Traceback" not in message
+    assert message.startswith("error: ") and "╭" not in message and "Traceback" not in message
     return message

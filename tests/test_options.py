@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import get_origin
 
 import pytest
+from processes import run_unread
 from refusals import refuse
 
 import options
@@ -32,6 +34,7 @@ from options.problems.finding import find_problems, find_wrong_options
 from ranks.ending import ExitCode
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = runpy.run_path(str(ROOT / "__main__.py"))["SCRIPTS"]
 REQUIRED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o", "--max-steps", "5"]
 
 
@@ -321,6 +324,12 @@ def test_help_names_options(script, some):
     result = run_script(script, "--help")
     assert result.returncode == 0, result.stderr
     assert some <= set(re.findall(r"--[\w-]+", result.stdout))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([word, "--help"] for word in SCRIPTS)], ids=" ".join)
+def test_help_that_nobody_reads_to_its_end_is_no_error(words):
+    done = run_unread([sys.executable, "__main__.py", *words])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Flags of other programs that our texts name.

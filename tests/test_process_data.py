@@ -20,6 +20,7 @@ from breadth import long, wide
 from data_runs import chat, command_for, options_for, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from processes import run_unread
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chat.labels import IGNORED
@@ -125,6 +126,14 @@ def test_report_and_visible_masks(model, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "3 rows" in out and "nothing trained" in out
     assert "\n[...]12 42 42 42 42 42<|im_end|>[...]\n" in out and "\n[...]30 42 42<|im_end|>[...]\n" in out
+
+
+@pytest.mark.slow
+def test_a_report_that_nobody_reads_is_no_error(model, tmp_path):
+    source = write_rows(tmp_path / "in.jsonl", [chat(12)])
+    done = run_unread(command_for(model, source, tmp_path / "out.jsonl"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert names(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.meta.json"}
 
 
 @pytest.mark.slow

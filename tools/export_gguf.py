@@ -46,7 +46,7 @@ def export_gguf(options: ExportGgufOptions) -> None:
     num_bytes, notes = write_gguf(model_dir, output, options.dtype)
     for note in notes:
         say(f"note: {note}")
-    say(f"wrote {output}: {num_bytes / 1e9:,.2f} GB, {options.dtype}")
+    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}")
 
 
 if __name__ == "__main__":
