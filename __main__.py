@@ -167,7 +167,7 @@ def describe_torchrun_options() -> str:
 
 def tell(text: str) -> None:
     sys.path.insert(0, str(FOLDER))
-    from ranks.messages import print_as_is
+    from ranks.printing import print_as_is
 
     print_as_is(f"{text}\n", sys.stdout)
 

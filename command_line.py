@@ -39,7 +39,8 @@ from options.names_elsewhere import NAMES_ELSEWHERE
 from options.problems.finding import find_problems
 from ranks.command import describe_version, name_command
 from ranks.ending import exit_with_message
-from ranks.messages import leave_unread, print_as_is, say
+from ranks.messages import say
+from ranks.printing import leave_unread, print_as_is
 
 if TYPE_CHECKING:
     import yaml

@@ -22,7 +22,8 @@ from corpus.writer import TokenizedSample
 from objectives.columns import Bars, Task
 from objectives.data_kinds import COLUMNS
 from pages.page import escape_json, fold, make_page
-from ranks.messages import make_visible, print_as_is, say
+from ranks.messages import make_visible, say
+from ranks.printing import print_as_is
 
 PAGE = Path(__file__).with_name("preview.html")
 NUM_PAGE_SAMPLES = 200

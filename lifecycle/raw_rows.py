@@ -12,8 +12,8 @@ from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_f
 from options.problems.training import name_random_format
 from pretrained.files import find_model
 from ranks.ending import ExitCode, log
-from ranks.messages import print_as_is
 from ranks.monitor import RunControl
+from ranks.printing import print_as_is
 from ranks.world import World, call_on_rank0
 
 PROGRAM = Path(__file__).parent.parent / "__main__.py"

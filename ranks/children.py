@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
-from .messages import print_as_is
+from .printing import print_as_is
 
 PROGRAM = Path(__file__).parent.parent / "__main__.py"
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive

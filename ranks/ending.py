@@ -16,7 +16,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
-from .messages import describe_ranks, hide_secrets, print_as_is, say
+from .messages import describe_ranks, hide_secrets, say
+from .printing import print_as_is
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 

@@ -8,12 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TextIO
 
 if __package__ == "ranks":  # in a script
     from options.urls import HIDDEN, hide_credentials
 else:  # mini_trainer.ranks
     from ..options.urls import HIDDEN, hide_credentials
+
+from .printing import print_as_is
 
 # Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
 # cannot be printed.
@@ -48,21 +49,6 @@ def clean(text: str) -> str:
 def say(text: str, *, is_error: bool = False) -> None:
     """Prints cleaned `text`."""
     print_as_is(f"{clean(text)}\n", sys.stderr if is_error else sys.stdout)
-
-
-def print_as_is(text: str, stream: TextIO) -> None:
-    """Prints `text` at once. If nobody reads the stream any more, as after `| head`, it is lost, and work goes on."""
-    try:
-        print(text, end="", file=stream, flush=True)
-    except BrokenPipeError:
-        leave_unread(stream)
-
-
-def leave_unread(stream: TextIO) -> None:
-    """Sends what is in the stream's buffer, and all that follows, to the null device."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
 
 
 class CleanFormatter(logging.Formatter):

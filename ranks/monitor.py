@@ -36,8 +36,9 @@ from ranks.ending import (
 )
 from ranks.lifeline import Lifeline, Message, make_socket_pair
 from ranks.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, HeldDirectory, RunLock, write_exit_file
-from ranks.messages import clean, print_as_is, say
+from ranks.messages import clean, say
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
+from ranks.printing import print_as_is
 from ranks.terminal import leave_bars
 
 # Read at import, since this process is re-parented once torchrun has died.

@@ -249,6 +249,7 @@ def test_torch_is_found_however_far_away():
 
 # Modules that print texts of others themselves, and why that is safe.
 PRINT = {
+    "ranks.printing": "what its callers have cleaned",
     "ranks.messages": "what is clean",
     "ranks.ending": "stacks of this program's threads",
     "ranks.monitor": "what is clean, on a line of its own",
