@@ -332,6 +332,19 @@ def test_help_that_nobody_reads_to_its_end_is_no_error(words):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-epochs", "1.5"], "--max-epochs: given ['1.5'], allowed: int"),
+        (["--max-tokens-per-gpu", "all"], "--max-tokens-per-gpu: given ['all'], allowed: int or auto"),
+        (["--learning-rate", "fast"], "--learning-rate: given 'fast', allowed: float"),
+        (["--data-weights", "a", "b"], "--data-weights: given ['a', 'b'], allowed: a list of float"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_one_line(words, message, capfd):
+    assert refuse([*REQUIRED, *words], capfd).splitlines()[:-1] == [f"error: {message}"]
+
+
 # Flags of other programs that our texts name.
 FLAGS_OF_OTHERS = {
     *("help", "version"),  # of every script
