@@ -266,6 +266,8 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
             if name not in types or name == "config":
                 close = find_closest(name, types)
                 hint = f"; allowed: {', '.join(types)}" if close is None else f"; did you mean {close!r}?"
+                if isinstance(value, dict):
+                    hint = "; the file has no groups: write the options below it without it"
                 raise ValueError(f"unknown option {key!r}{hint}")
             if name in flags:
                 raise ValueError(f"{name}: given more than once, with - and with _")

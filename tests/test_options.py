@@ -171,6 +171,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("bach_size: 3", "unknown option 'bach_size'; did you mean 'batch_size'"),
         ("lora_r: 8", "unknown option 'lora_r'; did you mean 'lora_rank'"),
         ("config: other.yaml", "unknown option 'config'"),
+        ("optimization:\n  seed: 1", "unknown option 'optimization'; the file has no groups: write the options"),
         ("compile: 1", "compile: given 1, allowed: true or false"),
         ("batch_size: true", "batch_size: given True"),
         ("batch_size: [1, 2]", "batch_size: given [1, 2]"),
