@@ -80,7 +80,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         check_unicode(words)
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
-        with reading_flags(has_help=is_first):
+        with reading_flags(options_class, has_help=is_first):
             options = tyro.cli(options_class, prog=name_command(), config=markers, args=words)
         problems = find_problems(options)
         if problems:
@@ -97,7 +97,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
 
 
 @contextlib.contextmanager
-def reading_flags(*, has_help: bool) -> Iterator[None]:
+def reading_flags(options_class: type, *, has_help: bool) -> Iterator[None]:
     """Makes a ValueError of what tyro says in a box; --help is printed only with `has_help`."""
     said, shown = io.StringIO(), sys.stdout if has_help else io.StringIO()
     try:
@@ -111,7 +111,17 @@ def reading_flags(*, has_help: bool) -> Iterator[None]:
             raise
         lines = [line.strip("│").rstrip() for line in said.getvalue().splitlines() if line[:1] not in "╭╰"]
         message = itertools.takewhile(lambda line: "──" not in line, lines)  # below the first rule is help
-        raise ValueError(textwrap.dedent("\n".join(message))) from None
+        raise ValueError(describe_misread(textwrap.dedent("\n".join(message)), options_class)) from None
+
+
+def describe_misread(message: str, options_class: type) -> str:
+    """tyro's message in one line, if it is about a value of another type; otherwise as it is."""
+    misread = re.match(r"Error parsing (--[\w-]+): .*?(\[.*?\]|'.*?')", message, re.DOTALL)
+    if misread is None:
+        return message
+    flag, given = misread.groups()
+    kind = list_types(options_class)[name_option(flag)]
+    return f"{flag}: given {given}, allowed: {name_type(kind).removesuffix(' or null')}"
 
 
 def check_unicode(words: list[str]) -> None:
@@ -257,6 +267,8 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
             if name not in types or name == "config":
                 close = find_closest(name, types)
                 hint = f"; allowed: {', '.join(types)}" if close is None else f"; did you mean {close!r}?"
+                if isinstance(value, dict):
+                    hint = "; the file has no groups: write the options below it without it"
                 raise ValueError(f"unknown option {key!r}{hint}")
             if name in flags:
                 raise ValueError(f"{name}: given more than once, with - and with _")

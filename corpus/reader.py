@@ -273,7 +273,8 @@ def check_names(schema: pa.Schema, kind: Columns, *, named: str) -> None:
             what_to_do = "Add it: the number of each row's targets, which is 1 where the row has one for all its tokens"
         else:
             what_to_do = "Tokenize the data with process_data.py"
-        raise ValueError(f"{named}: no column {', '.join(missing)}; found {', '.join(schema.names)}. {what_to_do}")
+        found = [name for name in schema.names if name not in kind.optional]  # reading JSON lines adds those
+        raise ValueError(f"{named}: no column {', '.join(missing)}; found {', '.join(found)}. {what_to_do}")
 
 
 def check_column(found: pa.DataType, expected: pa.Field, index: Index, *, is_optional: bool, named: str) -> None:

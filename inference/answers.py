@@ -4,11 +4,12 @@ Every line holds the row, the answer, and the settings that produced it. Until t
 OUTPUT.part0, .part1, one file per process.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from disk import written_aside
 from inference.engine import Answer, Key, Request
@@ -56,6 +57,17 @@ class AnswerFile:
 
     def part(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.name}.part{rank}")
+
+    @contextlib.contextmanager
+    def open_part(self, rank: int) -> Iterator[TextIO]:
+        """A process's answers, to append to; without any, no file is left."""
+        path = self.part(rank)
+        try:
+            with open(path, "a", encoding="utf-8") as part:
+                yield part
+        finally:
+            if not path.stat().st_size:
+                path.unlink()
 
     @property
     def parts(self) -> list[Path]:

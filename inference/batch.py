@@ -20,7 +20,7 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
         log.warning(f"note: {file.path}: resuming with {len(done):,} of {len(file.wanted):,} answers")
     start, num_tokens, num_answers = time.perf_counter(), 0, 0
     if num_missing:
-        with open(file.part(world.rank), "a", encoding="utf-8") as part:
+        with file.open_part(world.rank) as part:
             answers = engine.answer(requests, done=done, rank=world.rank, world_size=world.world_size)
             with show_progress(None, "answers", unit="answer") as bar:
                 bar.total = -(-num_missing // world.world_size)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from disk import hash_file, read_object
 from methods.adapter_settings import ADAPTER_CONFIG, check_settings
+from options.problems.packages import describe_missing
 from pretrained.finite import check_finite
 from pretrained.stored import Reader, read_tensor
 from ranks.ending import log
@@ -56,11 +57,14 @@ def check_adapter(adapter: Path, *, flag: str) -> None:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (adapter / name).is_file():
             raise ValueError(f"{flag} {adapter}: has no {name}; give the directory of an adapter in peft's format")
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        raise ValueError(f"{flag} {adapter}: adapters need the package peft: pip install peft") from None
+    check_peft(adapter, flag=flag)
     check_settings(adapter, flag=flag, reader="peft")
+
+
+def check_peft(adapter: Path, *, flag: str) -> None:
+    """ValueError if the package that reads adapters is not installed."""
+    for problem in describe_missing(f"{flag} {adapter}", ["peft"]):
+        raise ValueError(problem)
 
 
 def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool = False) -> "LoraConfig":
@@ -68,11 +72,12 @@ def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool =
 
     `trains`: the adapter will be trained, not only run.
     """
-    from peft import PeftConfig
-
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
             raise ValueError(f"{flag} {directory}: has no {name}; give the directory of an adapter")
+    check_peft(directory, flag=flag)
+    from peft import PeftConfig
+
     check_settings(directory, flag=flag, trains=trains)
     try:
         config = PeftConfig.from_pretrained(str(directory))

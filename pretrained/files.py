@@ -224,8 +224,13 @@ def read_index(index: Path) -> list[str]:
 
 
 def check_model_path(path: str, *, flag: str) -> None:
-    """Refuses a path that is not a directory, so that it is not taken for a name on the hub."""
+    """Refuses a path that is not a model's directory, so that it is not taken for a name on the hub."""
     is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
     if is_path and not os.path.isdir(path):
         kind = "is a file" if os.path.isfile(path) else "there is no such directory"
         raise ValueError(f"{flag} {path}: {kind}; give a model's directory, or its name on the hub")
+    exports = [] if Path(path, "config.json").exists() else sorted(map(str, Path(path).glob("hf_format/[!.]*")))
+    if exports:
+        raise ValueError(
+            f"{flag} {path}: a run's directory, not a model; give one of its exports: {', '.join(exports)}"
+        )

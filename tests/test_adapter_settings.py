@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,17 @@ def test_a_value_that_nothing_can_compute_with_is_refused_by_its_key(name, value
     for reader in ("here", "peft"):
         with pytest.raises(ValueError, match=message):
             check_settings(tmp_path, flag="--adapter", reader=reader)
+
+
+def test_without_peft_one_message_says_what_to_install(world, tmp_path, monkeypatch):
+    (tmp_path / "adapter_model.safetensors").touch()
+    write_settings(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    message = f"^--adapter {tmp_path} needs the package peft, which is not installed: pip install peft$"
+    with pytest.raises(ValueError, match=message):
+        merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
+    with pytest.raises(ValueError, match=message):
+        find_answering_model("base", adapter=str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ['{"peft_type": "LORA", "r": 4, "r": 8}', '{"peft_type": [1]}', "[" * 10**5])

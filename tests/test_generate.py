@@ -1,6 +1,7 @@
 """Answers to prompts: batched as alone, drawn by their own seed, over several processes, after a kill, in a chat."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,13 @@ def test_rows_that_are_no_prompts_are_refused_with_their_line(row, reason, tmp_p
     with pytest.raises(ValueError) as error:
         read_prompts([str(path)], None)
     assert reason in str(error.value)
+
+
+def test_prompts_that_cannot_be_answered_leave_no_file(llama, questions, world, tmp_path):
+    base = shutil.copytree(llama, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
+    with pytest.raises(ValueError, match="no chat template"):
+        run(world, tmp_path / "answers.jsonl", model=str(base), prompts=questions)
+    assert list(tmp_path.iterdir()) == [base]
 
 
 def test_an_adapter_answers_as_peft_lets_it(root, llama, questions, world):

@@ -201,6 +201,15 @@ def test_a_good_model_passes(model):
     assert find_all(model) == str(model)
 
 
+def test_a_run_in_place_of_a_model_is_refused_with_its_exports(model, tmp_path):
+    run, export = tmp_path / "run", tmp_path / "run" / "hf_format" / "best"
+    export.parent.mkdir(parents=True)
+    model.rename(export)
+    with pytest.raises(ValueError, match=rf"a run.s directory, not a model; give one of its exports: {export}$"):
+        find_all(run)
+    assert find_all(export) == str(export)
+
+
 def test_loaders_run_nothing_even_unchecked(model, marker):
     ask_for_custom_model(model)
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["custom_model.CustomModel", None]})

@@ -171,6 +171,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("bach_size: 3", "unknown option 'bach_size'; did you mean 'batch_size'"),
         ("lora_r: 8", "unknown option 'lora_r'; did you mean 'lora_rank'"),
         ("config: other.yaml", "unknown option 'config'"),
+        ("optimization:\n  seed: 1", "unknown option 'optimization'; the file has no groups: write the options"),
         ("compile: 1", "compile: given 1, allowed: true or false"),
         ("batch_size: true", "batch_size: given True"),
         ("batch_size: [1, 2]", "batch_size: given [1, 2]"),
@@ -330,6 +331,19 @@ def test_help_names_options(script, some):
 def test_help_that_nobody_reads_to_its_end_is_no_error(words):
     done = run_unread([sys.executable, "__main__.py", *words])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-epochs", "1.5"], "--max-epochs: given ['1.5'], allowed: int"),
+        (["--max-tokens-per-gpu", "all"], "--max-tokens-per-gpu: given ['all'], allowed: int or auto"),
+        (["--learning-rate", "fast"], "--learning-rate: given 'fast', allowed: float"),
+        (["--data-weights", "a", "b"], "--data-weights: given ['a', 'b'], allowed: a list of float"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_one_line(words, message, capfd):
+    assert refuse([*REQUIRED, *words], capfd).splitlines()[:-1] == [f"error: {message}"]
 
 
 # Flags of other programs that our texts name.

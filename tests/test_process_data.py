@@ -284,6 +284,14 @@ def test_without_a_chat_template_only_documents_are_tokenized(tokenizer, tmp_pat
     assert "out2.jsonl" not in names(tmp_path)
 
 
+def test_a_model_without_a_tokenizer_is_refused_by_that_name(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    source = write_rows(tmp_path / "in.jsonl", [chat(1)])
+    with pytest.raises(ValueError, match="model: has no tokenizer, only special tokens: copy"):
+        process_data(options_for(tmp_path / "model", source, tmp_path / "out.jsonl"))
+
+
 def test_templates_that_cannot_be_masked_are_refused_first(tokenizer, tmp_path):
     template, tokenizer.chat_template = tokenizer.chat_template, CHATML_TEMPLATE.replace("<|im_end|>", "")
     tokenizer.save_pretrained(tmp_path / "model")

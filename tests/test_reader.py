@@ -191,7 +191,7 @@ def test_overlong_samples_are_refused_or_dropped_and_counted(tmp_path):
         ("blank.jsonl", b"\n\n", "cannot be read"),
         ("garbage.jsonl", b'{"input_ids": [1', "cannot be read"),
         ("garbage.parquet", b"garbage" * 100, "cannot be read"),
-        ("messages.jsonl", b'{"messages": []}\n', "no column input_ids, labels"),
+        ("messages.jsonl", b'{"messages": []}\n', "no column input_ids, labels, .*; found messages. Tok"),
         (
             "text.jsonl",
             b'{"input_ids": "x", "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
