@@ -53,7 +53,7 @@ def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # reads files of any origin, and the network
         raise ValueError(f"{flag} {model_dir}: no usable tokenizer: {one_line(error)}") from None
-    if len(tokenizer) == len(tokenizer.added_tokens_decoder):  # transformers makes one from the config alone
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one from the config alone
         raise ValueError(
             f"{flag} {model_dir}: has no tokenizer, only special tokens: copy tokenizer.json and tokenizer_config.json"
             " there from the model it was made from"

@@ -31,7 +31,8 @@ def find_exports(run: Path) -> list[Path]:
     """The run's exports, by number of trained samples; the best one last."""
     folder = run / EXPORTS
     if not folder.is_dir():
-        raise ValueError(f"--run {run}: has no {EXPORTS}: name the --output-dir of a run that has exported its model")
+        found = f"has no {EXPORTS}" if run.is_dir() else "there is no such directory"
+        raise ValueError(f"--run {run}: {found}: name the --output-dir of a run that has exported its model")
     exports = [
         path
         for path in folder.iterdir()

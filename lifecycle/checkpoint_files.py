@@ -74,6 +74,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
     ValueError, naming the file, if anything is missing, of a different size, or unexpected.
     """
+    if not directory.exists():
+        raise ValueError("there is no such directory")
     if (directory / MANIFEST).is_symlink():
         raise ValueError(f"{MANIFEST} is not a regular file")
     manifest = read_json(directory / MANIFEST)

@@ -198,6 +198,8 @@ def test_models_and_files_have_short_names_of_their_own(tmp_path):
     assert [model.label for model in list_models((), str(tmp_path))] == ["samples_3", "samples_20", "best"]
     with pytest.raises(ValueError, match="has no hf_format"):
         list_models((), str(tmp_path / "hf_format"))
+    with pytest.raises(ValueError, match="gone: there is no such directory: name the --output-dir"):
+        list_models((), str(tmp_path / "gone"))
 
 
 @pytest.fixture(scope="module")

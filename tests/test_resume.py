@@ -362,6 +362,8 @@ def test_an_older_checkpoint_starts_another_run_but_not_in_the_same_directory(st
     ):
         start(finished, max_steps=6, resume=str(older))
     start(tmp_path / "other", max_steps=6, resume=str(older))
+    with pytest.raises(NoValidCheckpoint, match="step_99: is not valid: there is no such directory"):
+        start(tmp_path / "another", max_steps=6, resume=str(older.with_name("step_99")))
     tensors = [load_checkpoint(path / "checkpoints" / "step_6") for path in (finished, tmp_path / "other")]
     assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
 
