@@ -121,7 +121,7 @@ def describe_misread(message: str, options_class: type) -> str:
         return message
     flag, given = misread.groups()
     kind = list_types(options_class)[name_option(flag)]
-    return f"{flag}: given {given}, allowed: {name_type(kind).removesuffix(' or null')}"
+    return f"{flag}: given {given.strip('[]')}, allowed: {name_type(kind).removesuffix(' or null')}"
 
 
 def check_unicode(words: list[str]) -> None:

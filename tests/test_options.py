@@ -336,10 +336,10 @@ def test_help_that_nobody_reads_to_its_end_is_no_error(words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-epochs", "1.5"], "--max-epochs: given ['1.5'], allowed: int"),
-        (["--max-tokens-per-gpu", "all"], "--max-tokens-per-gpu: given ['all'], allowed: int or auto"),
+        (["--max-epochs", "1.5"], "--max-epochs: given '1.5', allowed: int"),
+        (["--max-tokens-per-gpu", "all"], "--max-tokens-per-gpu: given 'all', allowed: int or auto"),
         (["--learning-rate", "fast"], "--learning-rate: given 'fast', allowed: float"),
-        (["--data-weights", "a", "b"], "--data-weights: given ['a', 'b'], allowed: a list of float"),
+        (["--data-weights", "a", "b"], "--data-weights: given 'a', 'b', allowed: a list of float"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_one_line(words, message, capfd):
