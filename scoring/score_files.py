@@ -65,12 +65,14 @@ class ScoreWriter:
         self.path, self.identity, self.teacher = path, identity, teacher
         self.part, self.sidecar = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.json")
         self.item_size, self.trained = make_record_type(identity.top_k).itemsize, count_trained(data)
-        self.is_complete = path.exists() and self.sidecar.exists()
-        begun = self.sidecar if self.is_complete else self.begun
+        was_finished = path.exists() and self.sidecar.exists()
+        begun = self.sidecar if was_finished else self.begun
         if begun.exists() and (path.exists() or self.part.exists()):
             check_identity(
                 begun, identity, advice=f"remove {begun.name.removesuffix('.json')}, or choose another --name"
             )
+        # A damaged file is made again.
+        self.is_complete = was_finished and path.stat().st_size == self.trained.total * self.item_size
 
     @property
     def begun(self) -> Path:

@@ -263,9 +263,15 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
     monkeypatch.setattr(ScoreWriter, "write", original)
     score_here(world, models[1], path)
     assert file.read_bytes() == whole.read_bytes() and not part.exists()
+    file.write_bytes(whole.read_bytes()[:-9])
+    score_here(world, models[1], path)  # made again, as training asks for
+    assert file.read_bytes() == whole.read_bytes()
     with pytest.raises((ValueError, RunError), match="was made with other teacher"):
         score_here(world, models[0], path)
     score_here(world, models[0], path, name="another")
+    Path(f"{path}.meta.json").unlink()
+    with pytest.raises((ValueError, RunError), match="nothing says which tokenizer it was made with"):
+        score_here(world, models[0], path, name="third")
 
 
 def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Terms, top_k: int | None):
