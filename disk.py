@@ -61,6 +61,13 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def check_output(path: Path) -> None:
+    """ValueError if --output `path` cannot be a new file: it is a directory, or there is none for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "is a directory" if path.is_dir() else "its directory does not exist"
+        raise ValueError(f"--output {path}: {reason}")
+
+
 def identify_file(path: Path) -> tuple[int, int] | None:
     """An identity that changes if another file replaces this one; None if it does not exist."""
     if not path.exists():

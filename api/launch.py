@@ -1,7 +1,8 @@
 """Runs the scripts as child processes: streams their output, forwards Ctrl-C, and leaves no process behind."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,19 +72,31 @@ def run_training(
         training_args = replace(training_args, callbacks=tuple(callbacks))
     words = [*make_torchrun_words(torchrun_args), *make_train_words(training_args)]  # refused before anything starts
     if tokenizes_first(training_args):
-        Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)
+        with raising_storage_errors():
+            Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)
         process_data(make_data_args(training_args))
     output_dir = next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-dir="))
     log_file = output_dir.with_name(f"{output_dir.name}.console_node{torchrun_args.node_rank}.log")
-    log_file.parent.mkdir(parents=True, exist_ok=True)
     before = identify_file(output_dir / EXIT_FILE)
-    with log_file.open("a", encoding="utf-8") as log:
+    with raising_storage_errors():
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        log = log_file.open("a", encoding="utf-8")
+    with log:
         code, last_words = run_child(["train", *words], log, more=make_environment(training_args))
     has_written_why = identify_file(output_dir / EXIT_FILE) not in (None, before)
     reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
     if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
         raise make_error(code, reason)
     return TrainingResult(output_dir, code, reason, list_exports(output_dir), read_last_metrics(output_dir), log_file)
+
+
+@contextmanager
+def raising_storage_errors() -> Iterator[None]:
+    """Turns an OSError inside of it into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise make_error(ExitCode.IO, str(error)) from None
 
 
 def process_data(args: DataProcessArgs) -> Path:

@@ -218,6 +218,7 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> list[Settings
         shared = read_group(Settings, given, where="")
         if methods is None:
             return [check_settings(shared)]
+        given["output_dir"] = shared.output_dir  # a text, also of a number
         return [read_method(name, values, given) for name, values in check_methods(methods).items()]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

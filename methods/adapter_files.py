@@ -116,12 +116,12 @@ def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> N
         )
     if known and known["fingerprint"] != base["fingerprint"]:
         raise ValueError(
-            f"--lora-adapter {directory}: was trained on a different model ({known['name']}, by its config and weights)"
+            f"adapter {directory}: was trained on a different model ({known['name']}, by its config and weights)"
             f" than --model-name-or-path {base['name']}: give that model"
         )
     name = config.base_model_name_or_path
     if not known and name and Path(name).name != Path(base["name"]).name:
-        log.warning(f"warning: --lora-adapter {directory}: was trained on {name}; this model is {base['name']}")
+        log.warning(f"warning: adapter {directory}: was trained on {name}; this model is {base['name']}")
 
 
 def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str, str]) -> dict[str, Reader]:
@@ -134,7 +134,7 @@ def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str,
         with safe_open(path, framework="pt") as file:
             stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"--lora-adapter {path}: cannot be read: {error}") from None
+        raise ValueError(f"adapter {path}: cannot be read: {error}") from None
     params = dict(model.named_parameters())
     wanted = {saved: tuple(params[name].shape) for saved, name in saved_names.items()}
     wrong = [f"{key} is {stored[key]}, not {shape}" for key, shape in wanted.items() if stored.get(key, shape) != shape]
@@ -145,12 +145,12 @@ def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str,
         *wrong[:1],
     ]  # fmt: skip
     if problems:
-        raise ValueError(f"--lora-adapter {directory}: does not fit --model-name-or-path: {'; '.join(problems)}")
+        raise ValueError(f"adapter {directory}: does not fit --model-name-or-path: {'; '.join(problems)}")
     return {name: functools.partial(read_finite, path, saved) for saved, name in saved_names.items()}
 
 
 def read_finite(path: Path, saved: str) -> Tensor:
-    return check_finite(read_tensor(path, saved), saved, where=f"--lora-adapter {path}")
+    return check_finite(read_tensor(path, saved), saved, where=f"adapter {path}")
 
 
 def write_adapter(directory: Path, config: "LoraConfig", tensors: dict[str, Tensor], base: dict[str, Any]) -> None:

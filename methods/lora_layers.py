@@ -53,7 +53,7 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     ]
     whole_names = list_wholes(meta, options)
     if given is not None:
-        flag = f"--lora-adapter {options.lora_adapter}"
+        flag = f"adapter {options.lora_adapter}"
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
         ends = tuple(given.modules_to_save or ())  # name suffixes, as in peft: "norm" also matches "input_layernorm"
         whole_names = tuple(name for name, _ in model.named_modules() if ends and name.endswith(ends))

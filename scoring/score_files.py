@@ -65,12 +65,14 @@ class ScoreWriter:
         self.path, self.identity, self.teacher = path, identity, teacher
         self.part, self.sidecar = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.json")
         self.item_size, self.trained = make_record_type(identity.top_k).itemsize, count_trained(data)
-        self.is_complete = path.exists() and self.sidecar.exists()
-        begun = self.sidecar if self.is_complete else self.begun
+        was_finished = path.exists() and self.sidecar.exists()
+        begun = self.sidecar if was_finished else self.begun
         if begun.exists() and (path.exists() or self.part.exists()):
             check_identity(
                 begun, identity, advice=f"remove {begun.name.removesuffix('.json')}, or choose another --name"
             )
+        # A damaged file is made again.
+        self.is_complete = was_finished and path.stat().st_size == self.trained.total * self.item_size
 
     @property
     def begun(self) -> Path:
@@ -92,15 +94,17 @@ class ScoreWriter:
         return [(first, end) for first, end in parts if before(end) > num_written]
 
     def write(self, first: int, end: int, records: np.ndarray) -> None:
-        """Appends the records of these rows to those of all rows before them."""
+        """Appends the records of these rows to those of all rows before them; ValueError if some of those are gone."""
         start, num_records = self.trained.before(first), self.trained.before(end) - self.trained.before(first)
         assert len(records) == num_records, (len(records), num_records)
         if first == 0:
             with written_aside(self.begun) as (aside,):
                 aside.write_text(json.dumps(asdict(self.identity)) + "\n")
         with open(self.part, "r+b" if start else "wb") as file:
+            if os.fstat(file.fileno()).st_size < start * self.item_size:  # the gap would be filled with zeros
+                raise ValueError(f"{self.part}: another process writes it, too: wait for that one to end")
             file.truncate(start * self.item_size)
-            file.seek(0, os.SEEK_END)
+            file.seek(start * self.item_size)
             file.write(records.tobytes())
             file.flush()
             os.fsync(file.fileno())

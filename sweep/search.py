@@ -17,12 +17,22 @@ from lifecycle.stages import Record, Stage, describe_code, hash_files, list_chan
 from options import TrainOptions, group_options
 from ranks.ending import ExitCode, RunError
 from ranks.messages import say
-from sweep.results import describe_best, describe_result, describe_table, write_curves, write_results
+from sweep.results import (
+    BEST,
+    CURVES,
+    RESULTS,
+    describe_best,
+    describe_result,
+    describe_table,
+    write_curves,
+    write_results,
+)
 from sweep.running import Pool
 from sweep.settings import Settings, Values, describe_settings, describe_values, list_files
 from sweep.study import Study
 
 RECORD, STORAGE = "sweep.json", "study.journal"
+WRITTEN = (STORAGE, PARAMS_FILE, "trial_0", RESULTS, CURVES, BEST)  # are not written over without a record
 MOST_STARTS = 4  # of a trial in a row that were ended from outside before it is given up
 # Ends from outside: the trial is started again.
 ENDED_FROM_OUTSIDE = (ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED, ExitCode.HANG, ExitCode.INTERRUPTED)
@@ -57,7 +67,7 @@ def settle(settings: Settings, drawn: list[Values]) -> None:
                 f"{settings.root} belongs to a sweep with other settings:\n  " + "\n  ".join(changes) + "\nundo the"
                 " changes, or choose another output_dir; only num_trials of search: random can be raised"
             )
-    elif found := [name for name in (STORAGE, PARAMS_FILE, "trial_0") if (settings.root / name).exists()]:
+    elif found := [name for name in WRITTEN if (settings.root / name).exists()]:
         raise ValueError(f"output_dir: {settings.root} has {found[0]} of something else; choose another directory")
     write_record(path, now)
 
@@ -83,6 +93,7 @@ class Sweep:
         waiting = [one.number for one in self.study.list_trials() if not one.has_ended and rung not in one.results]
         for number in list(waiting):
             if self.make_stage(number, rung).has_ended:  # a kill came before that was recorded
+                self.study.start(number)  # the journal may have lost its last lines
                 self.record(number, rung)
                 waiting.remove(number)
 

@@ -33,6 +33,7 @@ RESERVED_IN_HALVING = ("max_epochs", "max_samples", "max_tokens", "schedule_step
 UNEXPORTED = {"export_best": False, "save_final_checkpoint": False}  # unless the file says otherwise
 FILE_OPTIONS = ("data_path", "validation_data_path", "input_file")  # whose contents decide a trial's result
 KEYS_OF_RANGE = ("low", "high", "log", "step")
+MOST_TRIALS = 10_000  # checking the options of each takes a millisecond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +51,17 @@ class Parameter:
     def of_integers(self) -> bool:
         return isinstance(self.low, int)
 
-    def list_values(self) -> tuple[Any, ...] | None:
-        """All values, if they are finitely many and equally probable."""
+    def count_values(self) -> int | None:
+        """Number of values, if they are finitely many and equally probable."""
         if self.choices:
-            return self.choices
+            return len(self.choices)
         if self.log or (self.step is None and not self.of_integers):
             return None
-        step = 1 if self.step is None else self.step
-        num_steps = math.floor((self.high - self.low) / step + 1e-9)
-        return tuple(self.low + i * step for i in range(num_steps + 1))
+        return math.floor((self.high - self.low) / (self.step or 1) + 1e-9) + 1
+
+    def list_values(self) -> tuple[Any, ...]:
+        """All values that `count_values` counts."""
+        return self.choices or tuple(self.low + i * (self.step or 1) for i in range(self.count_values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +160,14 @@ def read_plain(key: str, value: Any) -> Any:
 def read_train(key: str, given: Any) -> Values:
     """The options that all trials share: of `config`, of `preset`, and the file's own, which win over both."""
     values = dict(as_mapping(key, given, "'option: value' lines"))
-    paths = values.pop("config", [])
     files = {}
-    for path in paths if isinstance(paths, list) else [paths]:
-        of_file = read_yaml(Path(str(path)), named=f"{key}: config: {path}", numbers_as_written=True)
+    for path in parse_value("config", values.pop("config", []), TrainOptions):
+        of_file = read_yaml(Path(path), named=f"{key}: config: {path}", numbers_as_written=True)
         of_file.pop("output_dir", None)  # as a flag would win over it, the trial's own directory does
         files |= {str(name).replace("-", "_"): value for name, value in of_file.items()}
     merged = files | values
     preset = merged.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and str(preset) not in PRESETS:  # it may be a list
         raise ValueError(f"{key}: preset: given {preset!r}, allowed: {', '.join(PRESETS)}")
     filled = {name: fill_in_environment(str(name), value) for name, value in merged.items()}
     values = parse_values(filled, TrainOptions, where=f"{key}:", reserved=RESERVED)
@@ -276,13 +278,18 @@ def find_halving_problems(s: Settings, given: Mapping[str, Any]) -> list[str]:
 
 
 def find_space_problems(s: Settings) -> list[str]:
-    """Combinations that are infinitely many in a grid, or fewer than the trials to draw."""
-    values = {one.name: one.list_values() for one in s.parameters}
-    endless = [name for name, allowed in values.items() if allowed is None]
+    """Combinations that are too many in a grid, or fewer than the trials to draw."""
+    counts = {one.name: one.count_values() for one in s.parameters}
+    endless = [name for name, count in counts.items() if count is None]
     if not s.is_drawn and endless:
         return [f"{', '.join(endless)}: a range of any numbers has no grid; give a list, a step, or num_trials"]
-    if s.is_drawn and not endless and s.num_trials > (most := math.prod(map(len, values.values()))):
+    most = math.inf if endless else math.prod(counts.values())
+    if not s.is_drawn and most > MOST_TRIALS:
+        return [f"a grid of {most:,} trials, allowed: at most {MOST_TRIALS:,}; give shorter lists, or num_trials"]
+    if s.is_drawn and s.num_trials > most:
         return [f"num_trials: given {s.num_trials}, allowed: at most {most}, all combinations"]
+    if s.is_drawn and s.num_trials > MOST_TRIALS:
+        return [f"num_trials: given {s.num_trials}, allowed: at most {MOST_TRIALS}"]
     return []
 
 

@@ -5,6 +5,7 @@ All writes are single lines of optuna's journal: a kill leaves each trial as it 
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ class Study:
 
     def __init__(self, path: Path, settings: Settings, *, more_is_better: bool):
         """Opens the storage, or makes it."""
-        cut_off_last_line(path)
+        check_journal(path)
         self.parameters = {one.name: one for one in settings.parameters}
         self.storage = JournalStorage(JournalFileBackend(str(path), lock_obj=NoLock()))
         direction = "maximize" if more_is_better else "minimize"
@@ -192,11 +193,18 @@ class Study:
         return -result if self.more_is_better else result
 
 
-def cut_off_last_line(path: Path) -> None:
-    """Removes a line of the journal that was not written to its end, as on a full disk."""
+def check_journal(path: Path) -> None:
+    """Removes a line of the journal that was not written to its end, as on a full disk; ValueError for any other
+    damaged line."""
     if not path.exists():
         return
     content = path.read_bytes()
-    if not content.endswith(b"\n"):
+    *lines, rest = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number} is damaged ({error}); choose another output_dir") from None
+    if rest:
         with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+            file.truncate(len(content) - len(rest))

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 from continual.experiment import settle_all
 from continual.settings import read_settings
+from options import ContinualOptions
+from tools.continual import continual
 
 A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}
 B = A | {"name": "b", "input_file": "b.jsonl"}
@@ -134,6 +136,17 @@ def test_files_that_are_no_settings_are_refused(text: str, tmp_path: Path):
     (path := tmp_path / "tasks.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"tasks\.yaml: "):
         read_settings(path)
+
+
+def test_a_directory_whose_name_is_a_number_is_taken(tmp_path: Path):
+    (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(of_methods({}, output_dir=7)))
+    assert {one.root.parent.name for one in read_settings(path)} == {"7"}
+
+
+def test_a_comparison_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path):
+    output = tmp_path / "gone" / "x.html"
+    with pytest.raises(ValueError, match=f"--output {output}: its directory does not exist"):
+        continual(ContinualOptions(paths=("a", "b"), compare=True, output=str(output)))
 
 
 def test_the_recipes_are_right():

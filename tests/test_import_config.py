@@ -105,6 +105,14 @@ def read_options(tmp_path: Path) -> tuple[dict, dict]:
     return flatten_options(train), flatten_options(parse_options(ProcessDataOptions, data))
 
 
+def test_wrong_numbers_of_gpus_and_files_that_are_no_text_are_refused(tmp_path):
+    done = run_import(tmp_path, AXOLOTL, "--num-gpus", "0")
+    assert done.returncode == 2 and "--num-gpus 0: must be at least 1" in done.stderr
+    (tmp_path / "train.yaml").write_bytes(b"\xff")
+    done = run_import(tmp_path, AXOLOTL)
+    assert done.returncode == 2 and f"{tmp_path}/train.yaml: already exists with other contents" in done.stderr
+
+
 def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     done = run_import(tmp_path, AXOLOTL, "--num-gpus", "8")
     assert done.returncode == 0, done.stderr

@@ -493,6 +493,18 @@ def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, t
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+def test_ctrl_c_while_a_run_is_read_is_one_message(tmp_path):
+    path = write_run(tmp_path / "a", num_steps=2)
+    code = f"""if True:
+        import os, runpy, signal, sys, plots.run_files
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        plots.run_files.open_runs = lambda paths: os.kill(os.getpid(), signal.SIGINT)
+        sys.argv = ["tools/plot_metrics.py", {str(path)!r}, "--output", "x.html"]
+        runpy.run_path(sys.argv[0], run_name="__main__")"""
+    done = run([sys.executable, "-c", code])
+    assert (done.returncode, done.stderr) == (130, "error: interrupted; no output is left\n")
+
+
 def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     path = write_run(tmp_path / "a", num_steps=2)
     (tmp_path / "page.html").mkdir()

@@ -26,6 +26,7 @@ from mini_trainer import (
     ShardingStrategies,
     TorchrunArgs,
     TrainingArgs,
+    run_training,
 )
 from mini_trainer.api.commands import (
     make_data_args,
@@ -34,7 +35,7 @@ from mini_trainer.api.commands import (
     make_torchrun_words,
     make_train_words,
 )
-from mini_trainer.api.errors import ERRORS, BadInputError
+from mini_trainer.api.errors import ERRORS, BadInputError, StorageError
 from mini_trainer.api.stub import STUB, make_stub
 from mini_trainer.ranks import children
 from mini_trainer.ranks.children import find_last_words
@@ -289,6 +290,16 @@ def test_every_exit_code_of_a_failure_has_a_class_and_last_words_are_found():
     report = "step 1\nerror: --a is wrong:\n  change it\nE0101 01:00 torch/x.py] failed\n"
     assert find_last_words(report) == "--a is wrong:\n  change it"
     assert find_last_words("a\nb\n") == "a\nb"
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_of_storage(tmp_path):
+    (tmp_path / "file").touch()
+    given = TrainingArgs(
+        model_path="M", data_path="D.arrow", process_data=False, ckpt_output_dir=str(tmp_path / "file" / "run")
+    )
+    with pytest.raises(StorageError, match=r"File exists.*file") as raised:
+        run_training(training_args=given)
+    assert raised.value.code == ExitCode.IO
 
 
 def test_a_child_that_is_killed_is_said_to_be_with_its_last_words(tmp_path, monkeypatch):

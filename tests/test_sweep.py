@@ -116,6 +116,11 @@ def check_changes(given: dict, root: Path, folder: Path) -> None:
         run(changed, folder)
     with pytest.raises(ValueError, match=r"has training_params\.json of something else"):
         run(given | {"output_dir": str(root / "trial_1" / "run")}, folder)
+    (foreign := folder / "evaluated" / "results.json").parent.mkdir()
+    foreign.write_text("{}")
+    with pytest.raises(ValueError, match=r"has results\.json of something else"):
+        run(given | {"output_dir": str(foreign.parent)}, folder)
+    assert foreign.read_text() == "{}"
 
 
 def test_all_trials_failing_is_an_error(given, tmp_path):
@@ -316,6 +321,9 @@ def test_a_line_of_the_journal_that_was_cut_is_dropped(given, tmp_path):
     study.complete(1, 0.5)
     best, other = study.rank(study.list_trials())
     assert (best.number, other.number, study.study.best_value) == (0, 1, 0.5)
+    path.write_bytes(b"garbage\n" + whole)
+    with pytest.raises(ValueError, match=r"study\.journal: line 1 is damaged \(.*\); choose another output_dir"):
+        Study(path, settings, more_is_better=False)
 
 
 def test_the_direction_of_a_metric_is_the_objectives(given):

@@ -81,6 +81,11 @@ def test_ranges_with_steps_have_a_grid(tmp_path):
     assert [share for _, share in grid[:3]] == pytest.approx([0.1, 0.2, 0.3])
 
 
+def test_trials_are_drawn_from_a_range_of_any_size(tmp_path):
+    settings = read(RANDOM | {"parameters": {"seed": {"low": 0, "high": 10**12}}}, tmp_path)
+    assert settings.parameters[0].count_values() == 10**12 + 1
+
+
 def test_the_rungs_of_a_halving_search_end_with_the_run(tmp_path):
     settings = read(HALVING | {"reduction_factor": 3}, tmp_path)
     assert settings.rungs == (10, 30, 90, 100)
@@ -106,7 +111,14 @@ def test_the_rungs_of_a_halving_search_end_with_the_run(tmp_path):
         ),
         (GIVEN | {"train": TRAIN | {"max_time": "90"}}, "train: max_time: would end trials early without a result"),
         (GIVEN | {"train": TRAIN | {"preset": "tiny"}}, "train: preset: given 'tiny', allowed: sanity, toy, full"),
+        (GIVEN | {"train": TRAIN | {"preset": ["toy"]}}, "train: preset: given ['toy'], allowed: sanity, toy, full"),
         (GIVEN | {"train": TRAIN | {"config": "gone.yaml"}}, "train: config: gone.yaml: cannot be read"),
+        (GIVEN | {"train": TRAIN | {"config": None}}, "config: given null, allowed: one value, or a list"),
+        (
+            GIVEN | {"parameters": {"seed": {"low": 1, "high": 10**9}}},
+            "a grid of 1,000,000,000 trials, allowed",
+        ),
+        (RANDOM | {"parameters": {"seed": {"low": 1, "high": 10**9}}, "num_trials": 10**6}, "allowed: at most 10000"),
         (GIVEN | {"train": TRAIN | {"learning_rate": 1}}, "learning_rate: in train and in parameters"),
         (GIVEN | {"parameters": {}}, "parameters: given {}, allowed: 'option: [value, ...]'"),
         (

@@ -260,12 +260,29 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
         torn.write(b"torn in the middle of a record")
     with pytest.raises((ValueError, RunError), match="other top k"):
         score_here(world, models[1], path, top_k=4)
+
+    def cut_before(writer: ScoreWriter, first: int, *args: object) -> None:
+        if first:
+            writer.part.write_bytes(b"")  # by another process, which has begun later
+        original(writer, first, *args)
+
+    monkeypatch.setattr(ScoreWriter, "write", cut_before)
+    begun = part.read_bytes()
+    with pytest.raises((ValueError, RunError), match="another process writes it, too"):
+        score_here(world, models[1], path)
+    part.write_bytes(begun)
     monkeypatch.setattr(ScoreWriter, "write", original)
     score_here(world, models[1], path)
     assert file.read_bytes() == whole.read_bytes() and not part.exists()
+    file.write_bytes(whole.read_bytes()[:-9])
+    score_here(world, models[1], path)  # made again, as training asks for
+    assert file.read_bytes() == whole.read_bytes()
     with pytest.raises((ValueError, RunError), match="was made with other teacher"):
         score_here(world, models[0], path)
     score_here(world, models[0], path, name="another")
+    Path(f"{path}.meta.json").unlink()
+    with pytest.raises((ValueError, RunError), match="nothing says which tokenizer it was made with"):
+        score_here(world, models[0], path, name="third")
 
 
 def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Terms, top_k: int | None):

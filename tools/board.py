@@ -18,16 +18,11 @@ if __name__ == "__main__":
     options = parse_options(BoardOptions)  # before the slow imports: --help and typos answer at once
 
 from plots.board import BoardServer
-from ranks.ending import exit_with_message
-
-
-def main(options: BoardOptions) -> None:
-    try:
-        with BoardServer(Path(options.folder[0]), port=options.port) as server:
-            server.serve("board")
-    except (ValueError, OSError) as error:
-        exit_with_message(str(error))
-
+from ranks.ending import ending_with_message
 
 if __name__ == "__main__":
-    main(options)
+    with (
+        ending_with_message(when_interrupted="interrupted"),
+        BoardServer(Path(options.folder[0]), port=options.port) as server,
+    ):
+        server.serve("board")

@@ -25,6 +25,7 @@ from continual.matrix import read_experiment
 from continual.page import write_page
 from continual.running import Runner
 from continual.settings import read_settings
+from disk import check_output
 from lifecycle.stages import ending_experiment
 from ranks.messages import say
 
@@ -34,6 +35,8 @@ def continual(options: ContinualOptions) -> None:
     if not options.compare:
         several = read_settings(Path(options.paths[0]), output_dir=options.output_dir)
         return run_experiments(several, Runner(find_root(several), num_processes=several[0].num_processes))
+    if options.output is not None:
+        check_output(Path(options.output))
     directories = [Path(path) for path in options.paths]
     experiments = [read_experiment(directory) for directory in directories]
     say(describe_comparison(experiments))

@@ -24,7 +24,7 @@ from importers.conversion import TRAINERS, convert, list_differences
 from importers.recognition import OTHER_OBJECTIVES, recognize
 from importers.rules import Conversion
 from options.choices import check_choices
-from ranks.ending import exit_with_message
+from ranks.ending import ending_with_message
 from ranks.messages import say
 
 
@@ -82,12 +82,12 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
         texts[output_dir / name] = describe_file(ProcessDataOptions, source, head)
     notes = "".join(f"# {line}\n" for line in list_differences(to))
     texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
-    there = [str(path) for path, text in texts.items() if path.exists() and path.read_text() != text]
+    there = [str(path) for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
     if there:
         raise ValueError(f"{', '.join(there)}: already exists with other contents; choose another --output-dir")
     output_dir.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     return list(texts)
 
 
@@ -101,7 +101,5 @@ def describe_file(options_class: type, values: dict, head: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_with_message(when_interrupted="interrupted"):
         import_config(options)
-    except (ValueError, OSError) as error:
-        exit_with_message(str(error))

@@ -19,12 +19,12 @@ from options import PlotOptions
 if __name__ == "__main__":
     options = parse_options(PlotOptions)  # before the slow imports: --help and typos answer at once
 
-from disk import written_aside
+from disk import check_output, written_aside
 from plots.figure import write_figure
 from plots.page import choose_smoothing, make_curves_page
 from plots.run_files import Run, iterate_warnings, open_runs
 from plots.server import DEFAULT_PORT, CurvesServer
-from ranks.ending import exit_with_message
+from ranks.ending import ending_with_message
 from ranks.messages import say
 
 
@@ -43,9 +43,7 @@ def plot_metrics(options: PlotOptions) -> None:
 
 def write_curves(path: Path, runs: list[Run], *, smoothing: int | None) -> None:
     """Writes the file and prints its path, or for a page its URL."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        reason = "is a directory" if path.is_dir() else "its directory does not exist"
-        raise ValueError(f"--output {path}: {reason}")
+    check_output(path)
     if path.suffix.lower() == ".html":
         with written_aside(path) as (aside,):
             aside.write_text(make_curves_page(runs, smoothing=smoothing), encoding="utf-8")
@@ -55,12 +53,6 @@ def write_curves(path: Path, runs: list[Run], *, smoothing: int | None) -> None:
         say(f"curves: {path}")
 
 
-def main(options: PlotOptions) -> None:
-    try:
-        plot_metrics(options)
-    except (ValueError, OSError) as error:
-        exit_with_message(str(error))
-
-
 if __name__ == "__main__":
-    main(options)
+    with ending_with_message(when_interrupted="interrupted; no output is left"):
+        plot_metrics(options)

@@ -243,7 +243,12 @@ def check_data(data: Mixture, found: FoundModel) -> None:
     """ValueError if the teacher has another tokenizer or chat template than the data was made with."""
     (source,), name = data.sources, found.name
     sidecar = source.sidecar or {}
-    if sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
+    if "tokenizer_fingerprint" not in sidecar:
+        raise ValueError(
+            f"{source.path}: nothing says which tokenizer it was made with: put {source.path.name}.meta.json, which"
+            " process_data.py wrote, next to it, or tokenize the data again"
+        )
+    if sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(f"{source.path}: was made with another tokenizer than {name}'s, whose ids mean other tokens")
     templates = {sidecar.get("chat_template_fingerprint"), fingerprint_chat_template(found.tokenizer)}
     if None not in templates and len(templates) > 1:

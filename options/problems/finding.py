@@ -7,6 +7,7 @@ from options import (
     ContinualOptions,
     EvaluateOptions,
     GenerateOptions,
+    ImportConfigOptions,
     MergeModelsOptions,
     PlotOptions,
     ProcessDataOptions,
@@ -28,6 +29,7 @@ from options.problems.tools import (
     find_continual_problems,
     find_evaluate_problems,
     find_generate_problems,
+    find_import_problems,
     find_mixing_problems,
     find_plot_problems,
     find_score_problems,
@@ -66,6 +68,7 @@ def find_wrong_options(options: Any) -> list[str]:
         MergeModelsOptions: find_mixing_problems,
         ScoreDataOptions: find_score_problems,
         ContinualOptions: find_continual_problems,
+        ImportConfigOptions: find_import_problems,
     }
     return finders[type(options)](options) if type(options) in finders else []
 

@@ -12,6 +12,7 @@ from options import (
     EngineOptions,
     EvaluateOptions,
     GenerateOptions,
+    ImportConfigOptions,
     MergeModelsOptions,
     PlotOptions,
     SamplingOptions,
@@ -49,6 +50,11 @@ def find_board_problems(o: BoardOptions) -> list[str]:
     given = len(o.folder)
     problems = [] if given == 1 else [f"{given} directories are given: give one, with runs in it, such as their parent"]
     return problems + find_port_problems(o.port)
+
+
+def find_import_problems(o: ImportConfigOptions) -> list[str]:
+    """Problems with the options of tools/import_config.py."""
+    return [] if o.num_gpus >= 1 else [f"--num-gpus {o.num_gpus}: must be at least 1"]
 
 
 def find_port_problems(port: int) -> list[str]:
