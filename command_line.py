@@ -38,7 +38,7 @@ from options.choices import list_choices
 from options.names_elsewhere import NAMES_ELSEWHERE
 from options.problems.finding import find_problems
 from ranks.command import describe_version, name_command
-from ranks.ending import exit_with_message
+from ranks.ending import exit_with_message, shorten_interrupts
 from ranks.messages import say
 from ranks.printing import leave_unread, print_as_is
 
@@ -64,7 +64,9 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             " pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
         )
     refuse_hub_kernels()
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        shorten_interrupts()
+        argv = sys.argv[1:]
     if "--version" in argv:
         say(describe_version())
         sys.exit()
@@ -311,7 +313,8 @@ def read_yaml(path: Path, *, named: str, numbers_as_written: bool = False) -> di
                 check_node(node)
             content = None if node is None else loader.construct_document(node)
     if not isinstance(content, dict):
-        raise ValueError(f"{named}: expected 'option: value' lines, got {type(content).__name__}")
+        found = "nothing" if content is None else type(content).__name__
+        raise ValueError(f"{named}: expected 'option: value' lines, got {found}")
     return content
 
 

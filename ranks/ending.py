@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from .messages import describe_ranks, hide_secrets, say
@@ -146,6 +147,17 @@ def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoRetu
     where = "" if rank in (None, "0") else f"[rank {rank}] "
     say(f"{where}error: {message}", is_error=True)
     os._exit(code)  # not sys.exit: threads and process groups must not delay the exit of a failed rank
+
+
+def shorten_interrupts() -> None:
+    """Makes one message of a Ctrl-C that nothing handles, as while modules are imported, in place of a traceback."""
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            exit_with_message("interrupted", code=ExitCode.INTERRUPTED)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = report
 
 
 @contextlib.contextmanager

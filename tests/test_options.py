@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_origin
 
 import pytest
-from processes import run_unread
+from processes import ENV, run_unread
 from refusals import refuse
 
 import options
@@ -177,7 +177,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("batch_size: [1, 2]", "batch_size: given [1, 2]"),
         ("batch_size: many", "--batch-size"),
         ("- 1", "expected 'option: value' lines, got list"),
-        ("", "expected 'option: value' lines, got NoneType"),
+        ("", "expected 'option: value' lines, got nothing"),
         ("a: [", "not valid YAML"),
         ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is repeated: seed"),
         ("bach_size: 3\ncompile: 1", "compile: given 1, allowed: true or false"),  # both at once
@@ -331,6 +331,46 @@ def test_help_names_options(script, some):
 def test_help_that_nobody_reads_to_its_end_is_no_error(words):
     done = run_unread([sys.executable, "__main__.py", *words])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# There are no such files: Ctrl-C comes before they are looked for.
+MODEL, OUTPUT = ["--model-name-or-path", "m"], ["--output-dir", "o"]
+COMPLETE = {
+    "train": REQUIRED,
+    "process-data": [*MODEL, "--input-file", "i.jsonl", "--output-file", "o.arrow"],
+    "merge-adapter": ["--adapter", "a", *OUTPUT],
+    "generate": ["--model", "m"],
+    "evaluate": ["--model", "m", "--data", "d", *OUTPUT],
+    "merge-models": ["--model", "m", "n", *OUTPUT],
+    "export-gguf": [*MODEL, "--output", "o.gguf"],
+    "import-config": ["c.yaml", *OUTPUT],
+    "score-data": [*MODEL, "--data-path", "d"],
+    "continual": ["c.yaml"],
+    "sweep": ["recipes/sweep.yaml"],  # which is read first
+    "board": ["b"],
+    "plot-metrics": ["r", "--output", "o.html"],
+}
+# Ctrl-C at the first import of a library that takes long.
+INTERRUPTED_IMPORT = """
+import sys
+class Interrupting:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in {"numpy", "torch", "optuna", "transformers"}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", SCRIPTS)
+def test_ctrl_c_while_libraries_are_imported_is_one_message(word, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
+    env = ENV | {"PYTHONPATH": f"{tmp_path}:{ENV['PYTHONPATH']}"}
+    command = [sys.executable, "__main__.py", word, *COMPLETE[word]]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == ExitCode.INTERRUPTED
+    assert re.fullmatch(r"error: interrupted.*\n", done.stderr)
 
 
 @pytest.mark.parametrize(
