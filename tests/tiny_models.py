@@ -91,6 +91,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gpt_oss_sinks": GptOssConfig(
         **SHAPE, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=GptOssConfig().rope_parameters | {"original_max_position_embeddings": 256 // 32},
     ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
