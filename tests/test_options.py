@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_origin
 
 import pytest
+from breadth import long
 from processes import ENV, run_unread
 from refusals import refuse
 
@@ -34,7 +35,7 @@ from options.problems.finding import find_problems, find_wrong_options
 from ranks.ending import ExitCode
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = runpy.run_path(str(ROOT / "__main__.py"))["SCRIPTS"]
+OTHERS = sorted({*runpy.run_path(str(ROOT / "__main__.py"))["SCRIPTS"]} - {"train"})  # words of mini-trainer
 REQUIRED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o", "--max-steps", "5"]
 
 
@@ -327,9 +328,9 @@ def test_help_names_options(script, some):
     assert some <= set(re.findall(r"--[\w-]+", result.stdout))
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([word, "--help"] for word in SCRIPTS)], ids=" ".join)
+@pytest.mark.parametrize("words", ["--help", "--version", "train --help", *(long(f"{word} --help") for word in OTHERS)])
 def test_help_that_nobody_reads_to_its_end_is_no_error(words):
-    done = run_unread([sys.executable, "__main__.py", *words])
+    done = run_unread([sys.executable, "__main__.py", *words.split()])
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -363,7 +364,7 @@ sys.meta_path.insert(0, Interrupting)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", SCRIPTS)
+@pytest.mark.parametrize("word", ["train", *map(long, OTHERS)])
 def test_ctrl_c_while_libraries_are_imported_is_one_message(word, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ENV['PYTHONPATH']}"}

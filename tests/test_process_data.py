@@ -128,6 +128,7 @@ def test_report_and_visible_masks(model, tmp_path, capsys):
     assert "\n[...]12 42 42 42 42 42<|im_end|>[...]\n" in out and "\n[...]30 42 42<|im_end|>[...]\n" in out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_report_that_nobody_reads_is_no_error(model, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [chat(12)])
