@@ -192,7 +192,7 @@ def test_new_directions_are_the_leading_ones_of_what_is_not_kept(kind, chain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "kind"), [(4, "weights"), wide(2, "energy")])
+@pytest.mark.parametrize(("num_ranks", "kind"), [long(4, "weights"), wide(2, "energy")])
 def test_ranks_change_nothing(num_ranks, kind, chain, world, inputs, tmp_path):
     start, first, alone = chain("llama_tied_bias", kind, 2)
     given = options_of(2, kind, inputs, first, osft_bases=bases_of(first), osft_cache_dir=tmp_path / "cache")

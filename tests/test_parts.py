@@ -324,6 +324,7 @@ class Started(ForkedRanks):
         return self.wait(timeout=300), self.log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_part_is_made_again_alone_and_one_of_two_processes_joins(model, small_sections, tmp_path):
     for name in ("one", "many"):

@@ -252,7 +252,7 @@ def test_logits_are_never_all_held_and_a_frozen_head_is_multiplied_twice():
     assert len(products) == 2 * 8  # logits, and back
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, long(2)])
 def test_a_reward_model_is_transformers_own_and_its_loss_a_plain_loops(num_ranks, models, world, tmp_path):
     """The export has the random head that the run started with, as nothing is learned at a rate of 0."""
     options = make_options(tmp_path, models, numbers=True, objective="reward", reward_centering=0.1, max_steps=1)
