@@ -29,9 +29,9 @@ from evaluation.models import Named, list_models, name_files
 from evaluation.results import Measured, write_results
 from evaluation.tasks import Task, collect_task, measure_task, open_task
 from inference.choice import IMPLEMENTED, open_engine
-from inference.engine import require
 from inference.models import FoundModel, check_answering, find_answering_model
 from options.choices import check_choices
+from options.problems.packages import require
 from ranks.agreement import compare_ranks
 from ranks.messages import say
 from ranks.program import describe_program

@@ -13,10 +13,10 @@ from evaluation.comparison import Scores
 from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
 from evaluation.task_files import describe_task_file, find_dependencies, find_name, is_file, read_config
-from inference.engine import require
 from inference.hf_engine import HFEngine
 from inference.models import FoundModel
 from options import EvaluateOptions
+from options.problems.packages import require
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

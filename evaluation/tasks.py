@@ -16,9 +16,10 @@ from evaluation.metrics import PACKAGES, choose_measures, read_label, score_answ
 from evaluation.results import Measured, Sample
 from inference.answers import AnswerFile, describe_making, dump
 from inference.batch import answer_all
-from inference.engine import Engine, require
+from inference.engine import Engine
 from inference.prompts import Prompt, read_prompts
 from options import EvaluateOptions, SamplingOptions
+from options.problems.packages import require
 from ranks.world import World, call_on_rank0
 
 CHOICE_MEASURES = ["choice", "choice_normalised"]

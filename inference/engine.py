@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference.prompts import Prompt
-from options.problems.packages import describe_missing
 
 Key = tuple[int, int]  # of a request
 
@@ -50,9 +49,3 @@ class Engine(Protocol):
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Yields one answer in pieces; closing the iterator stops generation."""
         ...
-
-
-def require(module: str, *, flag: str) -> None:
-    """Raises a ValueError that names the package to install if `module` cannot be imported."""
-    for problem in describe_missing(flag, [module]):
-        raise ValueError(problem)

@@ -11,10 +11,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from inference.engine import Answer, Key, Request, require
+from inference.engine import Answer, Key, Request
 from inference.prompts import Prompt, as_protocol
 from inference.sampling import make_seed
 from options import EngineOptions, SamplingOptions
+from options.problems.packages import require
 from options.urls import list_http_errors
 from ranks.messages import HIDDEN, hide_secrets
 

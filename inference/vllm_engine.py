@@ -6,12 +6,13 @@ Answers depend on their batch to within the rounding of vLLM's kernels; each ans
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from inference.engine import Answer, Key, Request, require
+from inference.engine import Answer, Key, Request
 from inference.models import FoundModel, choose_dtype
 from inference.prompts import Prompt, encode_prompt
 from inference.sampling import make_seed
 from methods.adapter_settings import check_settings
 from options import EngineOptions, SamplingOptions
+from options.problems.packages import require
 
 
 class VLLMEngine:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from disk import hash_file, read_object
 from methods.adapter_settings import ADAPTER_CONFIG, check_settings
-from options.problems.packages import describe_missing
+from options.problems.packages import require
 from pretrained.finite import check_finite
 from pretrained.stored import Reader, read_tensor
 from ranks.ending import log
@@ -54,17 +54,16 @@ def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:
 
 def check_adapter(adapter: Path, *, flag: str) -> None:
     """ValueError, naming `flag`, for an adapter that peft cannot run, or not as it was trained."""
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (adapter / name).is_file():
-            raise ValueError(f"{flag} {adapter}: has no {name}; give the directory of an adapter in peft's format")
-    check_peft(adapter, flag=flag)
+    check_readable(adapter, flag=flag)
     check_settings(adapter, flag=flag, reader="peft")
 
 
-def check_peft(adapter: Path, *, flag: str) -> None:
-    """ValueError if the package that reads adapters is not installed."""
-    for problem in describe_missing(f"{flag} {adapter}", ["peft"]):
-        raise ValueError(problem)
+def check_readable(adapter: Path, *, flag: str) -> None:
+    """ValueError if a file of the adapter is missing, or the package that reads adapters."""
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (adapter / name).is_file():
+            raise ValueError(f"{flag} {adapter}: has no {name}; give the directory of an adapter in peft's format")
+    require("peft", flag=f"{flag} {adapter}")
 
 
 def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool = False) -> "LoraConfig":
@@ -72,10 +71,7 @@ def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool =
 
     `trains`: the adapter will be trained, not only run.
     """
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (directory / name).is_file():
-            raise ValueError(f"{flag} {directory}: has no {name}; give the directory of an adapter")
-    check_peft(directory, flag=flag)
+    check_readable(directory, flag=flag)
     from peft import PeftConfig
 
     check_settings(directory, flag=flag, trains=trains)

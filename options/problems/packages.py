@@ -29,6 +29,12 @@ def describe_missing(given: str, modules: Sequence[str]) -> list[str]:
     return [f"{given} needs the {noun} {names}, which {verb} not installed: pip install {words}"]
 
 
+def require(module: str, *, flag: str) -> None:
+    """Raises a ValueError that names the package to install if `module` cannot be imported."""
+    for problem in describe_missing(flag, [module]):
+        raise ValueError(problem)
+
+
 def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
     """What is given and the modules that it needs, beside those of every installation."""
     if isinstance(options, ProcessDataOptions):
