@@ -12,6 +12,8 @@ process is not timed. On the CPU ratios go by CPU seconds, which other work on t
 Loss: after each step, outside the timing, the mean over the trained tokens of the same held-out samples, one by one and
 by the model's own forward pass. Methods with equal global batches and an exact loss show the same numbers.
 
+cuDNN's attention is off for all: it makes a plan for each length.
+
 Samples apart: one sample's tokens are changed, and the others' hidden states in the same row or batch looked at.
 
 MFU: FLOPs that the samples need (`model.flops.FlopCount`: 6 per weight and token, the head for trained tokens only,
@@ -34,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train.py does, before importing torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -59,6 +63,7 @@ from model.activation_checkpointing import apply_activation_checkpointing
 from model.blocks import find_blocks
 from model.flops import FlopCount, count_flops
 from model.method import Method
+from model.sharding import reshard
 from objectives.next_tokens import CausalLM
 from options import LoRAOptions, TrainOptions
 from ranks.devices import peak_flops, peak_memory
@@ -84,6 +89,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary, 
     "medium": (768, 2048, 4, 12, 4, 8192, True),
     "small": (128, 352, 4, 4, 2, 151936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, False),  # with Qwen2's biases
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
 BETAS, EPS, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 1.0
@@ -232,7 +238,7 @@ def train_ours(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray
         model.model.set_attn_implementation("sdpa")
         _, loss_sum = model.reference(micro_batch)
         model.model.set_attn_implementation(backend)
-        model.reshard()
+        reshard(model)
         return loss_sum
 
     for batch, rows in zip(prefetch(planned), batches, strict=True):
@@ -434,6 +440,7 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
     """Trains with one method in this process; `Record`'s numbers and the peak of memory."""
     data = open_data(args)
     method = args.worker.partition("+")[0]
+    torch.backends.cuda.enable_cudnn_sdp(False)
     batches = plan_batches(data, method, args)
     held_out = draw_samples(data, seed=args.seed, start=(args.num_steps + 1) * args.batch_size, count=NUM_HELD_OUT)
     device = find_device()

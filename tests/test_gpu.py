@@ -10,14 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import run_forked
+from gpu_cases import DECIDING, make_inputs
+from gpu_settings import read_expected
 from in_process import train_forked, train_here
-from processes import flags
-from small_runs import OPTIONS, make_micro_batch, read_rows
-from tiny_data import make_samples, write_samples
-from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
+from small_runs import make_micro_batch, read_rows
 from torch import Tensor
-from transformers import LlamaConfig
 
 from families.micro_batch import MicroBatch
 from model import tiling
@@ -38,6 +35,7 @@ pytestmark = [
 
 SEQUENCES = (17, 64, 1, 129, 5)
 HALF_BIT = 2**-9  # of bfloat16
+EXPECTED = read_expected()["losses"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -90,74 +88,44 @@ def attend_both_ways(backend: str, inputs: list[Tensor], micro_batch: MicroBatch
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
 
 
-WIDER = LlamaConfig(**SHAPE | dict(hidden_size=256, intermediate_size=512, initializer_range=0.05))
-LORA = dict(lora=True, lora_rank=8, learning_rate=2e-2)
-# What a run is given: options that decide the numbers, which the CPU's has too, and options that must not.
+# What a run on the GPU is given: the name of options in DECIDING, and options that must not change the numbers. Those
+# that compile take longest, and come last.
 CASES = {
-    **{f"attention {name}": ({}, dict(attention=name)) for name in BACKENDS},
-    "selective": ({}, dict(activation_checkpointing="selective")),
-    "compiled": ({}, dict(compile=True)),
-    "compiled, selective": ({}, dict(compile=True, activation_checkpointing="selective")),
-    "liger": ({}, dict(use_liger_kernels=True)),
-    "float8": ({}, dict(float8=True)),
-    "float8, compiled": ({}, dict(float8=True, compile=True)),
-    "offloaded": ({}, dict(cpu_offload=True)),
-    "tiled": ({}, dict(tiled_mlp=True)),
+    **{f"attention {name}": ("full", dict(attention=name)) for name in BACKENDS},
+    "selective": ("full", dict(activation_checkpointing="selective")),
+    "liger": ("full", dict(use_liger_kernels=True)),
+    "float8": ("full", dict(float8=True)),
+    "offloaded": ("full", dict(cpu_offload=True)),
+    "tiled": ("full", dict(tiled_mlp=True)),
     "tiled, inputs offloaded": (
-        {},
+        "full",
         dict(tiled_mlp=True, offload_activations=True, activation_checkpointing="full"),
     ),
-    "8-bit moments": (dict(optimizer="adamw8bit"), {}),
-    "8-bit moments, bf16 weights": (dict(optimizer="adamw8bit", master_weights="bfloat16"), {}),
-    "lora": (LORA, {}),
-    "lora, compiled": (LORA, dict(compile=True)),
-    "nf4": (LORA | dict(base_quantization="nf4"), {}),
-    "osft": (dict(osft=True, osft_unfreeze_rank_ratio=0.5), {}),
-    "osft, compiled": (dict(osft=True, osft_unfreeze_rank_ratio=0.5), dict(compile=True)),
+    "8-bit moments": ("8-bit moments", {}),
+    "8-bit moments, bf16 weights": ("8-bit moments, bf16 weights", {}),
+    "lora": ("lora", {}),
+    "nf4": ("nf4", {}),
+    "osft": ("osft", {}),
+    "compiled": ("full", dict(compile=True)),
+    "compiled, selective": ("full", dict(compile=True, activation_checkpointing="selective")),
+    "float8, compiled": ("full", dict(float8=True, compile=True)),
+    "lora, compiled": ("lora", dict(compile=True)),
+    "osft, compiled": ("osft", dict(compile=True)),
 }
 PACKAGES = {"attention flash_attn": "flash_attn", "attention varlen_fa3": "flash_attn_interface",
             "liger": "liger_kernel", "float8": "torchao", "nf4": "bitsandbytes", "lora": "peft"}  # fmt: skip
 ONLY_ON_CUDA = ("attention flash_attn", "attention varlen", "attention varlen_fa3", "liger", "float8", "compiled",
                 "inputs offloaded")  # fmt: skip
-NUM_STEPS = 6
 TILE = 8  # tokens, so that rows of 64 have several
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("inputs")
-    samples = make_samples(40, vocab_size=VOCAB_SIZE)
-    model = save_tokenizer(save_model(WIDER, root / "model"))
-    data = write_samples(root / "data.arrow", samples)
-    run = OPTIONS | dict(learning_rate=1e-3, max_steps=NUM_STEPS, checkpoint_every_steps=None)
-    return run | dict(model_name_or_path=str(model), data_path=str(data), osft_cache_dir=str(root / "osft"))
-
-
-@pytest.fixture(scope="module")
-def on_cpu(inputs, tmp_path_factory):
-    """The rows of a run in fp32 in a process without a GPU, once for the same options."""
-    known: dict[str, list[dict]] = {}
-
-    def run(options: dict) -> list[dict]:
-        if str(options) not in known:
-            output_dir = tmp_path_factory.mktemp("cpu") / "run"
-            own = drop_foreign(inputs | options) | dict(output_dir=output_dir, compute_dtype="float32")
-            result = run_forked(0, "train.py", *flags(**own), env={"CUDA_VISIBLE_DEVICES": ""})
-            assert result.returncode == 0, result.stderr
-            known[str(options)] = read_rows(output_dir)
-        return known[str(options)]
-
-    return run
-
-
-def drop_foreign(options: dict) -> dict:
-    """Without what is refused where it has no effect."""
-    return {name: value for name, value in options.items() if value is not None and (
-        name != "osft_cache_dir" or options.get("osft"))}  # fmt: skip
+def inputs(tmp_path_factory) -> dict[str, object]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_trains_to_the_cpus_losses_within_bf16(case, inputs, on_cpu, world: World, tmp_path: Path, monkeypatch):
+def test_it_trains_to_the_cpus_losses_within_bf16(case, inputs, world: World, tmp_path: Path, monkeypatch):
     missing = [package for name, package in PACKAGES.items()
                if name in case and importlib.util.find_spec(package) is None]  # fmt: skip
     if missing:
@@ -166,11 +134,13 @@ def test_it_trains_to_the_cpus_losses_within_bf16(case, inputs, on_cpu, world: W
         pytest.skip("needs a CUDA device")
     monkeypatch.setattr(tiling, "LEAST_TOKENS", TILE)
     deciding, changes = CASES[case]
-    expected = on_cpu(deciding)
-    options = drop_foreign(inputs | deciding | changes) | dict(compute_dtype="bfloat16", output_dir=tmp_path / "run")
-    train_here(world, **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()})
+    options = inputs | DECIDING[deciding] | changes
+    options |= dict(compute_dtype="bfloat16", output_dir=str(tmp_path / "run"))
+    if "osft" in deciding:
+        options |= dict(osft_cache_dir=str(tmp_path / "osft"), save_final_checkpoint=True)  # which measures the leak
+    train_here(world, **options)
     rows = read_rows(tmp_path / "run")
-    check_losses(rows, expected, within=0.1 if "float8" in case or "bf16 weights" in case else 0.03)
+    check_losses(rows, EXPECTED[deciding], within=0.1 if "float8" in case or "bf16 weights" in case else 0.03)
     if "osft" in case:
         assert rows[-1]["osft_leak"] < 1e-5
 
@@ -183,7 +153,7 @@ def check_losses(rows: list[dict], expected: list[dict], *, within: float) -> No
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
-def test_two_that_share_rows_train_to_the_cpus_losses_within_bf16(attention, inputs, on_cpu, tmp_path: Path):
+def test_two_that_share_rows_train_to_the_cpus_losses_within_bf16(attention, inputs, tmp_path: Path):
     if HAS_GPU and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     package = PACKAGES.get(f"attention {attention}", "torch")
@@ -193,5 +163,5 @@ def test_two_that_share_rows_train_to_the_cpus_losses_within_bf16(attention, inp
         pytest.skip("needs a CUDA device")
     output_dir = tmp_path / "run"
     shared = dict(context_parallel=2, max_tokens_per_gpu=32, attention=attention, compute_dtype="bfloat16")
-    train_forked(2, **drop_foreign(inputs) | shared | dict(output_dir=output_dir))
-    check_losses(read_rows(output_dir), on_cpu({}), within=0.03)
+    train_forked(2, **inputs | shared | dict(output_dir=output_dir))
+    check_losses(read_rows(output_dir), EXPECTED["full"], within=0.03)

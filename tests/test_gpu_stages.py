@@ -9,8 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gpu
+import gpu_settings
+import gpu_stages
 import pytest
-from forked import run_forked
+from breadth import long
+from gpu_cases import DECIDING, train_on_cpu
 from processes import ENV, ROOT, is_alive
 
 pytestmark = pytest.mark.slow
@@ -29,15 +32,15 @@ PROGRAMS = {
 def stages(monkeypatch, tmp_path):
     """The stages of `PROGRAMS`, and a function that calls the command with them and gives the lines and their order."""
     made = [
-        gpu.Stage("good", 60, None),
-        gpu.Stage("failing", 60, None),
-        gpu.Stage("foreign", 60, None, ("no_such_package",)),
-        gpu.Stage("hanging", 2, None),
-        gpu.Stage("last", 60, None),
+        gpu_stages.Stage("good", 60, None),
+        gpu_stages.Stage("failing", 60, None),
+        gpu_stages.Stage("foreign", 60, None, ("no_such_package",)),
+        gpu_stages.Stage("hanging", 2, None),
+        gpu_stages.Stage("last", 60, None),
     ]
     started = []
 
-    def make_command(stage: gpu.Stage, args) -> list[str]:
+    def make_command(stage: gpu_stages.Stage, args) -> list[str]:
         started.append(stage.name)
         program = f"import pathlib, subprocess, time; found = pathlib.Path({str(tmp_path / 'found.json')!r})\n"
         return [sys.executable, "-S", "-c", program + PROGRAMS[stage.name]]
@@ -45,10 +48,10 @@ def stages(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "STAGES", made)
     monkeypatch.setattr(gpu, "make_command", make_command)
 
-    def call(*, minutes: float = 60, again: tuple[str, ...] = ()) -> tuple[dict[str, dict], list[str]]:
+    def call(*, minutes: float = 60, only: tuple[str, ...] = ()) -> tuple[dict[str, dict], list[str]]:
         started.clear()
         places = dict(results=tmp_path, work_dir=tmp_path, wheels=tmp_path / "wheels")
-        gpu.run_stages(SimpleNamespace(**places, minutes=minutes, again=again, tiny=False))
+        gpu.run_stages(SimpleNamespace(**places, minutes=minutes, only=only, tiny=False))
         return {row["stage"]: row for row in gpu.read_results(tmp_path)}, list(started)
 
     return call
@@ -72,7 +75,7 @@ def test_what_fails_or_hangs_is_told_and_passed_over_and_the_next_call_goes_on(s
     assert "good: done" in summary and "  speed: 1.25" in summary and "no_such_package is not installed" in summary
     assert "on the way" in (tmp_path / "log.txt").read_text()
     assert stages() == (rows, [])
-    assert stages(again=("failing",))[1] == ["failing"]
+    assert stages(only=("failing",))[1] == ["failing"]
 
 
 @pytest.mark.long
@@ -86,7 +89,7 @@ def test_a_call_that_ends_in_a_stage_begins_it_once_more_and_no_third_time(stage
 
 @pytest.mark.long
 def test_a_stage_that_the_end_of_a_call_cuts_off_keeps_what_it_found_and_starts_once_more(stages, monkeypatch):
-    monkeypatch.setattr(gpu, "STAGES", [gpu.Stage("hanging", 60, None), gpu.Stage("last", 60, None)])
+    monkeypatch.setattr(gpu, "STAGES", [gpu_stages.Stage(name, 60, None) for name in ("hanging", "last")])
     monkeypatch.setattr(gpu, "MIN_SECONDS", 0.5)
     for _ in range(gpu.MOST_STARTS):
         rows, started = stages(minutes=2 / 60)
@@ -121,7 +124,7 @@ def test_missing_packages_are_installed_from_wheels_and_others_stay(tmp_path, mo
     gpu.install_wheels(tmp_path / "wheels", tmp_path / "site")
     assert (tmp_path / "site" / "made_for_this_test.py").exists() and not (tmp_path / "site" / "tyro.py").exists()
     program = "import made_for_this_test as a, tyro; print(a.origin, hasattr(tyro, 'origin'))"
-    printed = subprocess.run([sys.executable, "-c", program], env=gpu.make_env(), capture_output=True, text=True)
+    printed = subprocess.run([sys.executable, "-c", program], env=gpu_stages.make_env(), capture_output=True, text=True)
     assert printed.stdout == "wheel False\n", printed.stderr
 
 
@@ -134,26 +137,36 @@ def test_what_is_found_is_copied_to_out_after_every_stage(stages, tmp_path, monk
     assert all((out / name).read_bytes() == (tmp_path / name).read_bytes() for name in ("stages.jsonl", "summary.txt"))
 
 
-def run_in_fork(*argv: object) -> str:
-    """As `run_script`, of a script, without the start of Python."""
-    result = run_forked(0, *argv, env={"PYTHONPATH": str(ROOT)})
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
+def test_the_expected_plans_are_of_the_settings_there_are():
+    assert gpu_settings.read_expected()["plans"].keys() == gpu_settings.SETTINGS.keys()
+
+
+@pytest.mark.parametrize("name", ["full", *(long(name) for name in DECIDING if name != "full")])
+def test_the_expected_losses_are_those_of_today(name, tmp_path):
+    expected = gpu_settings.read_expected()["losses"]
+    assert expected.keys() == DECIDING.keys()
+    rows = train_on_cpu(DECIDING[name], tmp_path)
+    for row, known in zip(rows, expected[name], strict=True):
+        assert row == pytest.approx(known, rel=1e-4)
 
 
 @pytest.mark.wide
-def test_a_step_and_a_trace_are_measured_in_small(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "run_script", run_in_fork)
-    setup, found = gpu.Setup(tmp_path / "work", tmp_path, True), {}
-    setup.work_dir.mkdir()
-    gpu.measure_auto(gpu.SMALL)(setup, found.update)
-    assert found["auto"]["max_tokens_per_gpu"] > 437 and found["tokens_per_second"] > 0 and len(found["losses"]) == 2
-    assert 0 < found["plan_gb"] < 2 and any("no problems found" in line for line in found["plan"])
-    gpu.record_trace(setup, found.update)
-    assert len(found["slowest"]) == 11 and "aten::mm" in "".join(found["slowest"])
-    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
-    gpu.show_device(setup, found.update)
-    assert found["bf16_tflops"] > 0 and found["versions"]["torch"]
+@pytest.mark.parametrize("name", gpu_settings.SETTINGS)
+def test_the_expected_plans_are_those_of_today(name, tmp_path):
+    setup = gpu_settings.Setup(tmp_path, tmp_path, tiny=False)
+    assert gpu_settings.plan(setup, name) == pytest.approx(gpu_settings.read_expected()["plans"][name], rel=0.01)
+
+
+def test_a_trace_is_read_for_the_devices_busy_time_and_its_gaps():
+    events = [
+        dict(cat="kernel", name=name, ts=ts, dur=dur)
+        for name, ts, dur in (("a", 100, 50), ("b", 120, 10), ("a", 200, 100), ("c", 290, 60))
+    ]
+    found = gpu_stages.read_trace([dict(cat="cpu_op", name="aten::mm", ts=0, dur=1000), *events])
+    assert found["step_ms"] == pytest.approx(0.25) and found["busy_share"] == pytest.approx(200 / 250)
+    assert (found["num_kernels"], found["num_gaps"]) == (4, 1)
+    assert found["slowest"][0].split() == ["0.15", "ms", "2", "a"] and found["gaps"][0].split() == [
+        "0.050", "ms", "b", "->", "a"]  # fmt: skip
 
 
 @pytest.mark.wide
@@ -164,6 +177,6 @@ def test_the_whole_command_runs_in_small(tmp_path: Path):
     rows = {row["stage"]: row for row in gpu.read_results(tmp_path)}
     assert list(rows) == [stage.name for stage in gpu.STAGES]
     assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(rows, "done"), done.stdout
-    assert rows["kill and resume"]["found"]["bit_for_bit"]
-    assert all("passed" in rows[name]["found"]["outcome"] for name in ("every backend", "other tests"))
-    assert any(line.startswith("| trl |") for line in rows["against others, 1.5B"]["found"]["table"])
+    assert rows["kill and resume"]["found"]["bit_for_bit"] and rows["correctness"]["found"]["counts"]["passed"] > 10
+    assert any(line.startswith("| trl |") for line in rows["against others"]["found"]["table"])
+    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
