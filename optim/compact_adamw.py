@@ -1,6 +1,7 @@
 """Memory-efficient AdamW: moments in 8 bits, weights in bfloat16 with stochastic rounding, or both.
 
-Computes in fp32, one parameter's shard at a time. A block is at most `BLOCK_SIZE` neighbours in the last dimension,
+Computes in fp32, one parameter's shard at a time, of a large one some rows at a time: of each number in work a dozen
+temporary ones exist. A block is at most `BLOCK_SIZE` neighbours in the last dimension,
 which FSDP never splits: moments are the same for any number of ranks, and so is everything saved except for the
 stochastic rounding of bf16 weights.
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 BLOCK_SIZE = 256
 MIN_BLOCK_SIZE = 32  # below this, scales would cost more memory than 8-bit codes save: moments stay in fp32
+MAX_NUMEL = 2**26  # numbers of a shard that are updated at a time: 3 GB of temporary ones
 ROUNDING_STREAM = 1  # separates these random numbers from dropout's for the same seed, step and rank
 
 
@@ -68,26 +70,37 @@ class CompactAdamW(torch.optim.Optimizer):
     def update(self, param: DTensor, group: dict, generator: torch.Generator) -> None:
         if not self.state[param]:
             self.init_state(param)
+        weight, gradient = param.to_local(), param.grad.to_local()
         state = {key: value.to_local() for key, value in self.state[param].items()}
-        weight, gradient = param.to_local(), param.grad.to_local().float()
-        is_coded = "exp_avg_codes" in state
-        if is_coded:
-            exp_avg = decode(state["exp_avg_codes"], state["exp_avg_scales"], is_signed=True)
-            exp_avg_sq = decode(state["exp_avg_root_codes"], state["exp_avg_root_scales"], is_signed=False).square_()
-        else:
-            exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        (beta1, beta2), step = group["betas"], group["step"] + 1
-        exp_avg.lerp_(gradient, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        value = weight.float()  # the weight itself if that is fp32
-        value.mul_(1 - group["lr"] * group["weight_decay"])
-        value.addcdiv_(exp_avg, denominator, value=-group["lr"] / (1 - beta1**step))
-        if weight.dtype == torch.bfloat16:
-            weight.copy_(round_to_bf16(value, generator))
-        if is_coded:
-            encode(exp_avg, state["exp_avg_codes"], state["exp_avg_scales"], is_signed=True)
-            encode(exp_avg_sq.sqrt_(), state["exp_avg_root_codes"], state["exp_avg_root_scales"], is_signed=False)
+        size = max(1, MAX_NUMEL // max(1, weight[:1].numel()))  # in rows
+        for start in range(0, len(weight), size):
+            rows = slice(start, start + size)
+            own = {key: value[rows] for key, value in state.items()}
+            update_rows(weight[rows], gradient[rows].float(), own, group, generator)
+
+
+def update_rows(
+    weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict, generator: torch.Generator
+) -> None:
+    """AdamW's update of some rows and their moments, in place. `gradient`: fp32."""
+    is_coded = "exp_avg_codes" in state
+    if is_coded:
+        exp_avg = decode(state["exp_avg_codes"], state["exp_avg_scales"], is_signed=True)
+        exp_avg_sq = decode(state["exp_avg_root_codes"], state["exp_avg_root_scales"], is_signed=False).square_()
+    else:
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    (beta1, beta2), step = group["betas"], group["step"] + 1
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    value = weight.float()  # the weight itself if that is fp32
+    value.mul_(1 - group["lr"] * group["weight_decay"])
+    value.addcdiv_(exp_avg, denominator, value=-group["lr"] / (1 - beta1**step))
+    if weight.dtype == torch.bfloat16:
+        weight.copy_(round_to_bf16(value, generator))
+    if is_coded:
+        encode(exp_avg, state["exp_avg_codes"], state["exp_avg_scales"], is_signed=True)
+        encode(exp_avg_sq.sqrt_(), state["exp_avg_root_codes"], state["exp_avg_root_scales"], is_signed=False)
 
 
 def make_generator(seed: int, step: int, param: DTensor) -> torch.Generator:

@@ -11,7 +11,8 @@ from small_runs import OPTIONS, make_inputs, read_rows
 from tiny_models import FAMILIES, build, save_model
 from torch.distributed.tensor import DTensor, Shard
 
-from optim.compact_adamw import CompactAdamW, decode, encode, make_generator, round_to_bf16
+from optim import compact_adamw
+from optim.compact_adamw import CompactAdamW, decode, encode, make_generator, round_to_bf16, update_rows
 from optim.optimizers import build_optimizer, set_step
 from options import OptimizationOptions
 
@@ -52,6 +53,17 @@ def test_twenty_steps_end_near_those_of_adamw(optimizer, dtype, world):
     weight, _ = train_matrix(world, optimizer=optimizer, dtype=getattr(torch, dtype), num_steps=20)
     moved = (expected - start).to_local().norm()
     assert (weight.float() - expected).to_local().norm() < 0.05 * moved
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw8bit", "float32"), ("adamw8bit", "bfloat16")])
+def test_a_large_shard_is_updated_some_rows_at_a_time_to_the_same_bits(optimizer, dtype, world, monkeypatch):
+    expected, _ = train_matrix(world, optimizer=optimizer, dtype=getattr(torch, dtype), num_steps=3)
+    sizes = []
+    monkeypatch.setattr(compact_adamw, "MAX_NUMEL", 7 * 512)  # of 64 rows, the last of which are fewer
+    monkeypatch.setattr(compact_adamw, "update_rows", lambda *args: sizes.append(len(args[0])) or update_rows(*args))
+    weight, _ = train_matrix(world, optimizer=optimizer, dtype=getattr(torch, dtype), num_steps=3)
+    assert torch.equal(weight.to_local(), expected.to_local())
+    assert sizes == 3 * [*9 * [7], 1, 64]  # the vector's numbers are few
 
 
 def count_bytes(optimizer: torch.optim.Optimizer) -> int:
