@@ -34,7 +34,8 @@ from objectives.packed_model import PackedModel
 from ranks.world import World, init_world
 
 LENGTHS = (13, 1, 22, 7)
-CASES = ("llama", "qwen2", "qwen3", "mistral_window", "gemma2_softcaps", "gemma3", "phi3", "olmo2", "granite_scaled")
+CASES = ("llama", "qwen2", "qwen3", "mistral_window", "gemma2_softcaps", "gemma3", "phi3", "olmo2", "granite_scaled",
+         "mixtral", "gpt_oss_sinks")  # fmt: skip
 MODES = ("none", "selective", "full")
 MOST = 1e-5  # relative difference of a gradient
 
@@ -92,6 +93,7 @@ def compare(case: str, world: World) -> bool:
             try:
                 ours = build(path, world, use_liger_kernels=True, activation_checkpointing=mode)
                 check(ours, world)
+                check_experts(ours)
                 error = max(measure_error(each, expected[name]) for name, each in measure(ours).items())
             except Exception as failure:  # of the interpreter, which may be anything
                 texts.append(f"{case}, {mode}: {type(failure).__name__}: {failure}"[:300])
@@ -101,6 +103,13 @@ def compare(case: str, world: World) -> bool:
                 is_right &= error <= MOST
     print(f"{case:18} {' '.join(texts)}", flush=True)
     return is_right
+
+
+def check_experts(packed_model: PackedModel) -> None:
+    """RuntimeError if experts held as one tensor have code of liger-kernel's."""
+    for name, module in packed_model.named_modules():
+        if any(param.ndim == 3 for param in module.parameters(recurse=False)) and "forward" in vars(module):
+            raise RuntimeError(f"{name} was replaced")
 
 
 def measure(packed_model: PackedModel) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from model.build import build_model
 from model.check import check_model, draws_random_numbers
 from model.compiled_check import check_compiled
 from model.flops import FlopCount, count_flops
+from model.liger import forget_liger_kernels
 from objectives.packed_model import PackedModel
 from options import TrainOptions
 from ranks.devices import DTYPES
@@ -39,6 +40,7 @@ def build_run_model(
     """
     if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
+    forget_liger_kernels()  # of an earlier run in this process
     method, compute = inputs.method, options.compute
     build_from = functools.partial(
         build_model,

@@ -193,13 +193,17 @@ def list_parameters(function: Callable[..., Tensor]) -> frozenset[str]:
 
 
 def activate_kernels(backend: str) -> None:
-    """Makes torch's varlen compute with the kernels of FlashAttention 3 for varlen_fa3, otherwise with torch's own."""
+    """Makes torch's varlen compute with the kernels of FlashAttention 3 for varlen_fa3, otherwise with torch's own.
+
+    cuDNN's attention, which torch prefers on Hopper, is off: it makes a plan for each length of a sequence.
+    """
     from torch.nn.attention import (
         activate_flash_attention_impl,
         current_flash_attention_impl,
         restore_flash_attention_impl,
     )
 
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if backend == "varlen_fa3":
         activate_flash_attention_impl("FA3")
     elif current_flash_attention_impl() is not None:

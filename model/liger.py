@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from pretrained.text_tower import is_multimodal
 
@@ -31,6 +32,7 @@ class Replaced(NamedTuple):
 def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_products: bool) -> tuple[Replaced, ...]:
     """Replaces norms, rotary embeddings and MLPs with liger-kernel's; returns what was replaced.
 
+    Experts held as one tensor keep their own code: liger-kernel's routing waits for the GPU in every layer (0.8.5).
     The loss is not replaced: its kernel syncs with the GPU and cannot weight tokens. With `keeps_products`, rotary
     embeddings are not replaced either: liger-kernel's work in place, and would rotate kept outputs twice. Otherwise the
     family's own default decides, since liger-kernel raises where it has no kernel for the family's rotary embeddings.
@@ -44,12 +46,18 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_p
         raise ValueError(f"--use-liger-kernels: liger-kernel does not support model type {model.config.model_type!r}")
     if getattr(model.config, "mlp_bias", False):
         raise ValueError("--use-liger-kernels: liger-kernel's MLPs have no biases, but this model's do (mlp_bias)")
-    set_all(process_wide)  # or an earlier model's rotary embeddings would stay where this one must not have them
+    forget_liger_kernels()  # or an earlier model's rotary embeddings would stay where this one must not have them
     rope = {"rope": False} if keeps_products else {}
     return record_replaced(
         model,
         lambda: _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False, **rope),
     )
+
+
+def forget_liger_kernels() -> None:
+    """Restores functions that an earlier model's kernels have replaced for all models of this process."""
+    set_all(process_wide)
+    process_wide.clear()
 
 
 def check_device(device: torch.device) -> None:
@@ -68,15 +76,28 @@ def record_replaced(model: PreTrainedModel, replace: Callable[[], None]) -> tupl
     classes = {type(module) for module in modules}
     owners = [*modules, *classes, *(sys.modules[name] for name in {each.__module__ for each in classes})]
     before = [(owner, dict(vars(owner))) for owner in owners]
+    activations = {key: dict.__getitem__(ACT2FN, key) for key in ACT2FN}  # as classes, not yet instantiated
     replace()
+    ACT2FN.update(activations)  # a table of all models; the layers of this one have theirs already
     replaced = tuple(
         Replaced(owner, name, attributes.get(name, ABSENT))
         for owner, attributes in before
         for name in attributes.keys() | vars(owner).keys()
         if vars(owner).get(name, ABSENT) is not attributes.get(name, ABSENT)
     )
+    of_experts = tuple(each for each in replaced if is_of_experts(each))
+    set_all(of_experts)
+    replaced = tuple(each for each in replaced if each not in of_experts)
     process_wide[:] = [each for each in replaced if not isinstance(each.owner, nn.Module)]
     return replaced
+
+
+def is_of_experts(replaced: Replaced) -> bool:
+    """Whether the attribute belongs to experts held as one tensor, or is a class that liger-kernel has for them."""
+    owner, value = replaced.owner, vars(replaced.owner).get(replaced.name)
+    if isinstance(owner, nn.Module):
+        return any(param.ndim == 3 for param in owner.parameters(recurse=False))
+    return isinstance(value, type) and value.__name__ == "LigerExperts"
 
 
 @contextmanager
