@@ -131,6 +131,7 @@ def pack_row(sequences: Sequence[np.ndarray]) -> Row:
 def chunk_sequences(row: Row, size: int) -> Row:
     """Adds a border after every `size` tokens of each sequence, for chunked attention."""
     lengths = [min(size, length - start) for length in row.seq_lengths for start in range(0, length, size)]
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    cu_seqlens = cu_seqlens.to(row.cu_seqlens.device, non_blocking=True)
+    device = row.cu_seqlens.device
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    cu_seqlens = borders.to(device, non_blocking=True)  # without pinned memory the host would wait
     return replace(row, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), seq_lengths=lengths)
