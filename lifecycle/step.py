@@ -102,8 +102,8 @@ def run_backward(
 ) -> Tensor:
     """Accumulates the micro-batch's gradient; returns its summed loss, an fp32 scalar.
 
-    `divisors` are the global batch's, over all ranks: FSDP sums gradients (see apply_fsdp), which gives the gradient of
-    the mean. `shared`: the result of `sum_ahead`.
+    `divisors` are the global batch's, over all ranks; FSDP sums gradients (see apply_sharding), which gives that of the
+    mean. `shared`: the result of `sum_ahead`.
     """
     loss_sum = model(micro_batch, shared)
     loss = loss_sum / (divisors[TARGETS] or 1)

@@ -28,7 +28,7 @@ from model.method import MetaModel, Method
 from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
 from model.offloading import apply_offloading
 from model.padded_attention import pad_attention
-from model.sharding import apply_fsdp
+from model.sharding import apply_sharding
 from model.tiling import apply_tiling, find_tiled
 from model.weights import Reader, read_weights
 from objectives.objective import Objective
@@ -75,7 +75,7 @@ def build_model(
     )
     packed_model.compiled = meta.compiled
     packed_model.own_code = functools.partial(restored, meta.replaced)
-    apply_fsdp(
+    apply_sharding(
         packed_model,
         meta.blocks,
         sharding,

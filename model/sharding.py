@@ -1,4 +1,4 @@
-"""Applies FSDP2 to a finished model, filling it unit by unit, and sets when gradients are reduced over ranks."""
+"""Fills a finished model unit by unit and shards it by FSDP2, and sets when gradients are reduced over ranks."""
 
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from model.method import Method
 from model.reading_ahead import reading_ahead
 from model.weights import Reader
+from model.whole_weights import WholeWeights, cast_inputs
 from objectives.packed_model import PackedModel
 from options import ShardingOptions
 from ranks.terminal import show_progress
@@ -27,9 +28,29 @@ from ranks.world import World, broadcast_from_rank0
 RESHARDING = {"auto": None, "always": True, "never": False}  # fully_shard's reshard_after_forward
 # --reshard-after-backward: whether weights stay gathered between a step's micro-batches. auto: until it is settled.
 KEEPING = {"auto": False, "always": False, "never": True}
+READING = ("hidden_states", "look_ahead", "predict", "reference", "score")  # methods that read weights, beside forward
+STATE = 4  # numbers for each weight that trains: itself, its gradient, two moments
+ROOM = 0.85  # share of the memory that weights, gradients, moments and weights in the compute type may fill
 
 
-def apply_fsdp(
+def stays_whole(
+    model: nn.Module, compute_dtype: torch.dtype, sharding: ShardingOptions, *, world_size: int, memory: int | None
+) -> bool:
+    """Whether one rank has room for all weights in the compute type beside the masters, and so needs no FSDP.
+
+    `memory`: bytes that the rank may use; None: unknown, and enough.
+    """
+    if world_size > 1 or sharding.cpu_offload or sharding.micro_batch_grad_sync != "every":
+        return False
+    if "always" in (sharding.reshard_after_forward, sharding.reshard_after_backward):
+        return False
+    params = list(model.parameters())
+    num_copied = sum(p.numel() for p in params if p.is_floating_point() and p.dtype != compute_dtype)
+    num_bytes = sum((STATE if p.requires_grad else 1) * p.numel() * p.itemsize for p in params)
+    return memory is None or num_copied == 0 or num_bytes + num_copied * compute_dtype.itemsize <= ROOM * memory
+
+
+def apply_sharding(
     packed_model: PackedModel,
     blocks: nn.ModuleList,
     sharding: ShardingOptions,
@@ -42,8 +63,11 @@ def apply_fsdp(
 
     Units are processed one at a time, so that no rank ever holds more than one of them unsharded. Weights keep their
     dtypes on meta, compute is in the model's `compute_dtype`, and gradients are reduced in fp32, then cast to the
-    weights' dtype.
+    weights' dtype. A single rank has nothing to shard (`stays_whole`): the same numbers, with less work of the host.
     """
+    is_whole = stays_whole(
+        packed_model, packed_model.compute_dtype, sharding, world_size=world.world_size, memory=world.memory
+    )
     reshard = RESHARDING[sharding.reshard_after_forward]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
@@ -63,15 +87,23 @@ def apply_fsdp(
                 fill_module(module, name, readers, tied=tied, device=world.device)
             if unit is packed_model:
                 packed_model.model.tie_weights()
-            fully_shard(
-                unit,
-                mesh=world.mesh,
-                reshard_after_forward=reshard,
-                shard_placement_fn=choose_dim(world.num_shards),
-                mp_policy=root_policy if unit is packed_model else policy,
-                offload_policy=offload,
-            )
+            if not is_whole:
+                fully_shard(
+                    unit,
+                    mesh=world.mesh,
+                    reshard_after_forward=reshard,
+                    shard_placement_fn=choose_dim(world.num_shards),
+                    mp_policy=root_policy if unit is packed_model else policy,
+                    offload_policy=offload,
+                )
+    packed_model.frees_head = reshard is True
     assert not readers, f"the model has no place for {', '.join(readers)}"
+    if is_whole:
+        packed_model.whole = whole = WholeWeights(packed_model, packed_model.compute_dtype, world.mesh)
+        cast_inputs(blocks, packed_model.compute_dtype)
+        for name in ("forward", *READING):
+            setattr(packed_model, name, whole.wrap(getattr(packed_model, name)))
+        return
     # Configure gradient reduction and prefetching.
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
@@ -84,12 +116,14 @@ def apply_fsdp(
             block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
     if is_plain and not is_tied:
         embedding.set_unshard_in_backward(False)  # its gradient needs the tokens' ids, not its weight
-    for name in ("hidden_states", "look_ahead", "predict", "reference", "score"):
+    for name in READING:
         register_fsdp_forward_method(packed_model, name)
 
 
 def reshard(packed_model: PackedModel) -> None:
     """Frees the parameters that forward passes without a backward leave gathered: the root's, or all."""
+    if packed_model.whole is not None:
+        packed_model.whole.free()
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -109,6 +143,9 @@ def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is
     takes no extra memory. It frees gathered weights in every micro-batch, or the last one (--reshard-after-backward):
     after a step all are freed, so that the optimizer finds the shards and the next forward pass gathers what it wrote.
     """
+    if packed_model.whole is not None:
+        packed_model.whole.stays = not is_last
+        return
     match sharding.micro_batch_grad_sync:
         case "last":
             packed_model.set_requires_gradient_sync(is_last)

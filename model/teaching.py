@@ -25,7 +25,7 @@ class OtherModel:
         self.model = model
 
     def read(self, micro_batch: MicroBatch, predict: Predict) -> TrainedTokens:
-        return self.model.predict(micro_batch, predict)
+        return read_by(self.model, micro_batch, predict, copies_head=self.model.frees_head)
 
 
 class StartWeights:
@@ -51,10 +51,7 @@ class StartWeights:
         model, was_training = self.model, self.model.training
         model.eval()
         self.exchange()
-        tokens = model.predict(micro_batch, predict)
-        if self.trains_head:
-            bias = None if tokens.bias is None else tokens.bias.clone()
-            tokens = replace(tokens, weight=tokens.weight.clone(), bias=bias)
+        tokens = read_by(model, micro_batch, predict, copies_head=self.trains_head or model.frees_head)
         self.exchange()
         model.train(was_training)
         return tokens
@@ -66,6 +63,19 @@ class StartWeights:
             held = own.clone()
             own.copy_(start)
             start.copy_(held)
+
+
+def read_by(model: PackedModel, micro_batch: MicroBatch, predict: Predict, *, copies_head: bool) -> TrainedTokens:
+    """What the model predicts; with a copy of its head, where the head itself will be freed or changed."""
+
+    def read(reader: Reader, micro_batch: MicroBatch) -> TrainedTokens:
+        tokens = predict(reader, micro_batch)
+        if not copies_head:
+            return tokens
+        bias = None if tokens.bias is None else tokens.bias.clone()
+        return replace(tokens, weight=tokens.weight.clone(), bias=bias)
+
+    return model.predict(micro_batch, read)
 
 
 def get_local(param: Tensor) -> Tensor:

@@ -161,9 +161,10 @@ class ShardingOptions:
     shard_size: int | None = None
     """hybrid only: number of ranks that share one copy of the model. Default: the ranks of a node."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free a layer's gathered weights after forward and gather them again for backward. never: less communication, on
-    one GPU less casting, but memory for the whole model in compute-dtype. auto: never if --max-tokens-per-gpu auto or
-    --activation-checkpointing auto measures that there is memory for it, otherwise all layers except the last."""
+    """Free a layer's gathered weights after forward and gather them again for backward. never: less communication, but
+    memory for the whole model in compute-dtype. auto: never if there is memory for it, which GPUs measure at the start,
+    CPUs only for --max-tokens-per-gpu auto and --activation-checkpointing auto; otherwise all layers except the last.
+    One rank with memory for it runs without FSDP2."""
     reshard_after_backward: Literal["auto", "always", "never"] = "auto"
     """Free gathered weights after the backward of each micro-batch and gather them again for the next one. never: only
     after the last one of a step, at the same price. auto: as in --reshard-after-forward; always without such a

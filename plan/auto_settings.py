@@ -17,7 +17,16 @@ from model.activation_checkpointing import MODES, set_activation_checkpointing
 from model.sharding import count_gathered_bytes, prepare_backward
 from optim.optimizers import count_state_bytes
 from options import TrainOptions, flag_name, flatten_options
-from plan.choice import Probe, Room, choose_mode, choose_resharding, count_useful_tokens, find_room, refuse_longest
+from plan.choice import (
+    Probe,
+    Room,
+    choose_mode,
+    choose_resharding,
+    count_useful_tokens,
+    find_room,
+    is_worth_measuring,
+    refuse_longest,
+)
 from ranks.devices import describe_device
 from ranks.ending import log
 from ranks.memory import GIB, MemoryCounter, memory_limit, resident_memory
@@ -153,9 +162,10 @@ def settle_auto_options(
     """
     values, world = flatten_options(options), state.world
     names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if values[name] == "auto"]
-    if not names:
-        return choose_resharding(options.sharding, None, weights_bytes=0), None
-    names += choose_resharding(options.sharding, None, weights_bytes=0)
+    unmeasured = choose_resharding(options.sharding, None, weights_bytes=0, is_whole=state.model.whole is not None)
+    if not names and not is_worth_measuring(unmeasured, world.device):
+        return unmeasured, None
+    names += unmeasured
     place = dict(
         device=describe_device(world.device),
         world_size=world.world_size,
@@ -175,7 +185,7 @@ def settle_auto_options(
     elif "activation_checkpointing" in names:  # else the prober has done so
         set_activation_checkpointing(state.model, state.method, chosen["activation_checkpointing"])
     settled = {name: chosen[name] for name in names}
-    if settled.get("reshard_after_forward") == "never":
+    if settled.get("reshard_after_forward") == "never" and state.model.whole is None:
         state.model.set_reshard_after_forward(False)
     log.info("auto: " + ", ".join(f"{flag_name(name)} {value}" for name, value in settled.items() if value != "auto"))
     return settled, chosen
@@ -211,6 +221,9 @@ def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most
     cap = -(-room.num_tokens // num_sharing)
     model = prober.state.model
     resharding = choose_resharding(
-        options.sharding, room, weights_bytes=count_gathered_bytes(model, model.compute_dtype)
+        options.sharding,
+        room,
+        weights_bytes=count_gathered_bytes(model, model.compute_dtype),
+        is_whole=model.whole is not None,
     )
     return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds) | resharding

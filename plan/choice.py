@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from corpus.by_row import find_top_row
 from corpus.mixture import Mixture
@@ -76,20 +77,29 @@ def list_resharding(sharding: ShardingOptions) -> dict[str, str]:
     return {name: value for name, value in values.items() if value != "auto"}
 
 
-def choose_resharding(sharding: ShardingOptions, room: Room | None, *, weights_bytes: int) -> dict[str, str]:
+def choose_resharding(
+    sharding: ShardingOptions, room: Room | None, *, weights_bytes: int, is_whole: bool
+) -> dict[str, str]:
     """Values for those of the two options of resharding that are auto: never if all weights have room to stay gathered.
 
-    `room`: of the largest micro-batch; None if it was not measured. Its peak contains the gathered weights,
-    `weights_bytes`, only with --reshard-after-forward never.
+    `is_whole`: a single rank keeps them (`stays_whole`). `room`: of the largest micro-batch; None if it was not
+    measured. Its peak contains the gathered weights, `weights_bytes`, only with --reshard-after-forward never.
     """
     more = 0 if sharding.reshard_after_forward == "never" else weights_bytes
     is_known = room is not None and room.num_tokens > 0
-    fits = is_known and extrapolate(room.probes, "excess_bytes", room.num_tokens) + more <= 0
+    has_room = is_known and extrapolate(room.probes, "excess_bytes", room.num_tokens) + more <= 0
+    fits = has_room or is_whole
     # Not kept, "auto" stays FSDP2's default, which frees all layers but the last.
     found = dict(
         reshard_after_forward="never" if fits else "auto", reshard_after_backward="never" if fits else "always"
     )
     return {name: value for name, value in found.items() if name not in list_resharding(sharding)}
+
+
+def is_worth_measuring(unmeasured: dict[str, str], device: torch.device) -> bool:
+    """Whether the room for gathered weights is measured, also with a fixed number of tokens: on GPUs, where it is not
+    known without (`choose_resharding` of no room)."""
+    return device.type == "cuda" and "auto" in unmeasured.values()
 
 
 def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: float) -> Room:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lifecycle.inputs import RunInputs
 from model.activation_checkpointing import MODES
-from model.sharding import count_gathered_bytes
+from model.sharding import count_gathered_bytes, stays_whole
 from options import ComputeOptions, TrainOptions, flag_name, replace_options
 from plan.choice import (
     NUM_BATCHES,
@@ -15,6 +15,7 @@ from plan.choice import (
     choose_resharding,
     count_useful_tokens,
     find_room,
+    is_worth_measuring,
     list_resharding,
     refuse_longest,
 )
@@ -32,7 +33,7 @@ KINDS = {  # the kinds of StepMemory.peak in words
     "frozen": "weights and buffers that do not train",
     "gradients": "gradients, sharded",
     "optimizer": "optimizer state, sharded",
-    "gathered": "units that FSDP gathers and reduces",
+    "gathered": "weights gathered or cast, gradients reduced",
     "activations": "activations",
     "loss": "loss: a chunk of logits, gradient of the head",
     "teacher": "teacher, sharded",
@@ -129,7 +130,16 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     if target.limit is None:
         for name in (name for name, value in autos if value == "auto"):
             findings.add_problem(f"--{name} auto cannot be planned without --memory-budget-gb")
-    if target.limit is None or "auto" not in (given, mode):
+    meta = run.model.meta
+    is_whole = stays_whole(
+        meta.model,
+        meta.compute_dtype,
+        options.sharding,
+        world_size=target.ranks.world_size,
+        memory=target.ranks.memory,
+    )
+    unmeasured = choose_resharding(options.sharding, None, weights_bytes=0, is_whole=is_whole)
+    if target.limit is None or not ("auto" in (given, mode) or is_worth_measuring(unmeasured, target.device)):
         return options
     data = run.inputs.data
     batches = run.inputs.draw_batches(run.start)
@@ -155,9 +165,11 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
         cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
             findings.add_problem(refuse_longest(data, room))
-    meta = run.model.meta
     resharding = choose_resharding(
-        options.sharding, room, weights_bytes=count_gathered_bytes(meta.model, meta.compute_dtype)
+        options.sharding,
+        room,
+        weights_bytes=count_gathered_bytes(meta.model, meta.compute_dtype),
+        is_whole=is_whole,
     )
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)
 

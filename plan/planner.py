@@ -124,7 +124,7 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
     offloads = options.sharding.cpu_offload and device.type == "cuda"
     gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
-        Ranks(world_size, num_shards, num_sharing, offloads),
+        Ranks(world_size, num_shards, num_sharing, offloads, limit if device.type == "cuda" else None),
         device,
         name,
         peak,

@@ -29,7 +29,7 @@ from lifecycle.step import TrainState, run_backward, update_weights
 from model.build import check_divisible, make_meta_model, set_weights_dtype
 from model.flops import FlopCount, count_flops
 from model.method import MetaModel, Method
-from model.sharding import KEEPING, apply_fsdp, prepare_backward
+from model.sharding import KEEPING, apply_sharding, prepare_backward
 from model.tiling import apply_tiling
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
@@ -73,6 +73,7 @@ class Ranks:
     num_shards: int  # ranks that hold one copy of the model
     num_sharing: int | None = None  # ranks that share a packed row; None: each has rows of its own
     offloads: bool = False  # whether what is sharded lies elsewhere, and is not counted
+    memory: int | None = None  # bytes that one may use, where it decides how weights are held
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +162,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
     ):
         # The sharded model, and an update, which makes the optimizer's state.
         give_memory(packed_model, planned.method, world)
-        apply_fsdp(
+        apply_sharding(
             packed_model,
             meta.blocks,
             replace(sharding, cpu_offload=False),
@@ -236,7 +237,7 @@ def fake_world(ranks: Ranks) -> Iterator[World]:
     try:
         mesh = make_mesh("cpu", ranks.world_size, ranks.num_shards)
         row_group = make_row_group(0, ranks.world_size, ranks.num_sharing)
-        yield World(0, ranks.world_size, torch.device("cpu"), mesh, row_group)
+        yield World(0, ranks.world_size, torch.device("cpu"), mesh, row_group, memory=ranks.memory)
     finally:
         dist.destroy_process_group()
 

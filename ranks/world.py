@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from options import ShardingOptions
 from ranks.ending import ExitCode, RunError, describe_error, ending_with_message, log
 from ranks.meeting import START_TIMEOUT, count_local_ranks, meet
+from ranks.memory import memory_limit
 from ranks.messages import CleanFormatter
 from ranks.monitor import RunControl
 from ranks.open_files import check_open_files, list_group_sizes, raise_open_file_limit
@@ -43,6 +44,7 @@ class World:
     mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
     row_group: RowGroup | None = None  # the ranks that share packed rows; None: each rank has its own rows
     timeout: datetime.timedelta | None = None  # for collectives of additional groups; None: torch's default
+    memory: int | None = None  # bytes of its GPU that this rank may use; None: on a CPU, or not known
 
     @property
     def control(self) -> dist.ProcessGroup:
@@ -85,7 +87,9 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    world = World(rank, world_size, device, make_mesh(device.type, world_size, world_size), timeout=timeout)
+    memory = memory_limit(None, device) if device.type == "cuda" else None
+    mesh = make_mesh(device.type, world_size, world_size)
+    world = World(rank, world_size, device, mesh, timeout=timeout, memory=memory)
     connect_to_rank0(world)
     return world
 

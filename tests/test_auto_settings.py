@@ -17,7 +17,16 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from model.activation_checkpointing import MODES
 from options import ShardingOptions
-from plan.choice import TOKEN_MULTIPLE, Probe, Room, choose_mode, choose_resharding, extrapolate, find_largest
+from plan.choice import (
+    TOKEN_MULTIPLE,
+    Probe,
+    Room,
+    choose_mode,
+    choose_resharding,
+    extrapolate,
+    find_largest,
+    is_worth_measuring,
+)
 from ranks.memory import MemoryCounter
 
 WHEN = ("forward", "backward")
@@ -210,8 +219,31 @@ def test_memory_that_was_freed_before_counts_when_it_is_taken_again():
 )
 def test_weights_stay_gathered_where_all_of_them_have_room(given, left, expected):
     room = None if left is None else Room(100, [Probe(50, 0, 0, -left - 50), Probe(75, 0, 0, -left - 25)])
-    chosen = choose_resharding(ShardingOptions(**given), room, weights_bytes=1000)
+    chosen = choose_resharding(ShardingOptions(**given), room, weights_bytes=1000, is_whole=False)
     assert chosen == {f"reshard_after_{name}": v for name, v in zip(WHEN, expected, strict=True) if v is not None}
+
+
+def test_a_single_rank_keeps_its_weights_and_others_only_what_was_measured():
+    for is_whole, expected in ((True, ["never", "never"]), (False, ["auto", "always"])):
+        unmeasured = choose_resharding(ShardingOptions(), None, weights_bytes=1000, is_whole=is_whole)
+        assert list(unmeasured.values()) == expected
+        assert is_worth_measuring(unmeasured, torch.device("cuda")) == (not is_whole)
+        assert not is_worth_measuring(unmeasured, torch.device("cpu"))
+
+
+def test_room_for_weights_is_measured_with_a_fixed_number_of_tokens_on_a_gpu(inputs, world, tmp_path, monkeypatch):
+    """On one rank under FSDP2, and with a CPU in the place of the GPU."""
+    monkeypatch.setattr("plan.auto_settings.is_worth_measuring", lambda *_: True)
+    options = inputs | dict(
+        max_tokens_per_gpu=64,
+        reshard_after_backward="always",
+        memory_budget_gb=1000.0,
+        output_dir=str(tmp_path / "run"),
+    )
+    train_here(world, **options)
+    params = outcome(tmp_path / "run")[2]
+    assert params["options"]["reshard_after_forward"] == params["auto_settings"]["reshard_after_forward"] == "never"
+    assert params["options"]["max_tokens_per_gpu"] == 64
 
 
 def test_both_can_be_auto(inputs, world, tmp_path):
@@ -224,5 +256,5 @@ def test_both_can_be_auto(inputs, world, tmp_path):
     cap = params["options"]["max_tokens_per_gpu"]
     train_here(world, **inputs | dict(max_tokens_per_gpu=cap), output_dir=str(tmp_path / "fixed"))
     fixed = outcome(tmp_path / "fixed")[2]["options"]
-    assert (fixed["reshard_after_forward"], fixed["reshard_after_backward"]) == ("auto", "always")
+    assert (fixed["reshard_after_forward"], fixed["reshard_after_backward"]) == ("never", "never")
     check_same(tmp_path / "auto", tmp_path / "fixed")

@@ -235,7 +235,7 @@ class TrainedModel(torch.nn.Module):
 
     def __init__(self, packed: torch.nn.Module):
         super().__init__()
-        self.packed, self.model, self.extra_losses = packed, packed.model, {}
+        self.packed, self.model, self.extra_losses, self.whole = packed, packed.model, {}, None
         self.compute_dtype = torch.float32
 
     def forward(self, micro_batch) -> torch.Tensor:

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from breadth import wide
 from forked import run_forked
 from hand_made import pack_samples
 from processes import ROOT
@@ -50,7 +49,8 @@ def run_backward(model, micro_batches, when: str) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_gradients_summed_at_the_last_micro_batch_are_those_summed_at_every(family, dtype, world, tmp_path):
     path = save_model(FAMILIES[family], tmp_path)
-    every = run_backward(build(path, world, dtype=dtype), make_micro_batches(3), "every")
+    by_fsdp = build(path, world, dtype=dtype, reshard_after_forward="always")
+    every = run_backward(by_fsdp, make_micro_batches(3), "every")
     last = run_backward(build(path, world, dtype=dtype, **WHERE), make_micro_batches(3), "last")
     assert [len(gradients) > 0 for gradients in every] == [True, True, True]
     assert [len(gradients) > 0 for gradients in last] == [False, False, True]
@@ -61,7 +61,7 @@ def test_gradients_summed_at_the_last_micro_batch_are_those_summed_at_every(fami
 
 
 @pytest.mark.parametrize(
-    ("policy", "blocks_kept", "root_kept"), [("auto", False, True), ("always", False, False), ("never", True, True)]
+    ("policy", "blocks_kept", "root_kept"), [("auto", True, True), ("always", False, False), ("never", True, True)]
 )
 def test_weights_are_freed_after_forward_as_asked(policy, blocks_kept, root_kept, world, tmp_path):
     model = build(save_model(FAMILIES["llama"], tmp_path), world, reshard_after_forward=policy)
@@ -76,8 +76,7 @@ def test_weights_are_freed_after_forward_as_asked(policy, blocks_kept, root_kept
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [wide(1), 2])
-def test_weights_that_stay_gathered_change_no_number_and_save_gathers(num_ranks, tmp_path):
+def test_weights_that_stay_gathered_change_no_number_and_save_gathers(tmp_path):
     path, num_micro_batches, num_units = save_model(FAMILIES["llama"], tmp_path / "model"), 3, 4  # 2 of them blocks
     num_both = num_units - 1  # gathered for forward and for backward; the embedding only for forward
     expected = {  # gathers a step by --reshard-after-forward and --reshard-after-backward
@@ -92,12 +91,12 @@ def test_weights_that_stay_gathered_change_no_number_and_save_gathers(num_ranks,
         dict(micro_batch_grad_sync="last", cpu_offload=True, prefetch_blocks=2, activation_checkpointing="full"),
         dict(lora=True, lora_dropout=0.1),
         dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(tmp_path)),
-        *([dict(context_parallel=2)] if num_ranks == 2 else []),
+        dict(context_parallel=2),
     ]
     policies = [dict(reshard_after_forward=f, reshard_after_backward=b) for f, b in expected]
     cases = [*policies, *(o | dict(reshard_after_backward=b) for o in others for b in ("always", "never"))]
     worker, output = ROOT / "tests" / "workers" / "resharding.py", tmp_path / "results"
-    found = run_forked(num_ranks, worker, path, num_micro_batches, output, *map(json.dumps, cases))
+    found = run_forked(2, worker, path, num_micro_batches, output, *map(json.dumps, cases))
     assert found.returncode == 0, found.stderr
     results = torch.load(output)
     num_gathered = [[step.pop("gathered") for step in result["steps"]] for result in results]
@@ -149,7 +148,7 @@ def test_offloaded_weights_are_offloaded_in_every_part_of_the_model(world, tmp_p
     monkeypatch.setattr("model.sharding.fully_shard", record)
     for cpu_offload in (True, False):
         policies.clear()
-        build(path, world, cpu_offload=cpu_offload)
+        build(path, world, cpu_offload=cpu_offload, reshard_after_forward="always")
         assert [isinstance(policy, CPUOffloadPolicy) for policy in policies] == 4 * [cpu_offload]  # 2 blocks
 
 
