@@ -93,9 +93,8 @@ def train(setup: Setup, name: str, **changes: object) -> dict[str, Any]:
     found = {key: statistics.median(row[key] for row in steady) for key in ("tokens_per_second", "time_per_batch")}
     found |= {"mfu": None if rows[-1]["mfu"] is None else statistics.median(row["mfu"] for row in steady)}
     found |= {"micro_batches": statistics.median(row["grad_accum"] for row in steady)}
-    found |= {"peak_gb": rows[-1]["peak_memory_usage_GB"], "plan_gb": read_expected()["plans"][name]}
-    if setup.tiny:
-        del found["plan_gb"]
+    found |= {"peak_gb": rows[-1]["peak_memory_usage_GB"]}
+    found |= {} if setup.tiny else {"plan_gb": read_expected()["plans"][name]}
     auto = json.loads((output_dir / "training_params.json").read_text()).get("auto_settings")
     found |= {"auto": auto} if auto else {}
     start_up = seconds - sum(row["time_per_batch"] for row in rows)

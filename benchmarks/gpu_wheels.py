@@ -15,7 +15,7 @@ WHEELS = ROOT / "benchmarks" / "wheels"
 PYTHON = "3.12"
 PACKAGES = ("tyro", "docstring-parser", "typeguard", "datasets", "dill", "multiprocess", "liger-kernel", "torchao",
             "bitsandbytes", "peft", "trl")  # fmt: skip
-GLIBC_MINORS = (17, 24, 27, 28, 31, 34, 35)  # pip takes a wheel for exactly the platforms it is told
+GLIBC_MINORS = (17, 24, 27, 28, 31, 34, 35)  # pip matches platform tags exactly
 MAX_BYTES = 52 << 20
 
 
