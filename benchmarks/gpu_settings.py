@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "1.5B, 16k tokens, FSDP2": (SMALL, dict(max_tokens_per_gpu=16384) | FSDP),
     "1.5B, 16k tokens, Liger": (SMALL, dict(max_tokens_per_gpu=16384, use_liger_kernels=True)),
     "1.5B, 16k tokens, compiled": (SMALL, dict(max_tokens_per_gpu=16384, compile=True)),
+    "1.5B, 16k tokens, float8, compiled": (SMALL, dict(max_tokens_per_gpu=16384, compile=True, float8=True)),
     "1.5B, 8k tokens": (SMALL, dict(max_tokens_per_gpu=8192)),
     "1.5B, 4k tokens": (SMALL, dict(max_tokens_per_gpu=4096)),
     "1.5B, 4k tokens, FSDP2": (SMALL, dict(max_tokens_per_gpu=4096) | FSDP),

@@ -1,7 +1,6 @@
 """Builds a sharded, trainable model from a model directory: on the meta device, then `apply_*` in a fixed order."""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -23,6 +22,7 @@ from model.attention import (
 )
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
+from model.float8 import apply_float8
 from model.liger import apply_liger_kernels, restored
 from model.method import MetaModel, Method
 from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
@@ -36,11 +36,9 @@ from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
 from pretrained.text_tower import find_decoder, set_attention, text_config
 from ranks.compilation import Compiled
-from ranks.devices import DTYPES, describe_device
+from ranks.devices import DTYPES
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
-
-MIN_FLOAT8_SIZE = 256  # minimum input and output size of a layer: below, casting costs more than fp8 saves
 
 
 def build_model(
@@ -184,35 +182,6 @@ def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
         )
     set_attention(model, "eager")
     return OWN
-
-
-def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
-    """Replaces the blocks' large linear layers with torchao's in fp8.
-
-    Each row of activations has its own scale, so that no token affects another, and weight gradients are computed in
-    bf16, which works for any number of tokens.
-    """
-    is_installed = importlib.util.find_spec("torchao") is not None
-    is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    if not is_able or not is_installed:
-        raise ValueError(
-            "--float8 needs a Hopper GPU or newer and the package torchao (pip install torchao); the device is"
-            f" {describe_device(device)}, torchao is {'' if is_installed else 'not '}installed"
-        )
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def is_suited(module: nn.Module, name: str) -> bool:
-        return all(size % 16 == 0 and size >= MIN_FLOAT8_SIZE for size in module.weight.shape)
-
-    num_suited = sum(isinstance(module, nn.Linear) and is_suited(module, "") for module in blocks.modules())
-    if num_suited == 0:
-        raise ValueError(
-            "--float8 has no effect on this model: no linear layer in its blocks has sizes of at least"
-            f" {MIN_FLOAT8_SIZE} that are multiples of 16"
-        )
-    log.info(f"float8: {num_suited} linear layers")
-    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
-    convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
 
 
 def apply_compile(

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from families.micro_batch import MicroBatch
 from model.attention import OWN
 from model.blocks import find_blocks
+from model.float8 import in_high_precision
 from model.method import Method
 from model.mixers import list_with_kernels, use_loop
 from model.sharding import reshard
@@ -55,7 +56,8 @@ def check_packing(
 ) -> None:
     """Compares, on three short random sequences: each one's hidden states before and after the others change; packed
     hidden states and loss with the model's own forward pass over one sequence at a time; and the sliding windows that
-    reach the attention backend with those that the config declares. Then runs the method's own check.
+    reach the attention backend with those that the config declares. Then runs the method's own check. Layers in fp8
+    are compared with the model's own forward pass in higher precision.
 
     The modules in `training` are in train mode, all others in eval mode.
     """
@@ -97,19 +99,22 @@ def check_packing(
     if packed_model.backend != OWN:  # the model's own attention applies its own windows
         check_windows(packed_model, pack(sequences))
     method.check_start(packed_model, pack(sequences))
-    loss = packed_model(pack(sequences))
-    loss = sum_parts(loss + sum(packed_model.extra_losses.values()), world.row_group).item()
 
     # Hidden states and loss are the model's own.
-    if packed_model.backend != OWN:
-        set_attention(model, "eager")
-    own_loss, errors = 0.0, []
-    for sequence, packed_hidden in zip(sequences, hidden, strict=True):
-        own_hidden, own_sum = packed_model.reference(pack([sequence]))
-        errors.append(token_errors(packed_hidden, own_hidden[0]))
-        own_loss += own_sum.item()
-    if packed_model.backend != OWN:
-        set_attention(model, backend)
+    with in_high_precision(model):
+        packed = pack(sequences)
+        hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
+        loss = packed_model(packed)
+        loss = sum_parts(loss + sum(packed_model.extra_losses.values()), world.row_group).item()
+        if packed_model.backend != OWN:
+            set_attention(model, "eager")
+        own_loss, errors = 0.0, []
+        for sequence, packed_hidden in zip(sequences, hidden, strict=True):
+            own_hidden, own_sum = packed_model.reference(pack([sequence]))
+            errors.append(token_errors(packed_hidden, own_hidden[0]))
+            own_loss += own_sum.item()
+        if packed_model.backend != OWN:
+            set_attention(model, backend)
     error = (torch.cat(errors).max() if exact else torch.cat(errors).median()).item()
     if not error <= rounding:
         raise ValueError(

@@ -15,8 +15,7 @@ from small_runs import full_gradients, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
 from torch import Tensor, nn
 
-from model import build as building
-from model import gathering
+from model import float8, gathering
 from model.blocks import find_blocks
 from objectives.packed_model import PackedModel
 
@@ -192,8 +191,8 @@ def test_the_linear_layers_of_blocks_become_fp8s(world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", package)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(building, "MIN_FLOAT8_SIZE", 32)
+    monkeypatch.setattr(float8, "MIN_SIZE", 32)
     model = build(save_model(FAMILIES["llama"], tmp_path), world)
-    building.apply_float8(find_blocks(model.model), torch.device("cuda"))
+    float8.apply_float8(find_blocks(model.model), torch.device("cuda"))
     assert {name.rpartition(".")[2] for name in converted} >= {"gate_proj", "down_proj", "q_proj", "o_proj"}
     assert not any(name.endswith("k_proj") for name in converted)  # 16 rows

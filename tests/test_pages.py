@@ -122,7 +122,7 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     assert f"| {' | '.join(ratios)} |\n" in page and f"| {medium['grouped']} |\n" in page
     speeds = re.findall(r"^  (.*): tokens_per_second ([\d.]+)", (results / "gpu.txt").read_text(), flags=re.MULTILINE)
     measured = {name: f"{float(speed):,.0f}" for name, speed in speeds}
-    for name in ("8B, LoRA, Liger", "8B, full recomputation", "1.5B, 16k tokens, compiled"):
+    for name in ("8B, LoRA, Liger", "8B, selective recomputation, Liger", "1.5B, 16k tokens, Liger"):
         assert f"| {measured[name]} |" in page, name
     masks = (results / "chat_templates.txt").read_text()
     num_templates = int(re.search(r"^(\d+) templates x", masks, flags=re.MULTILINE).group(1))
