@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from chat.token_spans import Remark
+from chat.token_spans import DIVIDED, Remark
 from corpus.columns import count_column
 from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
@@ -35,6 +35,8 @@ REMARKS = {
     " (--thinking-prefix train-as-prompted)",
     UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
     " (--strict-reasoning refuses such rows)",
+    DIVIDED: "the tokenizer makes one token of the text before an answer and of the answer's beginning; they are"
+    " encoded apart, as at inference, and the answer is trained whole",
     UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
