@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from chat import rendering as chat_rendering
@@ -380,8 +381,12 @@ def test_tokenizer_fingerprint(base_tokenizer):
     same.backend_tokenizer.enable_truncation(5)
     same.backend_tokenizer.enable_padding(length=9)
     assert fingerprint_tokenizer(same) == fingerprint_tokenizer(base_tokenizer)
+    begins = copy.deepcopy(base_tokenizer)
+    begins.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begins.bos_token} $A", special_tokens=[(begins.bos_token, begins.bos_token_id)]
+    )
     same.add_tokens(["new"])
-    assert fingerprint_tokenizer(same) != fingerprint_tokenizer(base_tokenizer)
+    assert len({fingerprint_tokenizer(each) for each in (base_tokenizer, same, begins)}) == 3
 
 
 def test_template_fingerprint(base_tokenizer):
@@ -455,8 +460,6 @@ def test_completions_train_what_follows_the_prompt_and_one_eos(base_tokenizer, c
 
 
 def test_texts_begin_as_the_tokenizer_begins_them(base_tokenizer):
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = copy.deepcopy(base_tokenizer)
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
