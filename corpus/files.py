@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from corpus.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
 from corpus.remote import RemoteFile, find_remote
 from corpus.tables import DELIMITERS, split_table
+from corpus.values import RowReader
 from options.urls import is_url
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -480,11 +481,23 @@ def to_stream(batch: pa.RecordBatch) -> bytes:
 
 
 def iterate_rows(chunk: Chunk) -> Iterator[Row]:
-    """Yields a chunk's rows, unparsed."""
+    """Yields a chunk's rows, unparsed; those of Arrow with JSON's values."""
     if chunk.encoding == "arrow":
-        values = pa.ipc.open_stream(chunk.table).read_all().to_pylist()
-        lines = enumerate(values, start=chunk.first_row)
-    else:
-        lines = iter(chunk.lines)
-    for number, (line, value) in enumerate(lines, start=chunk.first_row):
+        for number, (values, lost) in enumerate(read_arrow(chunk), start=chunk.first_row):
+            yield Row(number, number, values, lost)
+        return
+    for number, (line, value) in enumerate(chunk.lines, start=chunk.first_row):
         yield Row(number, line, value)
+
+
+def read_arrow(chunk: Chunk) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The rows of a chunk that is an Arrow stream; ValueError, with the file, if Python cannot hold them."""
+    table = pa.ipc.open_stream(chunk.table).read_all()
+    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{chunk.file}: has the column {twice[0]!r} twice")
+    try:
+        rows = table.to_pylist()
+    except (ValueError, pa.ArrowException) as error:  # a struct with a key twice, a date beyond the year 9999
+        raise ValueError(f"{chunk.file}: rows from {chunk.first_row} on cannot be read: {error}") from None
+    return RowReader(table.schema).read(rows)

@@ -11,8 +11,6 @@
 
 import contextlib
 import difflib
-import json
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
 from chat.placeholders import IMAGE_PART, is_text_part, list_parts
+from corpus.calls import read_message
 from corpus.columns import (
     ASKING,
     MEANINGS,
@@ -35,6 +34,8 @@ from corpus.columns import (
 )
 from corpus.files import Chunk, Encoding, iterate_rows
 from corpus.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
+from corpus.strict_json import parse_json, quote, read_embedded_json
+from corpus.values import refuse_non_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -260,7 +261,7 @@ def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fie
     if isinstance(raw, BadRow):
         raise ValueError(raw.reason)
     if isinstance(raw, dict):
-        return drop_nulls(raw)
+        return raw
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -273,38 +274,6 @@ def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fie
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {quote(row)}")
     return row
-
-
-def drop_nulls(value: Any) -> Any:
-    """`value` without keys whose value is null: in a table every row has the keys of all rows, at every depth."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def parse_json(text: str) -> Any:
-    try:
-        return STRICT_JSON.decode(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> Fields:
-    """The JSON object; refuses repeated keys, because parsers disagree which value counts."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"ambiguous JSON: the key {quote(key)} occurs twice")
-    return values
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"not JSON: {name} is not a JSON number")
-
-
-STRICT_JSON = json.JSONDecoder(object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant)
 
 
 def read_messages(row: Fields) -> Chat | Document:
@@ -397,6 +366,7 @@ def build_chat(messages: list[Any], row: Fields) -> Chat:
     unmask = row.get("unmask")
     if not isinstance(unmask, bool | None):
         raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
+    messages = [read_message(message, number) for number, message in enumerate(messages, start=1)]
     for number, message in enumerate(messages, start=1):
         check_message(message, number)
     messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
@@ -451,21 +421,13 @@ def read_tools(row: Fields) -> list[Fields] | None:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"'tools' is {quote(tools)}, expected a list of objects")
+    refuse_non_json(tools, "'tools'")
     return tools
 
 
 def read_system(row: Fields) -> list[Fields]:
     """The `system` column as the first message; no message if it is empty."""
     return [{"role": "system", "content": require_text(row, "system")}] if row.get("system") else []
-
-
-def read_embedded_json(text: Any, where: str) -> Any:
-    if not isinstance(text, str):
-        raise ValueError(f"{where} is {quote(text)}, expected JSON text")
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
 
 
 def require_list(row: Fields, key: str) -> list[Any]:
@@ -488,8 +450,3 @@ def require_one_text(row: Fields, *keys: str) -> str:
     if len(found) > 1:
         raise ValueError(f"has both {found[0]!r} and {found[1]!r}: leave one out")
     return require_text(row, found[0] if found else keys[0])
-
-
-def quote(value: Any) -> str:
-    """A value as shown in a message: on one line, and short."""
-    return "missing or null" if value is None else reprlib.repr(value)
