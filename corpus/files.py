@@ -496,8 +496,12 @@ def read_arrow(chunk: Chunk) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
         raise ValueError(f"{chunk.file}: has the column {twice[0]!r} twice")
-    try:
-        rows = table.to_pylist()
-    except (ValueError, pa.ArrowException) as error:  # a struct with a key twice, a date beyond the year 9999
-        raise ValueError(f"{chunk.file}: rows from {chunk.first_row} on cannot be read: {error}") from None
+    columns = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (ValueError, OverflowError, pa.ArrowException) as error:  # a key twice, a date beyond the year 9999
+            where = f"the column {name!r}, in rows from {chunk.first_row} on"
+            raise ValueError(f"{chunk.file}: {where}: cannot be read: {error}") from None
+    rows = [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
     return RowReader(table.schema).read(rows)

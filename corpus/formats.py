@@ -6,6 +6,7 @@
 | sharegpt   | conversations (from, value), system, tools    | chat                                             |
 | alpaca     | instruction, input, output, system, history   | chat; instruction, blank line, input is the user |
 | completion | prompt, and completion or generation          | text whose completion is trained                 |
+|            | the same, lists of messages; tools            | chat whose completion is trained                 |
 | document   | document or text                              | text that is all trained                         |
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
 from chat.placeholders import IMAGE_PART, is_text_part, list_parts
+from corpus.answers import check_prompt, leave_untrained
 from corpus.calls import read_message
 from corpus.columns import (
     ASKING,
@@ -35,6 +37,7 @@ from corpus.columns import (
 from corpus.files import Chunk, Encoding, iterate_rows
 from corpus.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
 from corpus.strict_json import parse_json, quote, read_embedded_json
+from corpus.turn_texts import parse_turns
 from corpus.values import refuse_non_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -115,6 +118,8 @@ def read_fields(
         return None
     refuse_ignored(row, data_format, paths)
     row = drop_ignored(row, paths.ignored, tally)
+    answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
+    also_read = (*also_read, "tools") if answered else also_read
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (key,))}
@@ -125,7 +130,8 @@ def read_fields(
     without = {PROMPTING} if data_format is None else set()
     meanings = [meaning for meaning in MEANINGS if (given or meaning != ASKING) and meaning not in without]
     check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
-    return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
+    fields = parse_turns(rename_fields(row, paths, also_read), answered)
+    return check_messages(fields, paths.ignored, tally, also=answered)
 
 
 def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> None:
@@ -199,9 +205,11 @@ def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, .
     Raises ValueError if the row lacks a path.
     """
     given = paths.given
-    if row is None or not given:
-        return row
-    found = {name: look_up(row, path) for name, path in given.items()}
+    if row is None:
+        return None
+    if not given:
+        return parse_turns(row, ())
+    found = parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
     for name, value in found.items():
         if value is None:
             raise ValueError(f"no {given[name]!r} (--{name}-field), or it is empty: the row has {quote(sorted(row))}")
@@ -324,8 +332,31 @@ def read_alpaca(row: Fields) -> Chat:
     return build_chat(read_system(row) + messages, row)
 
 
-def read_completion(row: Fields) -> Completion:
-    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}."""
+def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
+    """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
+    prompt = look_up(row, paths.prompt or "prompt")
+    for name in ("completion", "generation"):
+        both = parse_turns({"prompt": prompt, name: look_up(row, paths.completion or name)})
+        if all(isinstance(value, list) for value in both.values()):
+            return "prompt", name
+    return ()
+
+
+def read_conversation(row: Fields, names: tuple[str, ...]) -> Chat:
+    """Reads {"prompt": [...], "completion": [...]}, lists of messages: only the assistant's of the completion are
+    trained."""
+    prompt, answer = (require_list(parse_turns(row, names), name) for name in names)
+    chat = build_chat([*prompt, *answer], {"tools": row.get("tools")})
+    check_prompt(chat.messages[: len(prompt)])
+    if any(message.get("train") for message in chat.messages[: len(prompt)]):
+        raise ValueError("has 'train': true in a message of the prompt: only the completion's messages are trained")
+    return leave_untrained(chat, len(prompt))
+
+
+def read_completion(row: Fields) -> Completion | Chat:
+    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages."""
+    if answered := list_conversation(row):
+        return read_conversation(row, answered)
     return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
 
 

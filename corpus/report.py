@@ -24,7 +24,8 @@ SHOWN_SAMPLES_SEED = 42  # seed of the lots that choose the samples to show
 SECONDS_PER_LINE = 10  # between progress lines without a terminal
 MAX_REASON_KINDS = 200  # further kinds of reasons are counted together
 MAX_REMARK_KINDS = 200  # further remarks are counted without their texts
-NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # by kind
+LOST_NULLS, MISSING_CELL = "lost nulls", "missing cell"  # kinds of remarks on rows of tables
+NUM_REMARKS_SHOWN = {UNREAD_KEY: 20, MISSING_CELL: 10}  # by kind
 NUM_SHOWN_OF_OTHER_KINDS = 2
 REMARKS = {
     AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
@@ -35,6 +36,10 @@ REMARKS = {
     " (--thinking-prefix train-as-prompted)",
     UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
     " (--strict-reasoning refuses such rows)",
+    LOST_NULLS: "nulls in {prompted} are left out: Parquet also has them where a row lacks a key that others have; to"
+    " keep those that a row has, write {prompted} as JSON text",
+    MISSING_CELL: "the cell in the column {prompted} is the text {rendered}, which pandas and Python print for missing"
+    " values; it is read as that text: leave such cells empty if nothing is there",
     UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
@@ -220,13 +225,16 @@ def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> li
 
 
 def describe_remarks(totals: Totals) -> list[str]:
-    """Notes on answers trained after text other than the generation prompt or without their reasoning, and on keys that
-    the template does not write."""
+    """Notes on answers trained after text other than the generation prompt or without their reasoning, on keys that the
+    template does not write, and on values that tables may have lost."""
     notes, shown = [], Counter()
     for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
+        if remark.kind == MISSING_CELL and remark.prompted in totals.columns:
+            continue  # the column is not read
         shown[remark.kind] += 1
         if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, NUM_SHOWN_OF_OTHER_KINDS):
-            said = REMARKS[remark.kind].format(prompted=repr(remark.prompted), rendered=repr(remark.rendered))
+            prompted = remark.prompted if remark.kind == LOST_NULLS else repr(remark.prompted)
+            said = REMARKS[remark.kind].format(prompted=prompted, rendered=repr(remark.rendered))
             notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
     return notes
 

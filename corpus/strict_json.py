@@ -4,7 +4,15 @@ import json
 import math
 import reprlib
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A value of a table that is not JSON's, and why; refused where it is read."""
+
+    reason: str
 
 
 def parse_json(text: str) -> Any:
@@ -52,4 +60,6 @@ def read_embedded_json(text: Any, where: str) -> Any:
 
 def quote(value: Any) -> str:
     """A value as shown in a message: on one line, and short."""
+    if isinstance(value, Unreadable):
+        return value.reason
     return "missing or null" if value is None else reprlib.repr(value)

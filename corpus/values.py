@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from corpus.strict_json import parse_json, quote
+from corpus.strict_json import Unreadable, parse_json, quote
 
 # Objects in which a null can mean something: as an argument, or as a default of a tool's parameter.
 MEANT = {"arguments": "the arguments of tool calls", "tools": "tools"}
@@ -29,16 +29,6 @@ LISTS = (
     *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
     *(pa.types.is_list_view, pa.types.is_large_list_view),
 )
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A value that is no JSON, and why."""
-
-    reason: str
-
-    def __repr__(self) -> str:
-        return self.reason
 
 
 @dataclass

@@ -25,7 +25,8 @@ from chat.masking import ONLY_FOR_MASKING
 from chat.placeholders import make_outline, split_at_placeholders
 from chat.rendering import prepare_for, template_errors
 from corpus.files import Row, Source, find_sources, iterate_rows, read_chunks
-from corpus.formats import Fields, find_format, parse_row, quote, read_example
+from corpus.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
+from corpus.turn_texts import parse_turns
 
 NUM_REASONS_SHOWN = 10
 
@@ -106,6 +107,8 @@ def split_lines(row: Row) -> Iterator[Row]:
 
 def read_prompt(row: Fields, data_format: str | None) -> Prompt:
     """Reads a row as a prompt; ValueError if it is not one."""
+    is_asked_alone = row.get("completion", row.get("generation")) is None
+    row = parse_turns(row, ("prompt",) if is_asked_alone else list_conversation(row))
     prompt = read_question(row, data_format)
     if not isinstance(row.get("source_text", ""), str):
         raise ValueError(f"'source_text' is {quote(row['source_text'])}, expected text")
