@@ -35,6 +35,7 @@ from corpus.columns import (
     translate_marks,
 )
 from corpus.files import Chunk, Encoding, iterate_rows
+from corpus.layout import describe_wrapper, find_wrapped
 from corpus.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
 from corpus.strict_json import parse_json, quote, read_embedded_json
 from corpus.turn_texts import parse_turns
@@ -241,7 +242,10 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
     if data_format is None or (found is None and not is_given):
         expected = "; ".join(f"{name}: {describe_keys(name)}" for name in FORMATS)
         wanted = f"no {data_format} row" if data_format else "of no known format"
-        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
+        wrapped = find_wrapped(row)
+        holds_rows = wrapped is not None and find_format(row[wrapped][0]) is not None
+        hint = f"; it is {describe_wrapper(wrapped)}" if holds_rows else ""
+        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}{hint}")
     if found != data_format and not is_given:
         raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
     read, _ = FORMATS[data_format]
@@ -274,10 +278,11 @@ def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fie
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.object[error.start : error.end]!r} at byte {error.start + 1}") from None
+    if encoding == "text":
+        return {"text": text} if text.strip() else None
+    text = text.lstrip("\ufeff")  # a byte-order mark, where files were joined
     if not text or text.isspace():
         return None
-    if encoding == "text":
-        return {"text": text}
     row = parse_json(text)
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {quote(row)}")

@@ -16,7 +16,7 @@ from chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
 from chat.token_spans import Remark
 from corpus.feedback import FEEDBACK, Feedback, FeedbackFields, mask_feedback, read_feedback, read_pairs
-from corpus.files import Chunk, Encoding, Sections, Source, iterate_rows, read_chunks
+from corpus.files import Chunk, Encoding, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from corpus.formats import FORMATS, OWN_NAMES, Example, FieldPaths, check_paths, detect_format, read_examples
 from corpus.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
@@ -129,7 +129,9 @@ class ChunkResult:
 def read_formatted_chunks(
     sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
 ) -> Iterator[FormattedChunk]:
-    """Yields the chunks of all sources' sections, with the given format or that of the file's first row."""
+    """Yields the chunks of all sources' sections, with the given format or that of the file's first row. ValueError if
+    files of a folder differ in it."""
+    firsts: dict[Folder, Source] = {}
     for source in sources:
         source.format, is_beginning = data_format, source.sections.start == 0
         if not is_beginning:
@@ -139,6 +141,7 @@ def read_formatted_chunks(
                 check_paths(chunk, paths)
             if source.format is None:
                 source.format = detect_format(chunk, paths)
+            check_folder(source, firsts)
             yield chunk, source.format
 
 

@@ -24,9 +24,10 @@ from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ONLY_FOR_MASKING
 from chat.placeholders import make_outline, split_at_placeholders
 from chat.rendering import prepare_for, template_errors
-from corpus.files import Row, Source, find_sources, iterate_rows, read_chunks
+from corpus.files import Folder, Row, Source, describe_skipped, find_sources, iterate_rows, read_chunks
 from corpus.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
 from corpus.turn_texts import parse_turns
+from ranks.messages import say
 
 NUM_REASONS_SHOWN = 10
 
@@ -65,7 +66,12 @@ class Prompt:
 def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
     """Reads the prompts of all files, in order. ValueError lists the rows that are not prompts, with their lines."""
     prompts, reasons = [], []
-    for source in find_sources(paths, flag=flag):
+    sources = find_sources(paths, flag=flag)
+    if data_format is None:
+        check_endings(sources, flag=flag)
+    for note in describe_skipped(sources):
+        say(f"note: {note}")
+    for source in sources:
         for found in read_source(source, data_format):
             if isinstance(found, Prompt):
                 prompts.append(found)
@@ -77,6 +83,21 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
     if not prompts:
         raise ValueError(f"{flag} {' '.join(paths)}: has no rows")
     return prompts
+
+
+def check_endings(sources: Sequence[Source], *, flag: str) -> None:
+    """Raises ValueError for a folder with texts beside other files: a licence among chats is no list of prompts."""
+    kinds: dict[tuple[Folder, bool], Source] = {}
+    for source in sources:
+        if source.folder is not None:
+            kinds.setdefault((source.folder, source.ending == ".txt"), source)
+    for (folder, is_text), source in kinds.items():
+        other = kinds.get((folder, True))
+        if not is_text and other is not None:
+            raise ValueError(
+                f"{flag} {folder.name}: has texts beside other files, such as {other.name} and {source.name}: name the"
+                " files to read instead of their folder"
+            )
 
 
 def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | str]:
