@@ -145,7 +145,7 @@ def refuse_non_json(value: Any, where: str) -> None:
         elif not (one is None or isinstance(one, str | int | float)) or (
             isinstance(one, float) and not math.isfinite(one)
         ):
+            has = f"has {quote(one)} at {key}" if key else f"is {quote(one)}"
             raise ValueError(
-                f"{where} has {quote(one)} at {key}, which JSON does not have: write it as a number or a text, or leave"
-                " it out"
+                f"{where} {has}, which JSON does not have: write it as a number or a text, or leave it out"
             )

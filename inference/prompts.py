@@ -27,6 +27,7 @@ from chat.rendering import prepare_for, template_errors
 from corpus.files import Folder, Row, Source, describe_skipped, find_sources, iterate_rows, read_chunks
 from corpus.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
 from corpus.turn_texts import parse_turns
+from corpus.values import refuse_non_json
 from ranks.messages import say
 
 NUM_REASONS_SHOWN = 10
@@ -150,11 +151,13 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"'question' is {quote(question)}, expected text")
         answer = None if "choices" in row else row.get("answer", row.get("label"))
+        refuse_non_json(answer, "the answer")
         references = () if answer is None else (str(answer),)
         messages = [{"role": "user", "content": question}]
         return Prompt(row=row, messages=messages, text=question, references=references)
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), str):
         answer = None if "choices" in row else row.get("answer")
+        refuse_non_json(answer, "the answer")
         return Prompt(row=row, text=row["prompt"], references=() if answer is None else (str(answer),))
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), list):
         row = row | {"messages": row["prompt"]}

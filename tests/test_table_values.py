@@ -25,6 +25,7 @@ from corpus.feedback import read_row as read_feedback
 from corpus.files import find_sources, iterate_rows, read_chunks
 from corpus.formats import OWN_NAMES, build_chat, parse_row, read_example, read_fields
 from corpus.labelled import FieldNames, check_values
+from corpus.pictured import read_column
 from corpus.preferences import PreferenceFields, read_preference
 from inference.prompts import read_prompts
 from options import ProcessDataOptions, group_options
@@ -356,3 +357,61 @@ def test_cells_that_pandas_prints_for_missing_values_are_noted(model, tmp_path, 
     assert "the cell in the column 'completion' is the text 'nan', which pandas" in said
     assert "the cell in the column 'completion' is the text 'None'" in said
     assert "column 'note' is" not in said
+
+
+PRINTED = [{"role": "user", "content": "It's 20?"}]
+
+
+def test_lists_as_python_prints_them_are_refused(model, tmp_path):
+    """What pandas writes to .csv of a column of lists, also of numpy's; as texts they would be trained as they are."""
+    frames = [pd.DataFrame({name: [PRINTED] for name in names}) for names in (["messages"], ["prompt", "completion"])]
+    frames[0].to_parquet(tmp_path / "in.parquet")
+    frames.append(pd.read_parquet(tmp_path / "in.parquet"))
+    for frame in frames:
+        frame.to_csv(tmp_path / "in.csv", index=False)
+        with pytest.raises(ValueError, match=r"in.csv:2.*is a list of messages as Python prints it, not JSON"):
+            tokenize(model, tmp_path / "in.csv")
+        with pytest.raises(ValueError, match="is a list of messages as Python prints it"):
+            read_prompts([str(tmp_path / "in.csv")], None)
+    printed = str(PRINTED)
+    for read, row in (
+        (read_pair, {"prompt": "a", "chosen": printed, "rejected": "b"}),
+        (read_pair, {"prompt": printed, "chosen": "a", "rejected": "b"}),
+        (
+            lambda row: read_feedback(row, FeedbackFields(), Counter()),
+            {"prompt": printed, "completion": "a", "label": True},
+        ),
+        (lambda row: check_values(row, FieldNames(), Counter()), {"messages": printed, "label": "a"}),
+        (lambda row: check_values(row, FieldNames(), Counter()), {"tokens": "['a', 'b']", "labels": "[1, 0]"}),
+        (lambda row: check_values(row, FieldNames(), Counter()), {"text": "a", "labels": "['a']"}),
+    ):
+        with pytest.raises(ValueError, match="as Python prints it, not JSON"):
+            read(row)
+
+
+def test_words_labels_and_images_as_json_text():
+    def read(row: dict):
+        return check_values(row, FieldNames(), Counter())
+
+    for row in (
+        {"tokens": ["Lima", "is"], "labels": ["B", "O"]},
+        {"text": "a", "label": ["x", "y"]},
+        {"text": "a", "labels": [1, 2]},
+    ):
+        assert read(in_cells(row)) == row
+    for row in (
+        {"text": "[a]", "label": "[OTHER]"},
+        {"text": '["a"]', "label": "x"},
+        {"tokens": "['s is", "label": "a"},
+    ):
+        assert read(row) == row
+    assert read_column({"images": '["a.png", "b.png"]'}) == ["a.png", "b.png"]
+    assert read_column({"image": "[a].png"}) == ["[a].png"]
+
+
+@pytest.mark.parametrize("answer", [float("nan"), b"x", decimal.Decimal("1.5")])
+def test_answers_of_prompts_that_json_has_not(answer, tmp_path):
+    for question in ("question", "prompt"):
+        pq.write_table(pa.table({question: ["2+2?"], "answer": pa.array([answer])}), tmp_path / "p.parquet")
+        with pytest.raises(ValueError, match=r"p.parquet:1: the answer is .*, which JSON does not have"):
+            read_prompts([str(tmp_path / "p.parquet")], None)
