@@ -14,13 +14,14 @@ FINGERPRINT_TEXT = (
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:
-    """sha256 of every token with its id and of the split of a fixed text.
+    """sha256 of every token with its id and of the tokens of a fixed text, with and without those that the tokenizer
+    adds to texts.
 
     Independent of padding, truncation, chat template and library version.
     """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    probe = tokenizer(FINGERPRINT_TEXT, add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(json.dumps([vocabulary, probe]).encode()).hexdigest()
+    probes = [tokenizer(FINGERPRINT_TEXT, add_special_tokens=each)["input_ids"] for each in (False, True)]
+    return hashlib.sha256(json.dumps([vocabulary, *probes]).encode()).hexdigest()
 
 
 def fingerprint_chat_template(tokenizer: Any) -> str | None:

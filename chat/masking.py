@@ -14,8 +14,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
+from chat.borders import BorderEncoder, find_token, spans_border
 from chat.endings import StopAppender, describe_open_turns
 from chat.examples import ASSISTANT, PRETRAIN, Chat, Completion, Document, Example, Message
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
@@ -31,12 +33,12 @@ from chat.skeletons import Render, Skeleton, Span, match_text
 from chat.template_check import TemplateChecker
 from chat.token_bytes import ByteEncoder
 from chat.token_spans import (
+    DIVIDED,
     Located,
     Passage,
     Remark,
     TokenizedChat,
     TrainedSpan,
-    find_token,
     label_encoding,
     split_by_training,
 )
@@ -98,6 +100,7 @@ class ChatMasker:
         self.allows_missing_stop, self.appends_stop = allow_missing_stop_token, append_stop_token
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
+        self.borders = BorderEncoder(tokenizer, self.encoder)
         self.strict_reasoning = strict_reasoning
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         self.matcher = PromptMatcher(self.encode_text, template, as_prompted=THINKING_PREFIXES[thinking_prefix])
@@ -119,31 +122,66 @@ class ChatMasker:
     def template_tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
 
-    def mask(self, rows: Sequence[Example]) -> list[TokenizedChat | ValueError]:
-        """Each row's token ids and labels, or the error that makes it unusable.
+    def mask(self, rows: Sequence[Example], *, divides: bool = False) -> list[TokenizedChat | ValueError]:
+        """Each row's token ids and labels, or the error that makes it unusable. `divides`: a chat's prompt, up to the
+        first passage that is trained, is always encoded alone.
 
         Raises ValueError if no row is usable: no chat template, or no end-of-text token.
         """
         results: dict[int, TokenizedChat | ValueError] = {}
-        mask_chats = partial(self.mask_chats, appends_stop=self.appends_stop)
-        for kind, mask in ((Chat, mask_chats), (Completion, self.mask_texts), (Document, self.mask_texts)):
+        mask_chats = partial(self.mask_chats, appends_stop=self.appends_stop, divides=divides)
+        for kind, mask in ((Chat, mask_chats), (Completion, self.mask_completions), (Document, self.mask_documents)):
             indices = [i for i, row in enumerate(rows) if isinstance(row, kind)]
             if indices:
                 results.update(zip(indices, mask([rows[i] for i in indices]), strict=True))
         return [results[i] for i in range(len(rows))]
 
-    def mask_texts(self, rows: Sequence[Completion | Document]) -> list[TokenizedChat | ValueError]:
-        """Tokenizes rows without a template as one text each, ended by one eos token."""
-        eos_token_id = self.tokenizer.eos_token_id
-        if eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
-        located = [catch_error(locate_text, row) for row in rows]
+    def mask_documents(self, rows: Sequence[Document]) -> list[TokenizedChat | ValueError]:
+        """Tokenizes texts that are trained whole, each ended by one eos token."""
+        label = partial(label_encoding, eos_token_id=self.require_eos())
+        located = [catch_error(locate_document, row) for row in rows]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=True)
-        label = partial(label_encoding, eos_token_id=eos_token_id)
         return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
-    def mask_chats(self, chats: Sequence[Chat], *, appends_stop: bool = False) -> list[TokenizedChat | ValueError]:
-        """Token ids of chats, as `apply_chat_template` returns them, and labels by the position of each turn.
+    def mask_completions(self, rows: Sequence[Completion]) -> list[TokenizedChat | ValueError]:
+        """Tokenizes prompts and completions apart, as inference does; each completion is ended by one eos token."""
+        label = partial(label_encoding, eos_token_id=self.require_eos())
+        located = [catch_error(locate_completion, row) for row in rows]
+        usable = [found if isinstance(found, ValueError) else row for row, found in zip(rows, located, strict=True)]
+        prompts = self.encode([catch_error(attrgetter("prompt"), row) for row in usable], add_special_tokens=True)
+        answers = self.encode([catch_error(attrgetter("completion"), row) for row in usable], add_special_tokens=False)
+        joined = [catch_error(self.join, *each) for each in zip(usable, prompts, answers, strict=True)]
+        return [catch_error(label, encoding, found) for encoding, found in zip(joined, located, strict=True)]
+
+    def join(self, row: Completion, prompt: Any, answer: Any) -> Any:
+        if not row.prompt:
+            return self.borders.encode(row.completion, adds_special=True)
+        return self.borders.join((row.prompt, row.completion), (prompt, answer), adds_special=True)
+
+    def require_eos(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
+        return self.tokenizer.eos_token_id
+
+    def label(self, encoding: Any, located: Located, *, divides: bool = False) -> TokenizedChat:
+        """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
+        them; with `divides` the first one always."""
+        starts = [passage.start for passage in located.passages if passage.start > 0]
+        joined = [start for start in starts if spans_border(encoding, start)]
+        if joined:
+            located = replace(located, remarks=(*located.remarks, Remark(DIVIDED)))
+        divided = sorted({*joined, *starts[:1]}) if divides else joined
+        if divided and located.pictures is None:
+            encoding = self.borders.divide(located.text, divided)
+        elif joined:
+            raise ValueError("the tokenizer makes one token of an answer's beginning and text before it")
+        return label_encoding(encoding, located)
+
+    def mask_chats(
+        self, chats: Sequence[Chat], *, appends_stop: bool = False, divides: bool = False
+    ) -> list[TokenizedChat | ValueError]:
+        """Token ids of chats, as `apply_chat_template` returns them except for divided tokens (see `label`), and labels
+        by the position of each turn.
 
         Raises ValueError if the template takes too long for several of them.
         """
@@ -161,9 +199,8 @@ class ChatMasker:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         located = [catch_error(self.put_images, found, chat) for found, chat in zip(located, prepared, strict=True)]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
-        return [
-            catch_error(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)
-        ]
+        label = partial(self.label, divides=divides)
+        return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
     @cached_property
     def appender(self) -> StopAppender:
@@ -442,10 +479,11 @@ def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Messa
         )
 
 
-def locate_text(row: Completion | Document) -> Located:
-    """The text of a row without a template, and its trained passage."""
-    if isinstance(row, Document):
-        return Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
+def locate_document(row: Document) -> Located:
+    return Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
+
+
+def locate_completion(row: Completion) -> Located:
     text = check_unicode(row.prompt + row.completion)
     return Located(text, [Passage(len(row.prompt), len(text), "completion")])
 

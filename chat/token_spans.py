@@ -1,15 +1,13 @@
 """Trained tokens of a row: tokens that begin in a trained passage."""
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
+from chat.borders import find_token
 from chat.labels import IGNORED
-from chat.token_bytes import ByteEncoding
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,9 @@ class Pictures:
     spans: tuple[tuple[int, int], ...]  # tokens [start, end) from each image's first to its last
     num_tokens: int
     input_ids: tuple[int, ...]  # the row as tokenized by the processor
+
+
+DIVIDED = "divided"  # kind of the remark on a row whose passages did not begin with tokens of their own
 
 
 @dataclass(frozen=True)
@@ -208,12 +209,11 @@ class Located:
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
     """Converts passages to spans of tokens: a token is trained if its first character is in a passage.
 
-    A token that begins before a passage is not trained: it holds text of the prompt, so the model never generates it
-    after the prompt. One that begins inside and reaches out is: a stop token that includes the line break. Tokens that
-    share one character (the bytes of an emoji) begin at the same place, so they are trained together, and a space mark
-    that the tokenizer adds to a word begins where the word does. The ends of tokens are not used, because some
-    tokenizers report empty ranges. With `eos_token_id`, the row ends with exactly one such token, trained with the last
-    passage.
+    No token begins before a passage and reaches into it (chat/borders.py). One that begins inside and reaches out is
+    trained: a stop token that includes the line break. Tokens that share one character (the bytes of an emoji) begin at
+    the same place, so they are trained together, and a space mark that the tokenizer adds to a word begins where the
+    word does. The ends of tokens are not used, because some tokenizers report empty ranges. With `eos_token_id`, the
+    row ends with exactly one such token, trained with the last passage.
     """
     input_ids, num_tokens = encoding.ids, len(encoding)
     if eos_token_id is not None:
@@ -235,26 +235,6 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
         is_stop_appended=located.is_stop_appended,
         remarks=located.remarks,
     )
-
-
-def find_token(encoding: Any, at: int, num_tokens: int) -> int:
-    """The first of the tokens that begins at character `at` or later.
-
-    Searches around the token that has the character; building the list of all offsets takes much longer.
-    """
-    if isinstance(encoding, ByteEncoding):
-        token = encoding.find_start(at)
-        if token is not None:
-            return min(token, num_tokens)
-        encoding = encoding.slow
-    token = encoding.char_to_token(at)
-    if token is None:  # a character that no token has
-        return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
-    while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
-        token -= 1
-    while token < num_tokens and encoding.token_to_chars(token)[0] < at:
-        token += 1
-    return token
 
 
 def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:

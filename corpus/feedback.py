@@ -139,9 +139,9 @@ def build_answer(messages: list[Any], num_prompt: int, values: Fields) -> tuple[
 def mask_feedback(masker: ChatMasker, rows: Sequence[Feedback]) -> list[TokenizedFeedback | ValueError]:
     """Each row's tokens, followed by its prompt with the answer of the next row of its kind: what an unrelated answer
     costs is KTO's point of reference. A row without such another row has one sequence."""
-    answers = masker.mask([row.answer for row in rows])
+    answers = masker.mask([row.answer for row in rows], divides=True)
     others = find_others(rows)
-    swapped = masker.mask([swap_answer(rows[i], rows[j]) for i, j in others.items()])
+    swapped = masker.mask([swap_answer(rows[i], rows[j]) for i, j in others.items()], divides=True)
     mismatched = dict(zip(others, swapped, strict=True))
     return [catch_error(join, row, answers[i], mismatched.get(i)) for i, row in enumerate(rows)]
 

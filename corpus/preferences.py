@@ -258,7 +258,7 @@ def build_preference(
 
 def mask_preferences(masker: ChatMasker, rows: Sequence[Preference]) -> list[TokenizedPair | ValueError]:
     """Each row's two sequences with their masks, or the error that makes it unusable."""
-    sides = masker.mask([side for row in rows for side in (row.chosen, row.rejected)])
+    sides = masker.mask([side for row in rows for side in (row.chosen, row.rejected)], divides=True)
     return [join_sides(row, *sides[2 * i : 2 * i + 2]) for i, row in enumerate(rows)]
 
 

@@ -28,8 +28,9 @@ COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(),
 SEARCHED_TOKENS = 1 << 22  # tokens searched at once
 NUM_OPEN_BATCHES = 4096  # record batches whose columns are held, some kilobytes each
 # Types of the sidecar's entries that training reads.
-SIDECAR_TYPES = {"num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str, "stop_token_id": int,
-                 "sources": list}  # fmt: skip
+FORMAT_VERSION = 3  # of tokenized data sets; sidecars without one are made by hand
+SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
+                 "stop_token_id": int, "sources": list}  # fmt: skip
 INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types
 
 
@@ -340,6 +341,12 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
             raise ValueError(
                 f"{path}: {key} is {sidecar[key]!r:.80}, which process_data.py does not write: tokenize the data again"
             )
+    if (sidecar.get("format_version") or FORMAT_VERSION) < FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: an earlier version made the data set, which lacks answers' first tokens where the tokenizer joined"
+            " them with the prompt, and does not record the tokens that the tokenizer adds to texts: tokenize the data"
+            " again with process_data.py"
+        )
     if not all(isinstance(made, dict) and {"file", "sha256"} <= made.keys() for made in sidecar.get("sources") or []):
         raise ValueError(f"{path}: sources does not list files with their sha256: tokenize the data again")
     return sidecar

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from chat.token_spans import Remark
+from chat.token_spans import DIVIDED, Remark
 from corpus.columns import count_column
 from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
@@ -36,10 +36,12 @@ REMARKS = {
     " (--thinking-prefix train-as-prompted)",
     UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
     " (--strict-reasoning refuses such rows)",
-    LOST_NULLS: "nulls in {prompted} are left out: Parquet also has them where a row lacks a key that others have; to"
-    " keep those that a row has, write {prompted} as JSON text",
+    LOST_NULLS: "nulls within {prompted} are left out: Parquet also has them where a row lacks a key that others have;"
+    " to keep those that a row has, write {prompted} as JSON text",
     MISSING_CELL: "the cell in the column {prompted} is the text {rendered}, which pandas and Python print for missing"
     " values; it is read as that text: leave such cells empty if nothing is there",
+    DIVIDED: "the tokenizer makes one token of the text before an answer and of the answer's beginning; they are"
+    " encoded apart, as at inference, and the answer is trained whole",
     UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
@@ -233,8 +235,7 @@ def describe_remarks(totals: Totals) -> list[str]:
             continue  # the column is not read
         shown[remark.kind] += 1
         if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, NUM_SHOWN_OF_OTHER_KINDS):
-            prompted = remark.prompted if remark.kind == LOST_NULLS else repr(remark.prompted)
-            said = REMARKS[remark.kind].format(prompted=prompted, rendered=repr(remark.rendered))
+            said = REMARKS[remark.kind].format(prompted=repr(remark.prompted), rendered=repr(remark.rendered))
             notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
     return notes
 

@@ -8,12 +8,11 @@ from typing import Any
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.files import Source
 from corpus.labelled import CLASSIFICATION
+from corpus.reader import FORMAT_VERSION
 from corpus.report import DROPPED, Totals
 from objectives.columns import Task
 from objectives.data_kinds import COLUMNS
 from options import ProcessDataOptions
-
-FORMAT_VERSION = 2
 
 
 def describe_data_set(

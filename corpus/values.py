@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from corpus.strict_json import Unreadable, parse_json, quote
 
-# Objects in which a null can mean something: as an argument, or as a default of a tool's parameter.
-MEANT = {"arguments": "the arguments of tool calls", "tools": "tools"}
+# Keys of objects in which a null can mean something: as an argument, or as a default of a tool's parameter.
+MEANT = ("arguments", "tools")
 DATES = (pa.types.is_date, pa.types.is_time, pa.types.is_timestamp)
 LISTS = (
     *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
@@ -41,7 +41,7 @@ class RowReader:
     def read(self, rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
         """Yields each row with JSON's values, and the places of `lost` nulls."""
         features = read_features(self.schema)
-        readers = {one.name: self.find(one.type, features.get(one.name), MEANT.get(one.name)) for one in self.schema}
+        readers = {one.name: self.find(one.type, features.get(one.name), find_place(one.name)) for one in self.schema}
         for row in rows:
             self.lost.clear()
             values = {name: readers[name](value) for name, value in row.items() if value is not None}
@@ -72,7 +72,7 @@ class RowReader:
 
     def make_struct_reader(self, kind: pa.StructType, feature: Any, place: str | None) -> Callable[[Any], Any]:
         inner = feature if isinstance(feature, dict) else {}
-        readers = {one.name: self.find(one.type, inner.get(one.name), place or MEANT.get(one.name)) for one in kind}
+        readers = {one.name: self.find(one.type, inner.get(one.name), place or find_place(one.name)) for one in kind}
 
         def read(value: dict[str, Any]) -> dict[str, Any]:
             if place is not None and None in value.values():
@@ -80,6 +80,10 @@ class RowReader:
             return {key: readers[key](item) for key, item in value.items() if item is not None}
 
         return read
+
+
+def find_place(name: str) -> str | None:
+    return name if name in MEANT else None
 
 
 def keep(value: Any) -> Any:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
-from disk import hash_file, hash_json, read_object
+from disk import hash_file, read_object
 from families.text import TextFamily
 from methods.adapter_files import ADAPTER_CONFIG, add_adapter, check_adapter, find_base, hash_adapter, is_adapter
 from model.fingerprints import fingerprint_model
@@ -21,8 +21,6 @@ from pretrained.files import find_model, find_weights
 from pretrained.finite import check_finite
 from ranks.devices import DTYPES
 from ranks.terminal import shows_progress
-
-PROBE = "a b"  # its tokens show which special ones the tokenizer adds
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,10 @@ class FoundModel:
     def identify(self) -> dict[str, Any]:
         """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""
         identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
-        tokenizer = [fingerprint_tokenizer(self.tokenizer), self.tokenizer(PROBE)["input_ids"]]  # with special tokens
-        identity |= {"tokenizer": hash_json(tokenizer), "chat_template": fingerprint_chat_template(self.tokenizer)}
+        identity |= {
+            "tokenizer": fingerprint_tokenizer(self.tokenizer),
+            "chat_template": fingerprint_chat_template(self.tokenizer),
+        }
         generation = Path(self.directory) / "generation_config.json"
         identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
         if self.adapter is not None:

@@ -95,6 +95,7 @@ def test_a_model_without_weights(inputs, tmp_path):
         ),
         ({"num_samples": 21}, "belongs to another data set: it says 21 samples"),
         ({"tokenizer_dir": "data.arrow.tokenizer"}, "data.arrow.tokenizer with its tokenizer is missing"),
+        ({"format_version": 2}, "an earlier version made the data set"),
         ("not json", "cannot be read"),
     ],
 )
