@@ -9,6 +9,8 @@ from typing import Any
 from corpus.strict_json import parse_json, quote, read_embedded_json
 from corpus.values import refuse_non_json
 
+WITHOUT_ARGUMENTS = {"name", "id", "type", "index"}  # keys of a call that needs none
+
 
 def read_message(message: Any, number: int) -> Any:
     """The message without keys that say nothing, with arguments of calls as objects; values of another type stay, to be
@@ -18,7 +20,7 @@ def read_message(message: Any, number: int) -> Any:
     if len(message) == 2 and isinstance(message.get("content"), str) and "role" in message:
         return message
     where = f"message {number} ({message.get('role')})"
-    refuse_non_json(message, where)
+    refuse_non_json({key: value for key, value in message.items() if key != "content"}, where)
     read = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "tool_calls" not in read:
         return read
@@ -37,8 +39,14 @@ def read_call(call: Any, where: str) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
+        if "arguments" in call:
+            raise ValueError(f"{where} has 'arguments' beside 'function': they belong in it")
         return {**call, "function": read_call(call["function"], where)}
-    return {**call, "arguments": read_arguments(call.get("arguments"), where)} if "name" in call else call
+    if "name" not in call:
+        return call
+    if "arguments" not in call and not call.keys() <= WITHOUT_ARGUMENTS:
+        raise ValueError(f"{where} has no 'arguments', but the keys {quote(sorted(call))}: name them 'arguments'")
+    return {**call, "arguments": read_arguments(call.get("arguments"), where)}
 
 
 def read_arguments(given: Any, where: str) -> dict[str, Any]:

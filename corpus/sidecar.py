@@ -15,6 +15,7 @@ from objectives.data_kinds import COLUMNS
 from options import ProcessDataOptions
 
 
+
 def describe_data_set(
     totals: Totals,
     task: Task,

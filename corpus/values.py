@@ -73,11 +73,17 @@ class RowReader:
     def make_struct_reader(self, kind: pa.StructType, feature: Any, place: str | None) -> Callable[[Any], Any]:
         inner = feature if isinstance(feature, dict) else {}
         readers = {one.name: self.find(one.type, inner.get(one.name), place or find_place(one.name)) for one in kind}
+        changing = [(key, read) for key, read in readers.items() if read is not keep]
 
         def read(value: dict[str, Any]) -> dict[str, Any]:
-            if place is not None and None in value.values():
-                self.lost.add(place)
-            return {key: readers[key](item) for key, item in value.items() if item is not None}
+            if None in value.values():
+                if place is not None:
+                    self.lost.add(place)
+                value = {key: item for key, item in value.items() if item is not None}
+            for key, read_item in changing:
+                if key in value:
+                    value[key] = read_item(value[key])
+            return value
 
         return read
 
@@ -139,6 +145,11 @@ def find_inner(feature: Any) -> Any:
 
 def refuse_non_json(value: Any, where: str) -> None:
     """Raises ValueError, with the key, if the value holds one that JSON does not have."""
+    try:
+        json.dumps(value, allow_nan=False)  # much faster than the walk that finds the key
+        return
+    except (ValueError, TypeError, RecursionError):
+        pass
     waiting = [("", value)]  # not recursive: values may be nested deeply
     while waiting:
         key, one = waiting.pop()

@@ -21,6 +21,7 @@ from corpus.feedback import read_row as read_feedback
 from corpus.formats import read_example
 from corpus.labelled import FieldNames
 from corpus.labelled import read_row as read_labelled
+from corpus.pictured import take_images
 from corpus.preferences import PreferenceFields, read_preference
 from inference.prompts import encode_prompt, read_prompt
 
@@ -121,6 +122,9 @@ READERS = {
     ),
     "feedback": lambda messages: read_feedback({"messages": messages, "label": True}, FeedbackFields(), Counter()),
     "classification": lambda messages: read_labelled({"messages": messages, "label": "a"}, FieldNames(), is_cell=False),
+    "images": lambda messages: read_example(
+        take_images({"messages": messages})[0], "messages", is_given=False, takes_images=True
+    ),
     "prompts": lambda messages: read_prompt({"messages": messages, "tools": TOOLS}, None).messages,
     "prompts under another key": lambda messages: read_prompt({"prompt": messages, "tools": TOOLS}, None).messages,
 }
@@ -184,6 +188,23 @@ def test_calls_as_text_and_without_a_wrapper():
     assert "tool_calls" not in read_message(calling({}) | {"tool_calls": " "}, 1)
     with pytest.raises(ValueError, match=r"message 2 \(assistant\): 'tool_calls': not JSON"):
         read_message(bare | {"tool_calls": "[{"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"name": "f", "parameters": {"a": 1}}, r"call 1 has no 'arguments', but the keys \['name', 'parameters'\]"),
+        ({"type": "function", "function": {"name": "f", "input": {"a": 1}}}, "call 1 has no 'arguments', but the keys"),
+        ({"function": {"name": "f"}, "arguments": {"a": 1}}, "call 1 has 'arguments' beside 'function'"),
+    ],
+)
+def test_arguments_under_other_keys_are_not_taken_for_none(call, reason):
+    with pytest.raises(ValueError, match=reason):
+        read_message({"role": "assistant", "tool_calls": [call]}, 1)
+    if "function" not in call:
+        turn = {"from": "function_call", "value": json.dumps(call)}
+        with pytest.raises(ValueError, match=reason):
+            read_chat({"conversations": [{"from": "human", "value": "a"}, turn]})
 
 
 def test_nulls_among_arguments_stay():
