@@ -16,6 +16,7 @@ or a completion is the reference, which the model does not see. These rows are a
 
 import base64
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,7 +114,8 @@ def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | st
                     if fields is not None:
                         as_line = chunk.encoding == "text" and data_format is None
                         fields = {"question": fields["text"]} if as_line else fields
-                        yield replace(read_prompt(fields, data_format), place=place)
+                        prompt = read_prompt(fields, data_format)
+                        yield replace(prompt, place=place, row=drop_non_finite(prompt.row))
                 except ValueError as error:
                     yield f"{place}: {error}"
 
@@ -279,6 +281,15 @@ def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
         return ids
     ends_itself = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
     return ids[:-1] if ends_itself else ids
+
+
+def drop_non_finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON lacks and which differ from themselves when read again."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: drop_non_finite(item) for key, item in value.items()}
+    return [drop_non_finite(item) for item in value] if isinstance(value, list) else value
 
 
 def as_json(value: Any) -> Any:

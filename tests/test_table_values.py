@@ -415,3 +415,12 @@ def test_answers_of_prompts_that_json_has_not(answer, tmp_path):
         pq.write_table(pa.table({question: ["2+2?"], "answer": pa.array([answer])}), tmp_path / "p.parquet")
         with pytest.raises(ValueError, match=r"p.parquet:1: the answer is .*, which JSON does not have"):
             read_prompts([str(tmp_path / "p.parquet")], None)
+
+
+def test_rows_of_prompts_are_the_same_when_they_are_read_again(tmp_path):
+    """NaN differs from itself, so a continued run took such a row for another one."""
+    columns = {"question": ["2+2?"], "score": [float("nan")], "deep": [{"x": [float("inf"), 1.0]}]}
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+    (prompt,) = read_prompts([str(tmp_path / "p.parquet")], None)
+    assert prompt.row == {"question": "2+2?", "score": None, "deep": {"x": [None, 1.0]}}
+    assert json.loads(json.dumps(prompt.row, allow_nan=False)) == prompt.row
