@@ -22,11 +22,12 @@ def find_fault(beginning: bytes, *, may_be_list: bool) -> str | None:
     """The reason why a file that begins so has no row on each line; None if its first line is one, or merely damaged.
     `may_be_list`: lists are read."""
     text = beginning.decode(errors="replace").lstrip("\ufeff").lstrip()
-    line, newline, _ = text.partition("\n")
+    line, newline, rest = text.partition("\n")
     if not newline or text[0] not in "[{" or is_json(line):
         return None
     value, end = read_value(text)
-    if end is None and line.strip() not in ("{", "["):
+    is_cut = end is None and line.strip() in ("{", "[") and not is_json(rest.lstrip().partition("\n")[0])
+    if end is None and not is_cut:
         return None
     if text[0] == "[":
         return None if may_be_list else LIST

@@ -22,8 +22,9 @@ import pyarrow as pa
 
 from corpus.strict_json import Unreadable, parse_json, quote
 
-# Keys of objects in which a null can mean something: as an argument, or as a default of a tool's parameter.
-MEANT = ("arguments", "tools")
+# Objects in which a null can mean something: a column of tools, whose parameters have defaults, and, anywhere below a
+# column, the arguments of a call.
+COLUMN, KEY = "tools", "arguments"
 DATES = (pa.types.is_date, pa.types.is_time, pa.types.is_timestamp)
 LISTS = (
     *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
@@ -41,7 +42,9 @@ class RowReader:
     def read(self, rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
         """Yields each row with JSON's values, and the places of `lost` nulls."""
         features = read_features(self.schema)
-        readers = {one.name: self.find(one.type, features.get(one.name), find_place(one.name)) for one in self.schema}
+        readers = {
+            one.name: self.find(one.type, features.get(one.name), name_if(one.name, COLUMN)) for one in self.schema
+        }
         for row in rows:
             self.lost.clear()
             values = {name: readers[name](value) for name, value in row.items() if value is not None}
@@ -49,7 +52,8 @@ class RowReader:
 
     def find(self, kind: pa.DataType, feature: Any, place: str | None) -> Callable[[Any], Any]:
         """A function that converts values of this type, except null. `feature`: what the datasets library says of it;
-        `place`: the object of MEANT that it is in."""
+        `place`: the object that it is in, if a null can mean
+        something there."""
         is_extension = isinstance(kind, pa.BaseExtensionType)
         if (is_extension and kind.extension_name == "arrow.json") or is_json(feature):
             return read_json
@@ -72,7 +76,7 @@ class RowReader:
 
     def make_struct_reader(self, kind: pa.StructType, feature: Any, place: str | None) -> Callable[[Any], Any]:
         inner = feature if isinstance(feature, dict) else {}
-        readers = {one.name: self.find(one.type, inner.get(one.name), place or find_place(one.name)) for one in kind}
+        readers = {one.name: self.find(one.type, inner.get(one.name), place or name_if(one.name, KEY)) for one in kind}
         changing = [(key, read) for key, read in readers.items() if read is not keep]
 
         def read(value: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +92,8 @@ class RowReader:
         return read
 
 
-def find_place(name: str) -> str | None:
-    return name if name in MEANT else None
+def name_if(name: str, wanted: str) -> str | None:
+    return name if name == wanted else None
 
 
 def keep(value: Any) -> Any:

@@ -195,6 +195,8 @@ def test_a_wrapper_on_one_line_is_named(model, tmp_path):
         '{"messages": [{"role": "us\n{"messages": []}\n',
         '\n\n{"a": 1}\n',
         '{"a": 1,}\n{"a": 2}\n',
+        '{\n{"a": 2}\n{"a": 3}\n',
+        '[\n\n{"a": 2}\n',
         "{'a': 1}\n{'a': 2}\n",
         "[1, 2]\n[3]\n",
         "nonsense\nmore\n",

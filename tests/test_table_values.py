@@ -147,20 +147,22 @@ def test_what_json_has_not_is_refused_by_row_and_key(kind, value, reason, model,
         build_chat([USER], {"tools": [{"a": read_values(path)[0]["messages"][0]["tool_calls"][0]["function"]}]})
 
 
-def test_columns_that_are_not_read_may_hold_anything(model, tmp_path):
-    """Embeddings with NaN, hashes, prices."""
+def test_columns_that_are_not_read_may_hold_anything(model, tmp_path, capsys):
+    """Embeddings with NaN, hashes, prices, arguments that are not of calls."""
     rows = [{"messages": [USER, {"role": "assistant", "content": "20"}]}] * 2
     others = {
         "embedding": [[float("nan")], [1.0]],
         "hash": [b"\xff", b""],
         "price": [decimal.Decimal("1.5"), None],
         "took": [datetime.timedelta(1), None],
+        "arguments": [{"for": "x"}, {"against": "y"}],
     }
     table = pa.Table.from_pylist(rows)
     for name, values in others.items():
         table = table.append_column(name, pa.array(values))
     pq.write_table(table, tmp_path / "in.parquet")
     assert tokenize(model, tmp_path / "in.parquet") == tokenize(model, write_jsonl(tmp_path / "in.jsonl", rows))
+    assert "left out" not in capsys.readouterr().out
 
 
 def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_path, capsys):
