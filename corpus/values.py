@@ -52,8 +52,7 @@ class RowReader:
 
     def find(self, kind: pa.DataType, feature: Any, place: str | None) -> Callable[[Any], Any]:
         """A function that converts values of this type, except null. `feature`: what the datasets library says of it;
-        `place`: the object that it is in, if a null can mean
-        something there."""
+        `place`: the object that it is in, if a null can mean something there."""
         is_extension = isinstance(kind, pa.BaseExtensionType)
         if (is_extension and kind.extension_name == "arrow.json") or is_json(feature):
             return read_json
