@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -63,6 +63,7 @@ from corpus.report import (
     DROPPED,
     Totals,
     add_up,
+    describe_completions,
     describe_lengths,
     describe_remarks,
     describe_sources,
@@ -152,6 +153,8 @@ def write_data_set(
         check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
         check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
         notes += describe_unread(totals.columns, options.rows.ignore_columns)
+        if tokenizer.chat_template is not None and not options.contents.as_chat:
+            notes += describe_completions(sources)
         stop_token_id = prepared.stop_token_id
         stop = None if stop_token_id is None else tokenizer.convert_ids_to_tokens(stop_token_id)
         notes += check_stops(totals, options.rows, stop=stop, open_turns=prepared.open_turns)
@@ -217,7 +220,7 @@ def identify_parts(count: int, prepared: Prepared, options: ProcessDataOptions) 
     """The configuration that all parts of a data set must have in common."""
     how = {"preview": num_samples_shown(options), "output_file": Path(options.output_file).suffix}
     found = {
-        "options": identify_options(options.rows) | how,
+        "options": identify_options(options.rows) | asdict(options.contents) | how,
         "sources": identify_sources(prepared.sources),
         "tokenizer": fingerprint_tokenizer(prepared.tokenizer),
         "chat template": fingerprint_chat_template(prepared.tokenizer),
@@ -304,7 +307,7 @@ def tokenize(sources: Sequence[Source], prepared: Prepared, options: ProcessData
         cuts_blocks=options.rows.block_size is not None,
         validation_share=options.rows.validation_share,
     )
-    chunks = read_formatted_chunks(sources, options.rows.format, choose_paths(options.rows))
+    chunks = read_formatted_chunks(sources, options.rows.format, choose_paths(options))
     with closing(run_in_order(process, chunks, num_workers=count_workers(sources, options.rows))) as results:
         yield from (result for _, result in results)
 

@@ -5,13 +5,14 @@ the model is never asked for.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 from typing import Any
 
+from chat.control_tokens import ControlTokens
 from chat.token_bytes import ByteEncoder, ByteEncoding
 
 LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
@@ -57,15 +58,33 @@ class JoinedEncoding:
 class BorderEncoder:
     """Encodes the parts of texts with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, encoder: ByteEncoder) -> None:
-        self.encoder, self.backend, self.eos_token_id = encoder, encoder.backend, tokenizer.eos_token_id
+    def __init__(self, tokenizer: Any, encoder: ByteEncoder, control: ControlTokens) -> None:
+        self.encoder, self.control = encoder, control
+        self.backend, self.eos_token_id = encoder.backend, tokenizer.eos_token_id
 
-    def divide(self, text: str, starts: Sequence[int]) -> JoinedEncoding:
-        """The encodings of the text's parts, which begin at the `starts`."""
-        texts = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
-        return self.join(texts, self.encoder.encode(texts, add_special_tokens=False))
+    def divide(self, text: str, starts: Sequence[int], *, plain: Sequence[tuple[int, int]] = ()) -> JoinedEncoding:
+        """The encodings of the text's parts, which begin at the `starts`; the `plain` parts [start, end) are encoded as
+        if the tokenizer had no control tokens."""
+        bounds = sorted({0, *starts, *chain.from_iterable(plain), len(text)})
+        texts = [text[start:end] for start, end in pairwise(bounds)]
+        is_plain = [any(start <= at < end for start, end in plain) for at in bounds[:-1]]
+        encodings = [self.encode(each, is_plain=one) for each, one in zip(texts, is_plain, strict=True)]
+        return self.join(texts, encodings, is_plain=is_plain)
 
-    def join(self, texts: Sequence[str], encodings: Sequence[Any], *, adds_special: bool = False) -> JoinedEncoding:
+    def encode(self, text: str, *, is_plain: bool = False, adds_special: bool = False) -> Any:
+        """The text's encoding; if `is_plain` as if the tokenizer had no control tokens, ValueError if it still has."""
+        if is_plain:
+            self.control.check(encode(text, self.control.plain).ids, text)
+        return encode(text, self.control.plain if is_plain else self.encoder, adds_special=adds_special)
+
+    def join(
+        self,
+        texts: Sequence[str],
+        encodings: Sequence[Any],
+        *,
+        is_plain: Sequence[bool],
+        adds_special: bool = False,
+    ) -> JoinedEncoding:
         """The encodings of the parts of one text; `adds_special`: the first is encoded as the tokenizer begins and ends
         texts, and keeps the beginning.
 
@@ -74,36 +93,29 @@ class BorderEncoder:
         parts = [Part(0, encodings[0], num_dropped=self.count_ending(encodings[0].ids, texts[0]) * adds_special)]
         for i, text in enumerate(texts[1:], start=1):
             before = "".join(texts[:i])
-            plain = Part(len(before), encodings[i])
-            exact = isinstance(plain.encoding, ByteEncoding)  # its tokens' bytes are the text's
-            parts.append(plain if exact else self.choose(parts, plain, before, text, adds_special=adds_special))
+            part = Part(len(before), encodings[i])
+            if not isinstance(part.encoding, ByteEncoding):  # whose tokens' bytes are the text's
+                whole = self.encode(before + text, is_plain=is_plain[i], adds_special=adds_special).ids
+                whole = whole[: len(whole) - self.count_ending(whole, text) * adds_special]
+                encoder = self.control.plain if is_plain[i] else self.encoder
+                part = self.choose(parts, chain([part], list_continuations(part, text, encoder)), text, whole)
+            parts.append(part)
         return JoinedEncoding(parts)
 
-    def choose(self, parts: Sequence[Part], plain: Part, before: str, text: str, *, adds_special: bool) -> Part:
-        """`plain`, or another encoding of its text with which, after the `parts`, decoding gives the row's text, as it
-        is or as the tokenizer alters texts."""
+    def choose(self, parts: Sequence[Part], candidates: Iterable[Part], text: str, whole: list[int]) -> Part:
+        """The first of the text's encodings with which, after the `parts`, decoding gives the row's text, as it is or
+        as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `whole`."""
+        first, *others = candidates
         ids = list(chain.from_iterable(part.ids for part in parts))
-        whole = self.encode(before + text, adds_special=adds_special).ids
-        whole = whole[: len(whole) - self.count_ending(whole, text) * adds_special]
-        wanted = (self.decode(ids) + text, self.decode(whole))
-        for part in (plain, *self.list_continuations(plain.start, text)):
+        before = self.decode(ids)
+        wanted = (before + text, before + self.decode(first.ids), self.decode(whole))
+        for part in (first, *others):
             if self.decode([*ids, *part.ids]) in wanted:
                 return part
         raise ValueError(
             f"the tokenizer cannot encode the answer apart from its prompt: {before[-20:]!r} and {text[:20]!r} would"
             " not decode to the row's text; move the space at the prompt's end to the answer's beginning"
         )
-
-    def list_continuations(self, start: int, text: str) -> Iterator[Part]:
-        """The text behind characters that share no token with it: without a space mark for its beginning."""
-        for lead in LEADS:
-            encoding = self.encode(lead + text)
-            if not spans_border(encoding, len(lead)):
-                yield Part(start, encoding, lead=lead, skipped=find_token(encoding, len(lead), len(encoding.ids)))
-
-    def encode(self, text: str, *, adds_special: bool = False) -> Any:
-        (encoding,) = self.encoder.encode([text], add_special_tokens=adds_special)
-        return encoding
 
     def count_ending(self, ids: Sequence[int], text: str) -> int:
         """Last tokens with which the tokenizer ends a text by itself."""
@@ -115,6 +127,20 @@ class BorderEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)
+
+
+def encode(text: str, encoder: ByteEncoder, *, adds_special: bool = False) -> Any:
+    (encoding,) = encoder.encode([text], add_special_tokens=adds_special)
+    return encoding
+
+
+def list_continuations(part: Part, text: str, encoder: ByteEncoder) -> Iterator[Part]:
+    """The text behind characters that share no token with it: without a space mark for its beginning."""
+    for lead in LEADS:
+        encoding = encode(lead + text, encoder)
+        if not spans_border(encoding, len(lead)):
+            skipped = find_token(encoding, len(lead), len(encoding.ids))
+            yield Part(part.start, encoding, lead=lead, skipped=skipped)
 
 
 def spans_border(encoding: Any, at: int) -> bool:

@@ -19,6 +19,7 @@ class Chat:
     unmask: bool = False
     tools: list[dict[str, Any]] | None = None
     images: tuple[str, ...] = ()  # path or data: URL of each image part, in order
+    template_args: dict[str, Any] | None = None  # arguments of the template for this row
 
 
 @dataclass(frozen=True)

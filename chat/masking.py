@@ -11,13 +11,13 @@ itself marks generated text ({% generation %}), its marks bound the turns, minus
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from operator import attrgetter
 from typing import Any
 
 from chat.borders import BorderEncoder, find_token, spans_border
+from chat.control_tokens import AS_TEXT, KEEP, ControlTokens
 from chat.endings import StopAppender, describe_open_turns
 from chat.examples import ASSISTANT, PRETRAIN, Chat, Completion, Document, Example, Message
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
@@ -31,6 +31,8 @@ from chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_rea
 from chat.rendering import Patience, catch_error, check_length, prepare_for
 from chat.skeletons import Render, Skeleton, Span, match_text
 from chat.template_check import TemplateChecker
+from chat.templates import check_template_args
+from chat.texts import TextMasker, check_unicode, encode_each, mark_control, text_of
 from chat.token_bytes import ByteEncoder
 from chat.token_spans import (
     DIVIDED,
@@ -54,6 +56,7 @@ WITHOUT_TOOLS = (
     "the chat template leaves out the row's tools: use one that writes them (--chat-template), or describe them in the"
     " system message"
 )
+MAX_NUM_OTHERS = 16  # sets of arguments that rows have for themselves
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
 THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether the generation prompt's words win
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
@@ -66,6 +69,18 @@ class Rendered:
 
     text: str
     marked: list[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What becomes of contents' control tokens (chat/control_tokens.py), and the template's arguments, all of which it
+    has to read."""
+
+    control_tokens: str = KEEP
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+AS_THEY_ARE = Contents()
 
 
 class ChatMasker:
@@ -90,6 +105,7 @@ class ChatMasker:
         expander: ImageExpander | None = None,
         thinking_prefix: str = "as-rendered",
         strict_reasoning: bool = False,
+        contents: Contents = AS_THEY_ARE,
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
@@ -97,10 +113,15 @@ class ChatMasker:
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.expander = tokenizer, expander
+        self.contents, self.given_stop_ids = contents, stop_token_ids
+        check_template_args(tokenizer, contents.template_args)
+        self.others: dict[str, ChatMasker] = {}  # by the arguments that rows have for themselves
         self.allows_missing_stop, self.appends_stop = allow_missing_stop_token, append_stop_token
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
-        self.borders = BorderEncoder(tokenizer, self.encoder)
+        self.control = ControlTokens(tokenizer, contents.control_tokens)
+        self.borders = BorderEncoder(tokenizer, self.encoder, self.control)
+        self.texts = TextMasker(tokenizer, self.borders)
         self.strict_reasoning = strict_reasoning
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         self.matcher = PromptMatcher(self.encode_text, template, as_prompted=THINKING_PREFIXES[thinking_prefix])
@@ -128,35 +149,54 @@ class ChatMasker:
 
         Raises ValueError if no row is usable: no chat template, or no end-of-text token.
         """
+        groups: dict[Any, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault((type(row), repr(getattr(row, "template_args", None))), []).append(i)
         results: dict[int, TokenizedChat | ValueError] = {}
-        mask_chats = partial(self.mask_chats, appends_stop=self.appends_stop, divides=divides)
-        for kind, mask in ((Chat, mask_chats), (Completion, self.mask_completions), (Document, self.mask_documents)):
-            indices = [i for i, row in enumerate(rows) if isinstance(row, kind)]
-            if indices:
-                results.update(zip(indices, mask([rows[i] for i in indices]), strict=True))
+        for (kind, _), indices in groups.items():
+            own = [rows[i] for i in indices]
+            if kind is Chat:
+                masker = self if not own[0].template_args else catch_error(self.find_other, own[0].template_args)
+                if isinstance(masker, ValueError):
+                    masked = [masker] * len(own)
+                else:
+                    masked = masker.mask_chats(own, appends_stop=self.appends_stop, divides=divides)
+            else:
+                masked = self.texts.mask(own)
+            results.update(zip(indices, masked, strict=True))
         return [results[i] for i in range(len(rows))]
 
-    def mask_documents(self, rows: Sequence[Document]) -> list[TokenizedChat | ValueError]:
-        """Tokenizes texts that are trained whole, each ended by one eos token."""
-        label = partial(label_encoding, eos_token_id=self.require_eos())
-        located = [catch_error(locate_document, row) for row in rows]
-        encodings = self.encode([text_of(found) for found in located], add_special_tokens=True)
-        return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
+    def find_other(self, template_args: Mapping[str, Any]) -> "ChatMasker":
+        """The masker of rows with arguments of their own; ValueError if the template cannot be used with them."""
+        key = json.dumps(template_args, sort_keys=True)
+        if key not in self.others:
+            if len(self.others) >= MAX_NUM_OTHERS:
+                raise ValueError(f"chat_template_kwargs: more than {MAX_NUM_OTHERS} different ones")
+            other = ChatMasker(
+                self.tokenizer,
+                stop_token_ids=self.given_stop_ids,
+                allow_missing_stop_token=self.stops.may_be_missing,
+                append_stop_token=self.appends_stop,
+                expander=self.expander,
+                thinking_prefix="train-as-prompted" if self.matcher.as_prompted else "as-rendered",
+                strict_reasoning=self.strict_reasoning,
+                contents=replace(self.contents, template_args={**self.contents.template_args, **template_args}),
+            )
+            other.check_template()
+            self.others[key] = other
+        return self.others[key]
 
-    def mask_completions(self, rows: Sequence[Completion]) -> list[TokenizedChat | ValueError]:
-        """Tokenizes prompts and completions apart, as inference does; each completion is ended by one eos token."""
-        label = partial(label_encoding, eos_token_id=self.require_eos())
-        located = [catch_error(locate_completion, row) for row in rows]
-        usable = [found if isinstance(found, ValueError) else row for row, found in zip(rows, located, strict=True)]
-        prompts = self.encode([catch_error(attrgetter("prompt"), row) for row in usable], add_special_tokens=True)
-        answers = self.encode([catch_error(attrgetter("completion"), row) for row in usable], add_special_tokens=False)
-        joined = [catch_error(self.join, *each) for each in zip(usable, prompts, answers, strict=True)]
-        return [catch_error(label, encoding, found) for encoding, found in zip(joined, located, strict=True)]
-
-    def join(self, row: Completion, prompt: Any, answer: Any) -> Any:
-        if not row.prompt:
-            return self.borders.encode(row.completion, adds_special=True)
-        return self.borders.join((row.prompt, row.completion), (prompt, answer), adds_special=True)
+    def mark_chat(self, located: Located, chat: PreparedChat) -> Located:
+        """A chat, with the places of texts that are to be encoded without control tokens."""
+        token = self.control.find(chat.values)
+        if token is None:
+            return located
+        places = []
+        if self.control.mode == AS_TEXT:
+            messages, texts = self.control.hide(chat.messages)
+            hidden = self.render_one(messages, tools=chat.tools)
+            places = self.control.locate(located.text, hidden.text, texts)
+        return mark_control(located, token, places, mode=self.control.mode)
 
     def require_eos(self) -> int:
         if self.tokenizer.eos_token_id is None:
@@ -171,10 +211,10 @@ class ChatMasker:
         if joined:
             located = replace(located, remarks=(*located.remarks, Remark(DIVIDED)))
         divided = sorted({*joined, *starts[:1]}) if divides else joined
-        if divided and located.pictures is None:
-            encoding = self.borders.divide(located.text, divided)
-        elif joined:
-            raise ValueError("the tokenizer makes one token of an answer's beginning and text before it")
+        if (joined or located.plain) and located.pictures is not None:
+            raise ValueError("a row with images is tokenized whole, but its answers or control tokens need it in parts")
+        if (divided or located.plain) and located.pictures is None:
+            encoding = self.borders.divide(located.text, divided, plain=located.plain)
         return label_encoding(encoding, located)
 
     def mask_chats(
@@ -195,10 +235,12 @@ class ChatMasker:
             for rendered, chat in zip(self.render_each(prepared), prepared, strict=True)
         ]
         self.patience.check()
+        located = [catch_error(self.mark_chat, found, chat) for found, chat in zip(located, prepared, strict=True)]
         if appends_stop:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         located = [catch_error(self.put_images, found, chat) for found, chat in zip(located, prepared, strict=True)]
-        encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
+        # The template writes the special tokens.
+        encodings = encode_each(self.encoder, [text_of(found) for found in located], add_special_tokens=False)
         label = partial(self.label, divides=divides)
         return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
@@ -404,6 +446,7 @@ class ChatMasker:
                 chat_template=template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
+                **self.contents.template_args,
             )
         return [Rendered(text, passages) for text, passages in zip(texts, marked, strict=True)]
 
@@ -421,20 +464,21 @@ class ChatMasker:
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                **self.contents.template_args,
             )
 
     def encode_text(self, text: str) -> list[int]:
-        (encoding,) = self.encode([text], add_special_tokens=False)
+        (encoding,) = self.encoder.encode([text], add_special_tokens=False)
         return encoding.ids
 
-    def encode(self, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
-        """Tokenizes the texts in one call; errors among them keep their places."""
-        usable = [text for text in texts if isinstance(text, str)]
-        encodings = iter(self.encoder.encode(usable, add_special_tokens=add_special_tokens))
-        return [next(encodings) if isinstance(text, str) else text for text in texts]
-
     def make_checker(self) -> TemplateChecker:
-        return TemplateChecker(self.tokenizer, self.stops, self.mask_as_rendered, self.render)
+        return TemplateChecker(
+            self.tokenizer,
+            self.stops,
+            self.mask_as_rendered,
+            self.render,
+            template_args=self.contents.template_args,
+        )
 
     def find_stop_token(self) -> int | None:
         """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
@@ -477,25 +521,3 @@ def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Messa
             f"the chat template marks {len(marked)} passages as generated where the assistant has"
             f" {num_turns} turns; without its {{% generation %}} markers it may be usable"
         )
-
-
-def locate_document(row: Document) -> Located:
-    return Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
-
-
-def locate_completion(row: Completion) -> Located:
-    text = check_unicode(row.prompt + row.completion)
-    return Located(text, [Passage(len(row.prompt), len(text), "completion")])
-
-
-def text_of(found: Located | ValueError) -> str | ValueError:
-    return found if isinstance(found, ValueError) else found.text
-
-
-def check_unicode(text: str) -> str:
-    """`text`; ValueError if it cannot be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"contains half a character: the lone surrogate {text[error.start]!r}") from None
-    return text

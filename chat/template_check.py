@@ -1,6 +1,6 @@
 """Tries a chat template on known conversations before any row is read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,14 +8,13 @@ from chat.examples import ASSISTANT, Chat, Message
 from chat.prompting import AS_PROMPTED, NUM_SHOWN
 from chat.rendering import EXCHANGE, catch_error, check_in_child, prepare_for, takes_parts
 from chat.skeletons import Render
-from chat.token_spans import TokenizedChat, split_by_training
+from chat.token_spans import DIVIDED, Remark, TokenizedChat, split_by_training
 from chat.turns import Stops
 
 MISSING_STOP_TOKEN = (
     "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
     " trained (--allow-missing-stop-token)"
 )
-ONE_TOKEN = "the generation prompt's end is one token with the beginning of some answers: that token is not trained"
 QUESTION, ANSWER = EXCHANGE
 MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -51,6 +50,7 @@ class TemplateChecker:
     stops: Stops
     mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
     render: Render
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     open_turns: set[str] = field(default_factory=set)  # turns without a stop token: "inner", "last"
 
@@ -115,17 +115,18 @@ class TemplateChecker:
         """The problem with a probe's token ids or labels. Adds notes on properties of the template that are allowed but
         unexpected."""
         messages = prepare_for(self.tokenizer, chat.messages)
-        expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
-        if tokenized.input_ids != expected:
+        expected = self.tokenizer.apply_chat_template(
+            messages, tools=chat.tools, return_dict=True, **self.template_args
+        )["input_ids"]
+        if tokenized.input_ids != expected and Remark(DIVIDED) not in tokenized.remarks:
             return "apply_chat_template returns other token ids"
         stretches = split_by_training(tokenized.input_ids, tokenized.labels)
-        before = [[], *(ids for ids, _ in stretches)]
-        trained = [(ids, earlier) for earlier, (ids, is_trained) in zip(before, stretches, strict=False) if is_trained]
+        trained = [ids for ids, is_trained in stretches if is_trained]
         turns = [message for message in chat.messages if message["role"] == ASSISTANT]
         if len(trained) != len(turns):
             return f"{len(turns)} assistant turns, {len(trained)} stretches of trained tokens"
-        for (ids, earlier), message in zip(trained, turns, strict=True):
-            problem = self.find_problem_of_turn(ids, earlier, message)
+        for ids, message in zip(trained, turns, strict=True):
+            problem = self.find_problem_of_turn(ids, message)
             if problem is not None:
                 return problem
             if not self.ends_with_special_token(ids):
@@ -133,8 +134,6 @@ class TemplateChecker:
                 if not is_last and not self.stops.may_be_missing:
                     return f"{self.decode(ids)!r} is trained, which does not end with a special token"
                 self.open_turns.add("last" if is_last else "inner")
-            if squeeze(message["content"]) not in squeeze(self.decode(ids)):
-                self.notes.append(ONE_TOKEN)
         self.compare_prompt(tokenized, chat)
         return None
 
@@ -143,7 +142,7 @@ class TemplateChecker:
         says so."""
         before = tokenized.input_ids[: tokenized.spans[-1].start]
         prompt = self.encode_prompt(chat)
-        if prompt == before or ONE_TOKEN in self.notes or any(remark.prompted for remark in tokenized.remarks):
+        if prompt == before or any(remark.prompted for remark in tokenized.remarks):
             return
         self.notes.append(
             f"prompts end with {self.decode(prompt)[-NUM_SHOWN:]!r}, but rows have {self.decode(before)[-NUM_SHOWN:]!r}"
@@ -154,7 +153,7 @@ class TemplateChecker:
         """Token ids of the prompt for the last answer."""
         messages = prepare_for(self.tokenizer, chat.messages[:-1])
         return self.tokenizer.apply_chat_template(
-            messages, tools=chat.tools, add_generation_prompt=True, return_dict=True
+            messages, tools=chat.tools, add_generation_prompt=True, return_dict=True, **self.template_args
         )["input_ids"]
 
     def check_as_prompted(self, mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]], name: str) -> None:
@@ -167,7 +166,7 @@ class TemplateChecker:
                 continue
             start, num_changed = tokenized.spans[-1].start, num_changed + 1
             before, trained = tokenized.input_ids[:start], tokenized.input_ids[start : tokenized.spans[-1].end]
-            problem = self.find_problem_of_turn(trained, before, chat.messages[-1])
+            problem = self.find_problem_of_turn(trained, chat.messages[-1])
             if before != self.encode_prompt(chat):
                 problem = "the token ids before the answer are not the prompt's"
             if problem is not None:
@@ -181,12 +180,12 @@ class TemplateChecker:
     def ends_with_special_token(self, ids: list[int]) -> bool:
         return self.stops.special.fullmatch(self.tokenizer.convert_ids_to_tokens(ids[-1])) is not None
 
-    def find_problem_of_turn(self, ids: list[int], earlier: list[int], message: Message) -> str | None:
-        """The problem with the trained tokens of a probe's turn, which follow the tokens `earlier`; None if none."""
-        decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
+    def find_problem_of_turn(self, ids: list[int], message: Message) -> str | None:
+        """The problem with the trained tokens of a probe's turn; None if none."""
+        decoded = self.decode(ids)
         call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
         for text in (message["content"], call):
-            if squeeze(text) not in squeeze(with_one_before):  # the prompt's last space can be in the first token
+            if squeeze(text) not in squeeze(decoded):
                 return f"{decoded!r} is trained instead of {text!r} and the end-of-turn token"
         others = [QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]]
         for text in others:

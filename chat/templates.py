@@ -1,12 +1,16 @@
 """The model's tokenizer, and a base model's additions for chats: a template and special tokens."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chat.rendering import one_line
+
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
+ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 
 
 @dataclass(frozen=True)
@@ -106,3 +110,23 @@ def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Se
     if named.eos_token is not None:
         tokenizer.eos_token = named.eos_token
     return {token: tokenizer.convert_tokens_to_ids(token) for token in wanted if token not in vocabulary}
+
+
+def check_template_args(tokenizer: Any, template_args: Mapping[str, Any]) -> None:
+    """ValueError for an argument that the chat template does not read."""
+    if not template_args:
+        return
+    from jinja2 import Environment, TemplateError, meta
+
+    templates = tokenizer.chat_template
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = [environment.parse(GENERATION_TAG.sub("", text)) for text in texts]
+    except TemplateError:
+        return  # which is named when the template is tried
+    read = set().union(*map(meta.find_undeclared_variables, parsed)) - {*ALWAYS_GIVEN, *tokenizer.special_tokens_map}
+    unread = [name for name in template_args if name not in read]
+    if unread:
+        others = ", ".join(sorted(read)) or "none"
+        raise ValueError(f"the chat template does not read the argument {unread[0]!r}; it reads: {others}")

@@ -204,6 +204,7 @@ class Located:
     pictures: Pictures | None = None
     is_stop_appended: bool = False
     remarks: tuple[Remark, ...] = ()
+    plain: tuple[tuple[int, int], ...] = ()  # characters [start, end) that are encoded without control tokens
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:

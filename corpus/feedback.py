@@ -22,7 +22,17 @@ from chat.token_spans import TokenizedChat, TokenizedFeedback, add_mismatched
 from corpus.answers import check_ends, leave_untrained
 from corpus.columns import ASKING, PROMPTING, TURNS, VISION_MODELS, WEIGHING, RefusedColumn, check_columns, drop_ignored
 from corpus.files import Chunk, iterate_rows
-from corpus.formats import Fields, build_chat, look_up, parse_row, quote, read_system, refuse_images, require_text
+from corpus.formats import (
+    TEMPLATE_ARGS,
+    Fields,
+    build_chat,
+    look_up,
+    parse_row,
+    quote,
+    read_system,
+    refuse_images,
+    require_text,
+)
 from corpus.lines import Row
 from corpus.preferences import (
     BESIDE,
@@ -114,7 +124,7 @@ def read_row(values: Fields, fields: FeedbackFields, tally: Counter[str]) -> Fee
     weight, prompt = read_number(values, "weight"), look_up(values, prompt_name)
     answer = None if name is None else look_up(values, name)
     if isinstance(answer, str) and isinstance(prompt, str) and prompt_name == (fields.prompt or "prompt"):
-        refuse_unread(values, ("system", "input", "tools"), "a prompt in one text")
+        refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
         texts = require_text({"prompt": prompt}, "prompt"), require_text({name: answer}, name)
         return Feedback(prompt, Completion(*texts), is_good, weight)
     if is_whole:
@@ -128,7 +138,7 @@ def read_row(values: Fields, fields: FeedbackFields, tally: Counter[str]) -> Fee
 
 def build_answer(messages: list[Any], num_prompt: int, values: Fields) -> tuple[list[Message], Chat]:
     """The prompt's messages, and a chat of which what follows them is trained."""
-    chat = build_chat(messages, {key: values[key] for key in ("tools",) if key in values})
+    chat = build_chat(messages, {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values})
     refuse_images(chat)
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
         raise ValueError("the answer must be an assistant's message after a prompt")

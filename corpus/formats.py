@@ -57,19 +57,28 @@ Example = Chat | Completion | Document
 class FieldPaths:
     """Paths in rows to the values that their format reads under other names; a dot leads to a nested key.
 
-    `ignored`: columns to ignore, even if the format would read them.
+    `ignored`: columns to ignore, even if the format would read them. `data_format`: the rows' if the user has named it.
+    `as_chat`: completions become chats.
     """
 
     messages: str | None = None
     prompt: str | None = None
     completion: str | None = None
     text: str | None = None
+    system: str | None = None
     ignored: tuple[str, ...] = ()
+    data_format: str | None = None
+    as_chat: bool = False
 
     @property
     def given(self) -> dict[str, str]:
         """The paths that are set, by name."""
-        return {name: path for name, path in vars(self).items() if path is not None and name != "ignored"}
+        paths = {name: getattr(self, name) for name in ("messages", "prompt", "completion", "text", "system")}
+        return {name: path for name, path in paths.items() if path is not None}
+
+    def rename(self, name: str) -> str:
+        """The name under which the rows' format reads a value."""
+        return IN_ALPACA.get(name, name) if self.data_format == "alpaca" else name
 
 
 OWN_NAMES = FieldPaths()
@@ -96,7 +105,8 @@ def read_examples(
     for row in iterate_rows(chunk):
         try:
             fields = read_fields(parse_row(row.value, chunk.encoding), data_format, paths=paths, tally=tally)
-            yield row, None if fields is None else read_example(fields, data_format, is_given=is_given)
+            example = None if fields is None else read_example(fields, data_format, is_given=is_given)
+            yield row, build_dialogue(example, fields) if paths.as_chat and isinstance(example, Completion) else example
         except RefusedColumn as error:
             raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
         except UnknownFormat as error:
@@ -123,8 +133,8 @@ def read_fields(
     also_read = (*also_read, "tools") if answered else also_read
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
-    replaced = {name for key in given for name in own.get(key, (key,))}
-    read = {*READ_BY.get(data_format, ()), *also_read} - replaced
+    replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
+    read = {*READ_BY.get(data_format, ()), *also_read, *(OF_CHATS if paths.as_chat else ())} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
     # columns are no reason to refuse rows that have nothing else to train.
@@ -212,13 +222,18 @@ def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, .
         return parse_turns(row, ())
     found = parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
     for name, value in found.items():
-        if value is None:
+        if value is None and name != "system":
             raise ValueError(f"no {given[name]!r} (--{name}-field), or it is empty: the row has {quote(sorted(row))}")
     beside = BESIDE["completion" if "prompt" in found or "completion" in found else next(iter(found))]
     if "messages" in found and is_sharegpt(found["messages"]):
         found["conversations"], beside = found.pop("messages"), BESIDE["conversations"]
     if "completion" in found:
         beside = ("prompt",)
+    if paths.as_chat:
+        beside = (*beside, *OF_CHATS)
+    elif paths.data_format in ("alpaca", "sharegpt"):
+        beside = READ_BY[paths.data_format]
+        found = {paths.rename(name): value for name, value in found.items()}
     return {name: row[name] for name in (*beside, *also_read) if name in row} | found
 
 
@@ -380,20 +395,24 @@ FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...
 }
 
 
+TEMPLATE_ARGS = "chat_template_kwargs"  # column of the template's arguments for a row
+OF_CHATS = ("system", "tools", "unmask", TEMPLATE_ARGS)
+IN_ALPACA = {"prompt": "instruction", "completion": "output"}
 # Columns by the format that reads them.
 READ_BY = {
-    "messages": ("messages", "tools", "unmask"),
-    "sharegpt": ("conversations", "system", "tools", "unmask"),
-    "alpaca": ("instruction", "input", "output", "history", "system", "tools", "unmask"),
+    "messages": ("messages", "tools", "unmask", TEMPLATE_ARGS),
+    "sharegpt": ("conversations", *OF_CHATS),
+    "alpaca": ("instruction", "input", "output", "history", *OF_CHATS),
     "completion": ("prompt", "completion", "generation"),
     "document": ("document", "text"),
 }
 # Columns that a format reads in addition to those set by a path.
 BESIDE = {
-    "messages": ("tools", "unmask"),
-    "conversations": ("system", "tools", "unmask"),
+    "messages": ("tools", "unmask", TEMPLATE_ARGS),
+    "conversations": OF_CHATS,
     "completion": ("prompt", "completion", "generation"),
     "text": (),
+    "system": ("prompt", "completion", "generation"),
 }
 
 
@@ -406,7 +425,22 @@ def build_chat(messages: list[Any], row: Fields) -> Chat:
     for number, message in enumerate(messages, start=1):
         check_message(message, number)
     messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
-    return Chat(messages, unmask=bool(unmask), tools=read_tools(row))
+    return Chat(messages, unmask=bool(unmask), tools=read_tools(row), template_args=read_template_args(row))
+
+
+def build_dialogue(completion: Completion, row: Fields) -> Chat:
+    """The chat of a prompt and its completion, with the row's system prompt."""
+    messages = [{"role": "user", "content": completion.prompt}, {"role": "assistant", "content": completion.completion}]
+    return build_chat(read_system(row) + messages, row)
+
+
+def read_template_args(row: Fields) -> Fields | None:
+    """The template's arguments for this row: an object, or one as JSON text."""
+    given = row.get(TEMPLATE_ARGS)
+    given = read_embedded_json(given, f"{TEMPLATE_ARGS!r}") if isinstance(given, str) and given.strip() else given
+    if not isinstance(given, dict | None) and given != "":
+        raise ValueError(f"{TEMPLATE_ARGS!r} is {quote(given)}, expected an object of arguments")
+    return given or None
 
 
 def read_marks(message: Fields, number: int) -> Fields:
@@ -431,7 +465,7 @@ def check_message(message: Any, number: int) -> None:
         raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
     if calls and role != "assistant":
         raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
-    may_be_empty = bool(calls) or role == "tool" or IMAGE_PART in list_parts(message)
+    may_be_empty = role != "assistant" or bool(calls) or IMAGE_PART in list_parts(message)
     text = join_parts(content, where) if isinstance(content, list) else content
     if not (isinstance(text, str) or (text is None and calls)) or not (may_be_empty or text.strip()):
         raise ValueError(f"{where} has the content {quote(content)}, expected text")

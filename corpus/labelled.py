@@ -19,7 +19,7 @@ from typing import Any
 
 from chat.examples import Chat
 from chat.labels import IGNORED
-from chat.masking import check_unicode
+from chat.texts import check_unicode
 from corpus.columns import WEIGHING, RefusedColumn, check_columns, check_messages, drop_ignored
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import Fields, build_chat, look_up, parse_row, quote, require_list

@@ -6,8 +6,8 @@ from typing import Any
 
 from chat.examples import Chat
 from chat.labels import IGNORED
-from chat.masking import check_unicode
 from chat.rendering import Patience, catch_error, check_length, one_line, prepare_for
+from chat.texts import check_unicode
 from corpus.labelled import Content, Labelled, TextPair, Words
 from corpus.labels import Labels, count_classes
 from objectives.columns import TOKENS

@@ -31,7 +31,7 @@ from options import flag_name
 from ranks.ending import RunError
 from ranks.lock import SECONDS_PER_BEAT, RunLock
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 OUR_ROOMS = ("chat", "corpus", "objectives")  # whose classes results may hold
 MANIFEST = re.compile(r"part_[0-9]+_of_([0-9]+)\.meta\.json")
 

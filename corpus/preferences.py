@@ -35,6 +35,7 @@ from corpus.columns import (
 )
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import (
+    TEMPLATE_ARGS,
     Fields,
     build_chat,
     look_up,
@@ -53,7 +54,7 @@ PROMPTS = ("prompt", "question", "instruction", *TURNS)
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
 NUMBERS = ("margin", "weight")
-BESIDE = ("system", "tools", "input", *NUMBERS)  # columns that are read in addition to prompt and answers
+BESIDE = ("system", "tools", "input", TEMPLATE_ARGS, *NUMBERS)  # columns that are read beside prompt and answers
 SPEAKERS = re.compile(r"\n\n(Human|Assistant):")  # of a whole chat in one text
 ROLES = {"Human": "user", "Assistant": ASSISTANT}
 
@@ -125,7 +126,7 @@ def read_preference(values: Fields, fields: PreferenceFields, tally: Counter[str
     ):
         prompt = values if prompt_name == "prompt" else {"prompt": look_up(values, prompt_name)}
         if isinstance(prompt["prompt"], str):
-            refuse_unread(values, ("system", "input", "tools"), "a prompt in one text")
+            refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
             return read_texts(require_text(prompt, "prompt"), chosen, rejected, numbers)
     if is_whole:
         refuse_unread(values, ("input",), "whole chats")
@@ -231,7 +232,7 @@ def build_preference(
     chosen: list[Any], rejected: list[Any], values: Fields, numbers: dict[str, float | None]
 ) -> Preference:
     """The preference between two chats, whose common beginning is not trained."""
-    tools = {key: values[key] for key in ("tools",) if key in values}
+    tools = {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values}
     chats = [build_chat(messages, tools) for messages in (chosen, rejected)]
     first, second = (chat.messages for chat in chats)
     num_common = next(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chat.masking import ChatMasker, load_stop_token_ids
+from chat.masking import ChatMasker, Contents, load_stop_token_ids
 from chat.pictures import ImageExpander, load_processor
 from chat.templates import change_tokenizer, load_tokenizer
 from corpus.feedback import FEEDBACK, FeedbackFields
@@ -25,7 +25,7 @@ from corpus.rows import (
     prepare_preferences,
 )
 from corpus.survey import describe_repeats, survey_rows
-from options import ProcessDataOptions, RowOptions
+from options import ProcessDataOptions, RowOptions, parse_template_args
 from pretrained.files import find_model
 from ranks.garbage import without_collector
 
@@ -67,6 +67,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
             thinking_prefix=options.rows.thinking_prefix,
             strict_reasoning=options.rows.strict_reasoning,
             expander=open_expander(model_dir, options),
+            contents=Contents(options.contents.control_tokens, parse_template_args(options.contents.template_args)),
         )
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)
@@ -74,12 +75,21 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
     return Prepared(sources, model_dir, tokenizer, added_tokens, preparation, stop_token_id, open_turns, notes)
 
 
-def choose_paths(options: RowOptions) -> FieldPaths:
+def choose_paths(options: ProcessDataOptions) -> FieldPaths:
     """Paths to the tokenized values of rows; formats that are never detected have readers of their own."""
-    if options.format in (CLASSIFICATION, PREFERENCE, FEEDBACK):
+    rows, contents = options.rows, options.contents
+    if rows.format in (CLASSIFICATION, PREFERENCE, FEEDBACK):
         return OWN_NAMES
-    fields = (options.messages_field, options.prompt_field, options.completion_field, options.text_field)
-    return FieldPaths(*fields, ignored=options.ignore_columns)
+    return FieldPaths(
+        rows.messages_field,
+        rows.prompt_field,
+        rows.completion_field,
+        rows.text_field,
+        contents.system_field,
+        ignored=rows.ignore_columns,
+        data_format=rows.format,
+        as_chat=contents.as_chat,
+    )
 
 
 def changes_tokenizer(options: ProcessDataOptions) -> bool:
@@ -115,7 +125,7 @@ def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: P
     if rows.format == FEEDBACK:
         names = (rows.prompt_field, rows.completion_field, rows.label_field)
         return prepare_feedback(masker, FeedbackFields(*names, ignored=rows.ignore_columns))
-    paths, is_given = choose_paths(rows), rows.format is not None
+    paths, is_given = choose_paths(options), rows.format is not None
     if not rows.images:
         return prepare_chats(masker, paths, format_is_given=is_given)
     directories = {source.name: source.path.resolve().parent for source in sources}
@@ -158,6 +168,7 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
         "--append-stop-token": options.rows.append_stop_token,
         "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
         "--strict-reasoning": options.rows.strict_reasoning,
+        "--template-args": bool(options.contents.template_args),
     }
     for flag, is_given in useless.items():
         if is_given:

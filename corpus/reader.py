@@ -343,7 +343,7 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
             )
     if (sidecar.get("format_version") or FORMAT_VERSION) < FORMAT_VERSION:
         raise ValueError(
-            f"{path}: an earlier version made the data set, which lacks answers' first tokens where the tokenizer joined"
+            f"{path}: an earlier version made the data set: it lacks answers' first tokens where the tokenizer joined"
             " them with the prompt, and does not record the tokens that the tokenizer adds to texts: tokenize the data"
             " again with process_data.py"
         )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+from chat.control_tokens import CONTROL, CONTROL_AS_TEXT
 from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
 from chat.token_spans import DIVIDED, Remark
 from corpus.columns import count_column
@@ -42,6 +43,9 @@ REMARKS = {
     " values; it is read as that text: leave such cells empty if nothing is there",
     DIVIDED: "the tokenizer makes one token of the text before an answer and of the answer's beginning; they are"
     " encoded apart, as at inference, and the answer is trained whole",
+    CONTROL: "the texts have the control token {rendered}, which the model reads, and where it is trained writes, as"
+    " such (first {place}; see --control-tokens)",
+    CONTROL_AS_TEXT: "the texts have {rendered}, which is encoded as text (first {place}; --control-tokens as-text)",
     UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
@@ -59,6 +63,7 @@ class Totals:
     columns: Counter[str] = field(default_factory=Counter)  # rows by unread columns
     stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, that train a stop token, with one appended
     remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
+    places: dict[Remark, str] = field(default_factory=dict)  # of the first row with a remark
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
     values: "ValueTotals | None" = None  # of regression targets
     num_loss_counted_tokens: int = 0
@@ -106,9 +111,11 @@ class Totals:
         is_known = kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS
         self.reasons[kind if is_known else "other reasons"] += count
 
-    def count_remark(self, remark: Remark, count: int) -> None:
+    def count_remark(self, remark: Remark, count: int, place: str) -> None:
         is_known = remark in self.remarks or len(self.remarks) < MAX_REMARK_KINDS
-        self.remarks[remark if is_known else Remark(remark.kind)] += count
+        counted = remark if is_known else Remark(remark.kind)
+        self.remarks[counted] += count
+        self.places.setdefault(counted, place)
 
     def add(self, other: "Totals") -> None:
         self.rows.update(other.rows)
@@ -118,7 +125,7 @@ class Totals:
             count_column(self.columns, name, count)
         self.stops.update(other.stops)
         for remark, count in other.remarks.items():
-            self.count_remark(remark, count)
+            self.count_remark(remark, count, other.places[remark])
         self.labels.update(other.labels)
         self.values = merge_values(self.values, other.values)
         for kind, count in other.reasons.items():
@@ -235,9 +242,21 @@ def describe_remarks(totals: Totals) -> list[str]:
             continue  # the column is not read
         shown[remark.kind] += 1
         if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, NUM_SHOWN_OF_OTHER_KINDS):
-            said = REMARKS[remark.kind].format(prompted=repr(remark.prompted), rendered=repr(remark.rendered))
+            said = REMARKS[remark.kind].format(
+                prompted=repr(remark.prompted), rendered=repr(remark.rendered), place=totals.places[remark]
+            )
             notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
     return notes
+
+
+def describe_completions(sources: Sequence[Source]) -> list[str]:
+    """A note on prompts and completions for a model that has a chat template."""
+    if all(source.format != "completion" for source in sources):
+        return []
+    return [
+        "prompts and completions are trained as plain text, without the model's chat template (--format completion"
+        " --as-chat makes chats of them)"
+    ]
 
 
 def print_sides(sides: dict[str, Totals], task: Task) -> None:

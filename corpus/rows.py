@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from chat.control_tokens import MODES
 from chat.examples import ASSISTANT
 from chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
@@ -36,6 +37,7 @@ IMPLEMENTED_ROWS: Implemented = {
     "format": (*FORMATS, CLASSIFICATION, PREFERENCE, FEEDBACK),
     "label_type": LABEL_TYPES,
     "thinking_prefix": THINKING_PREFIXES,
+    "control_tokens": MODES,
 }
 
 NUM_REASONS_SHOWN = 10
@@ -220,7 +222,7 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
         totals.add_labels(sample.tokens)
     else:
         for remark in set(sample.tokens.remarks):
-            totals.count_remark(remark, 1)
+            totals.count_remark(remark, 1, sample.place)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
 

@@ -15,7 +15,6 @@ from objectives.data_kinds import COLUMNS
 from options import ProcessDataOptions
 
 
-
 def describe_data_set(
     totals: Totals,
     task: Task,
@@ -72,6 +71,9 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "ignore_columns": list(options.rows.ignore_columns),
         "thinking_prefix": options.rows.thinking_prefix,
         "strict_reasoning": options.rows.strict_reasoning,
+        "control_tokens": options.contents.control_tokens,
+        "template_args": list(options.contents.template_args),
+        "as_chat": options.contents.as_chat,
     }
 
 

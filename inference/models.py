@@ -23,7 +23,6 @@ from ranks.devices import DTYPES
 from ranks.terminal import shows_progress
 
 
-
 @dataclass(frozen=True)
 class FoundModel:
     """A model whose files have been checked, but whose weights have not been loaded."""
@@ -49,7 +48,8 @@ class FoundModel:
     def identify(self) -> dict[str, Any]:
         """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""
         identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
-        identity |= {"tokenizer": fingerprint_tokenizer(self.tokenizer), "chat_template": fingerprint_chat_template(self.tokenizer)}
+        identity |= {"tokenizer": fingerprint_tokenizer(self.tokenizer)}
+        identity |= {"chat_template": fingerprint_chat_template(self.tokenizer)}
         generation = Path(self.directory) / "generation_config.json"
         identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
         if self.adapter is not None:

@@ -14,6 +14,7 @@ from ranks.command import name_program, repeat_command
 from ranks.ending import log
 from sampler import RunPosition
 
+PLAIN_FORMATS = {"completion", "document"}  # of rows without a chat template
 MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file
 
 
@@ -56,14 +57,16 @@ def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def describe_trial(model: Path, exports: Exports) -> list[str]:
-    """The command that tries a model: a chat; its evaluation, if it gives no answers or has no chat template.
+    """The command that tries a model: a chat; its evaluation, if it gives no answers, has no chat template or saw only
+    plain text.
 
     No line for data with images, which neither program reads.
     """
     inputs, options = exports.inputs, exports.options
     if inputs.data.has_images:
         return []
-    if inputs.objective.pipeline_tag == "text-generation" and inputs.tokenizer.chat_template is not None:
+    saw_chats = inputs.tokenizer.chat_template is not None and not (inputs.formats and inputs.formats <= PLAIN_FORMATS)
+    if inputs.objective.pipeline_tag == "text-generation" and saw_chats:
         return [f"try it: {name_program('generate.py', 'generate')} --model {quote(model)}"]
     data = (*options.validation.validation_data_path, *options.data.data_path)[0]
     target = exports.output_dir / "evaluation"

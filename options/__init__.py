@@ -4,7 +4,7 @@ An option's name is both its flag and its YAML key; names are unique across grou
 needs. Imports nothing heavy, so that `--help` and mistyped flags respond at once.
 """
 
-from .data import DEFAULT_BATCH_SIZE, DataOptions, ProcessDataOptions, RowOptions, ValidationOptions
+from .data import DEFAULT_BATCH_SIZE, ContentOptions, DataOptions, ProcessDataOptions, RowOptions, ValidationOptions
 from .fields import (
     Options,
     flag_name,
@@ -17,6 +17,7 @@ from .fields import (
     parse_shard,
     parse_steps,
     parse_subset,
+    parse_template_args,
     replace_options,
 )
 from .learning import (

@@ -168,6 +168,23 @@ class ValidationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContentOptions:
+    """What becomes of rows' texts (docs/data.md); process_data.py alone has these options."""
+
+    control_tokens: Literal["keep", "as-text", "refuse"] = "keep"
+    """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and such
+    rows are counted; as-text: such contents are encoded as if the tokenizer had none; refuse: such rows cannot be
+    used."""
+    template_args: tuple[str, ...] = ()
+    """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
+    chat_template_kwargs override them. Use the same for inference."""
+    as_chat: bool = False
+    """With --format completion: make a chat of each row, the prompt as the user's message."""
+    system_field: str | None = None
+    """Column or key of the system prompt, for --as-chat, alpaca and sharegpt. Default: system."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessDataOptions:
     """Tokenize chats, completions, documents or labelled texts; in chats, only the assistant's tokens are trained."""
 
@@ -194,3 +211,4 @@ class ProcessDataOptions:
     join: bool = False
     """Only join the parts that --shard made, with the same other options."""
     rows: RowOptions = field(default_factory=RowOptions)
+    contents: ContentOptions = field(default_factory=ContentOptions)

@@ -1,9 +1,10 @@
 """Access to options by name, in any group, and parsing of values given as text."""
 
 import dataclasses
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, get_origin
 
 Options = TypeVar("Options")
@@ -115,3 +116,17 @@ def parse_subset(text: str) -> int | float:
     except ValueError:
         pass
     raise ValueError(f"{text}: must be a number of samples (10), or a share of samples above 0 and up to 100% (1%)")
+
+
+def parse_template_args(given: Iterable[str]) -> dict[str, Any]:
+    """Arguments of a chat template from NAME=VALUE; a value is JSON or, if it is not, a text. ValueError otherwise."""
+    parsed: dict[str, Any] = {}
+    for argument in given:
+        name, equals, value = argument.partition("=")
+        if not equals or not name.isidentifier() or name in parsed:
+            raise ValueError(f"given {argument!r}, allowed: NAME=VALUE, each name once, such as enable_thinking=false")
+        try:
+            parsed[name] = json.loads(value)
+        except ValueError:
+            parsed[name] = value
+    return parsed

@@ -11,7 +11,10 @@ from corpus.feedback import Feedback, mask_feedback
 from corpus.preferences import Preference, mask_preferences
 from inference.prompts import encode_text
 
-TEXT = "Question: which city is the capital of Peru? Answer: Lima. yes no 51 Quito user assistant ### Response: "
+TEXT = (
+    "<|im_start|> Question: which big city is the capital of Peru? Answer: Lima. yes no 51 Quito user assistant"
+    " ### Response: end "
+)
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
 

@@ -369,7 +369,7 @@ def encode_by_hand(masker: ChatMasker, text: str) -> tuple[list[int], list[tuple
 @settings(max_examples=100, deadline=None)
 @given(contents, st.integers(0, 30))
 def test_tokens_are_found_by_where_they_begin(masker, text, at):
-    (encoding,) = masker.encode([text], add_special_tokens=False)
+    (encoding,) = masker.encoder.encode([text], add_special_tokens=False)
     found = find_token(encoding, min(at, len(text)), len(encoding))
     assert found == sum(start < min(at, len(text)) for start, _ in encoding.offsets)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from options import ProcessDataOptions, RowOptions, flag_name, parse_shard
+from options import ProcessDataOptions, RowOptions, flag_name, parse_shard, parse_template_args
 from options.problems.given import list_changed, list_row_sources
 from options.urls import find_target_faults, hide_credentials, is_url, split_scheme
 
@@ -25,7 +25,7 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append(f"--preview-html {o.preview_html}: must be a local path")
     if not list_row_sources(o.rows):
         problems.append("no rows are given: give --input-file or --input-dataset")
-    problems += find_row_problems(o.rows)
+    problems += [*find_row_problems(o.rows), *find_content_problems(o)]
     if o.preview < 0:
         problems.append(f"--preview {o.preview}: must be at least 0")
     if o.shard is not None:
@@ -34,6 +34,27 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
     if o.string_for_printing_masks is not None and o.rows.format == "classification":
         problems.append("--string-for-printing-masks: no effect with --format classification")
+    return problems
+
+
+def find_content_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with the options of `ContentOptions`."""
+    given = [flag_name(name) for name in list_changed(o.contents)]
+    if given and (o.rows.mock_data is not None or o.rows.format == "classification"):
+        return [f"{', '.join(given)}: no effect on random and labelled rows"]
+    problems = []
+    try:
+        parse_template_args(o.contents.template_args)
+    except ValueError as error:
+        problems.append(f"--template-args: {error}")
+    if o.contents.as_chat and o.rows.format != "completion":
+        problems.append("--as-chat needs --format completion: it makes chats of prompts and completions")
+    if o.contents.system_field is not None and not (o.contents.as_chat or o.rows.format in ("alpaca", "sharegpt")):
+        problems.append("--system-field needs --as-chat, or --format alpaca or sharegpt")
+    if o.contents.control_tokens == "as-text":
+        blocking = ["--images"] if o.rows.images else []
+        blocking += ["--thinking-prefix train-as-prompted"] if o.rows.thinking_prefix == "train-as-prompted" else []
+        problems += [f"--control-tokens as-text cannot be used with {flag}" for flag in blocking]
     return problems
 
 
@@ -111,8 +132,8 @@ def find_field_problems(o: RowOptions) -> list[str]:
     """Problems with column options: for several formats, or for a different one than --format."""
     formats = {
         "messages_field": ("messages", "sharegpt"),
-        "prompt_field": ("completion", "preference", "feedback"),
-        "completion_field": ("completion", "feedback"),
+        "prompt_field": ("completion", "alpaca", "preference", "feedback"),
+        "completion_field": ("completion", "alpaca", "feedback"),
         "text_field": ("document", "classification"),
         "chosen_field": ("preference",),
         "rejected_field": ("preference",),
