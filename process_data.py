@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from corpus.cache import identify_images, identify_options
 from corpus.columns import describe_unread
-from corpus.files import Source, find_sources
+from corpus.files import Folder, Source, check_folder, describe_skipped, find_sources
 from corpus.hub_rows import find_dataset
 from corpus.outputs import Outputs
 from corpus.parts import (
@@ -148,7 +148,7 @@ def write_data_set(
             )
         check_interrupt()
         totals = add_up(sides)
-        notes = [*prepared.notes, *describe_remarks(totals)]
+        notes = [*prepared.notes, *describe_skipped(sources), *describe_remarks(totals)]
         notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
         check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
         check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
@@ -259,6 +259,9 @@ def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: Proces
             raise ValueError(f"{len(faults)} of {count} parts in {directory} cannot be joined:{listed}")
         else:
             fill_in(prepared.sources, parts)
+            firsts: dict[Folder, Source] = {}
+            for source in prepared.sources:
+                check_folder(source, firsts)
             num_bytes = sum(source.num_bytes for source in prepared.sources)
             write_data_set(outputs, read_results(parts), num_bytes, prepared, options)
             remove_parts(parts)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from chat.calls import TOOL, takes_text, with_text_arguments
 from chat.examples import ASSISTANT, Message
-from chat.placeholders import REASONING_KEYS, is_text_part
+from chat.placeholders import REASONING_KEYS, has_calls, is_text_part
 
 RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one second
 RENDER_BYTES = 4 << 30  # of memory, per call
@@ -179,6 +180,14 @@ def prepare_messages(messages: Sequence[Message]) -> list[Message]:
 def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages in the form that the tokenizer's chat template reads. Used for rows and prompts, so that a model is
     prompted with the text that it was trained on."""
+    prepared = prepare_contents(tokenizer, messages)
+    return (
+        with_text_arguments(prepared) if any(map(has_calls, prepared)) and takes_calls_as_text(tokenizer) else prepared
+    )
+
+
+def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """The messages with contents in the form that the chat template reads."""
     prepared = prepare_messages(messages)
     if takes_parts(tokenizer):
         return [as_parts(message) for message in prepared]
@@ -227,6 +236,30 @@ def find_form(tokenizer: Any, _template: str) -> bool:
         return all(message["content"] in text for message in EXCHANGE)
 
     return not writes(EXCHANGE) and writes([as_parts(message) for message in EXCHANGE])
+
+
+def takes_calls_as_text(tokenizer: Any) -> bool:
+    """Whether the template takes the arguments of calls as JSON text, not as an object."""
+    template = tokenizer.chat_template
+    return find_form_of_calls(tokenizer, template if isinstance(template, str) else repr(template))
+
+
+@lru_cache(maxsize=8)
+def find_form_of_calls(tokenizer: Any, _template: str) -> bool:
+    """`takes_calls_as_text`, cached by tokenizer and template."""
+
+    def render(messages: list[Message]) -> str | None:
+        prepared = prepare_contents(tokenizer, messages)
+        for tools in ([TOOL], None):  # some templates work only with tools, or only without
+            for part in (prepared, prepared[:2]):  # some know no role of tools
+                try:
+                    with template_errors():
+                        return tokenizer.apply_chat_template(part, tools=tools, tokenize=False)
+                except ValueError:
+                    continue
+        return None
+
+    return takes_text(render)
 
 
 def as_parts(message: Message) -> Message:

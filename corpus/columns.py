@@ -9,7 +9,7 @@ import re
 import reprlib
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -159,14 +159,15 @@ def check_messages(
     *,
     marks: Collection[str] = MARKS,
     meanings: Collection[str] = OF_MESSAGES,
+    also: Sequence[str] = (),
 ) -> Fields:
     """The row without the `ignored` keys of its messages and of their contents' parts. RefusedColumn for a key with one
-    of the `meanings`, except for the `marks`, which are read."""
-    name = next((name for name in TURNS if isinstance(row.get(name), list)), None)
-    if name is None:
-        return row
-    turns = [check_keys(turn, name, ignored, tally, marks=marks, meanings=meanings) for turn in row[name]]
-    return row | {name: turns}
+    of the `meanings`, except for the `marks`, which are read. `also`: other columns of messages."""
+    names = [name for name in TURNS if isinstance(row.get(name), list)][:1]
+    return row | {
+        name: [check_keys(turn, name, ignored, tally, marks=marks, meanings=meanings) for turn in row[name]]
+        for name in (*names, *also)
+    }
 
 
 def check_keys(

@@ -19,6 +19,7 @@ from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ChatMasker
 from chat.rendering import catch_error
 from chat.token_spans import TokenizedChat, TokenizedFeedback, add_mismatched
+from corpus.answers import check_ends, leave_untrained
 from corpus.columns import ASKING, PROMPTING, TURNS, VISION_MODELS, WEIGHING, RefusedColumn, check_columns, drop_ignored
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import (
@@ -37,9 +38,7 @@ from corpus.preferences import (
     BESIDE,
     PROMPTS,
     PreferenceFields,
-    check_ends,
     find_name,
-    leave_untrained,
     read_answer,
     read_messages,
     read_number,
@@ -47,6 +46,7 @@ from corpus.preferences import (
     read_prompt,
     refuse_unread,
 )
+from corpus.turn_texts import ANSWERS, parse_turns
 
 FEEDBACK = "feedback"  # the format of rows with an answer that is good or bad
 LABELS = ("label", "kto_tag")
@@ -102,7 +102,8 @@ def read_pairs(
 
 def read_row(values: Fields, fields: FeedbackFields, tally: Counter[str]) -> Feedback:
     """The row's feedback. Raises ValueError for a missing prompt, answer or label."""
-    values = drop_ignored(values, fields.ignored, tally)
+    named = [name for name in (fields.prompt, fields.completion) if name is not None]
+    values = parse_turns(drop_ignored(values, fields.ignored, tally), (*ANSWERS, *named))
     label_name = find_name(values, fields.label, LABELS, option="--label-field")
     is_good = look_up(values, label_name)
     if not isinstance(is_good, bool):

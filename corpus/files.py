@@ -24,14 +24,18 @@ from typing import Any, BinaryIO, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from corpus.layout import find_fault
 from corpus.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
 from corpus.remote import RemoteFile, find_remote
 from corpus.tables import DELIMITERS, split_table
+from corpus.values import RowReader
 from options.urls import is_url
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+ALIASES = {".ndjson": ".jsonl"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be compressed ({', '.join(COMPRESSIONS)})"
+NUM_SKIPPED_SHOWN = 10  # files of a folder that a note names
 CHUNK_ROWS = 1000  # most rows of a chunk, and of an Arrow record batch of the output
 CHUNK_BYTES = 4 << 20  # bounds chunks of long rows: a worker needs some hundred bytes per token
 BLOCK_BYTES = 1 << 20
@@ -69,6 +73,14 @@ class Sections:
         return self.start <= section and (self.end is None or section < self.end)
 
 
+@dataclass(frozen=True)
+class Folder:
+    """A folder that was given, and the files in it that are not read because of their endings."""
+
+    name: str
+    skipped: tuple[str, ...]
+
+
 @dataclass
 class Source:
     """A file of rows, or rows from `read`. `format` is set when it has been read, and `sha256` if all of it has."""
@@ -81,6 +93,7 @@ class Source:
     read: Callable[["Source"], Iterator[Chunk]] | None = None  # returns the rows if they are not in a file
     sections: Sections = Sections()  # to read
     remote: RemoteFile | None = None  # the file, if `path` is only its name
+    folder: Folder | None = None  # in which it was found, if it was not named itself
 
     def __str__(self) -> str:
         """Its path or URL."""
@@ -89,7 +102,7 @@ class Source:
     @property
     def has_sections(self) -> bool:
         divisible = (".jsonl",) if self.remote is not None else (".jsonl", ".parquet")  # a remote one is copied whole
-        return self.read is None and self.path.suffix in divisible
+        return self.read is None and self.compression is None and self.ending in divisible
 
     @property
     def is_local(self) -> bool:
@@ -101,7 +114,7 @@ class Source:
 
     @property
     def compression(self) -> str | None:
-        return COMPRESSIONS.get(self.path.suffix)
+        return COMPRESSIONS.get(self.path.suffix.lower())
 
     @property
     def ending(self) -> str:
@@ -109,8 +122,9 @@ class Source:
 
 
 def data_ending(path: PurePath) -> str:
-    """The ending that shows a file's format: .jsonl for a.jsonl.gz."""
-    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
+    """The ending that shows a file's format, in lower case: .jsonl for a.jsonl.gz, a.JSONL and a.ndjson."""
+    ending = (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
+    return ALIASES.get(ending, ending)
 
 
 def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
@@ -143,28 +157,69 @@ def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[S
 
 def find_at_url(url: str, *, flag: str) -> list[Source]:
     """The file, or the data files below or matching the URL."""
-    found = find_remote(url, flag=flag)
+    found, folder = find_remote(url, flag=flag), None
     if len(found) > 1 or not found:
-        found = [(name, remote) for name, remote in found if is_data_file(PurePath(name))]
+        names, skipped = choose_files([PurePath(name) for name, _ in found])
+        folder, chosen = Folder(url, skipped), {name.as_posix() for name in names}
+        found = [(name, remote) for name, remote in found if name in chosen]
     if not found or data_ending(PurePath(found[0][0])) not in ENDINGS:
         raise ValueError(f"{flag} {url}: must be, or match or hold, files that end in {ENDINGS_IN_WORDS}")
-    return [Source(Path(name), name, remote.num_bytes, remote=remote) for name, remote in found]
+    return [Source(Path(name), name, remote.num_bytes, remote=remote, folder=folder) for name, remote in found]
 
 
 def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
     """The directory's data files, except hidden ones and files that process_data.py wrote next to an output."""
-    files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
-    names = sorted(path for path in files if is_data_file(path))
+    names, skipped = choose_files([path.relative_to(directory) for path in directory.rglob("*") if path.is_file()])
     if not names:
         raise ValueError(f"{flag} {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
-    return [Source(directory / name, name.as_posix(), (directory / name).stat().st_size) for name in names]
+    folder = Folder(str(directory), skipped)
+    return [
+        Source(directory / name, name.as_posix(), (directory / name).stat().st_size, folder=folder) for name in names
+    ]
 
 
-def is_data_file(path: PurePath) -> bool:
-    """Whether a file within a directory holds rows."""
+def choose_files(paths: Iterable[PurePath]) -> tuple[list[PurePath], tuple[str, ...]]:
+    """The files of a folder that hold rows, by name, and the names of those with other endings. Leaves out hidden ones,
+    and those that are ours."""
+    others = sorted(path for path in paths if not is_hidden(path))
+    chosen = [path for path in others if data_ending(path) in ENDINGS]
+    return chosen, tuple(path.as_posix() for path in others if data_ending(path) not in ENDINGS)
+
+
+def is_hidden(path: PurePath) -> bool:
+    """Whether a file within a folder is hidden, or was written by process_data.py next to an output."""
     is_ours = path.name.endswith((".meta.json", ".rejected.jsonl"))
-    is_hidden = any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
-    return data_ending(path) in ENDINGS and not is_ours and not is_hidden
+    return is_ours or any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
+
+
+def describe_skipped(sources: Sequence[Source]) -> list[str]:
+    """A note on each folder that has files with endings that are not read."""
+    folders = dict.fromkeys(source.folder for source in sources if source.folder is not None and source.folder.skipped)
+    return [
+        f"{folder.name}: {count_files(len(folder.skipped))} not read, because of the ending:"
+        f" {', '.join(map(repr, folder.skipped[:NUM_SKIPPED_SHOWN]))}"
+        f"{f' and {len(folder.skipped) - NUM_SKIPPED_SHOWN} more' * (len(folder.skipped) > NUM_SKIPPED_SHOWN)};"
+        f" files of rows end in {ENDINGS_IN_WORDS}"
+        for folder in folders
+    ]
+
+
+def count_files(count: int) -> str:
+    return "1 file is" if count == 1 else f"{count:,} files are"
+
+
+def check_folder(source: Source, firsts: dict[Folder, Source]) -> None:
+    """Raises ValueError if the source's format is not that of the first one of its folder, which `firsts` remembers: a
+    licence among chats is no document to train on."""
+    if source.folder is None or source.format is None:
+        return
+    first = firsts.setdefault(source.folder, source)
+    if first.format != source.format:
+        raise ValueError(
+            f"{source.folder.name}: its files have different formats: {first.name} is read as {first.format},"
+            f" {source.name} as {source.format}. Name the files to read instead of their folder, or the format of all"
+            " of them (--format)"
+        )
 
 
 def list_sections(source: Source) -> list[int]:
@@ -223,6 +278,7 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
     has_end = source.sections.end is None
     with HashingReader(source.open(), hashes=has_end) as raw, refused_if_damaged(source):
         with open_decompressed(raw, source.compression) as stream:
+            check_layout(stream, source)
             if source.ending == ".parquet":
                 yield from read_parquet(stream, source=source, is_file=source.is_local and source.compression is None)
             elif source.has_sections:
@@ -238,6 +294,15 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         source.sha256 = raw.digest.hexdigest() if has_end else None
     if source.remote is not None:
         source.remote.check_unchanged()
+
+
+def check_layout(stream: BinaryIO, source: Source) -> None:
+    """Raises ValueError for a file of JSON whose lines are no rows."""
+    if source.ending not in (".jsonl", ".json") or source.sections.start > 0:
+        return
+    fault = find_fault(stream.peek(BLOCK_BYTES), may_be_list=source.ending == ".json")
+    if fault is not None:
+        raise ValueError(f"{source}: {fault}")
 
 
 @contextmanager
@@ -480,11 +545,27 @@ def to_stream(batch: pa.RecordBatch) -> bytes:
 
 
 def iterate_rows(chunk: Chunk) -> Iterator[Row]:
-    """Yields a chunk's rows, unparsed."""
+    """Yields a chunk's rows, unparsed; those of Arrow with JSON's values."""
     if chunk.encoding == "arrow":
-        values = pa.ipc.open_stream(chunk.table).read_all().to_pylist()
-        lines = enumerate(values, start=chunk.first_row)
-    else:
-        lines = iter(chunk.lines)
-    for number, (line, value) in enumerate(lines, start=chunk.first_row):
+        for number, (values, lost) in enumerate(read_arrow(chunk), start=chunk.first_row):
+            yield Row(number, number, values, lost)
+        return
+    for number, (line, value) in enumerate(chunk.lines, start=chunk.first_row):
         yield Row(number, line, value)
+
+
+def read_arrow(chunk: Chunk) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The rows of a chunk that is an Arrow stream; ValueError, with the file, if Python cannot hold them."""
+    table = pa.ipc.open_stream(chunk.table).read_all()
+    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{chunk.file}: has the column {twice[0]!r} twice")
+    columns = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (ValueError, OverflowError, pa.ArrowException) as error:  # a key twice, a date beyond the year 9999
+            where = f"the column {name!r}, in rows from {chunk.first_row} on"
+            raise ValueError(f"{chunk.file}: {where}: cannot be read: {error}") from None
+    rows = [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
+    return RowReader(table.schema).read(rows)

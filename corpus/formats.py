@@ -6,13 +6,12 @@
 | sharegpt   | conversations (from, value), system, tools    | chat                                             |
 | alpaca     | instruction, input, output, system, history   | chat; instruction, blank line, input is the user |
 | completion | prompt, and completion or generation          | text whose completion is trained                 |
+|            | the same, lists of messages; tools            | chat whose completion is trained                 |
 | document   | document or text                              | text that is all trained                         |
 """
 
 import contextlib
 import difflib
-import json
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
 from chat.placeholders import IMAGE_PART, is_text_part, list_parts
+from corpus.answers import check_prompt, leave_untrained
+from corpus.calls import read_message
 from corpus.columns import (
     ASKING,
     MEANINGS,
@@ -34,7 +35,11 @@ from corpus.columns import (
     translate_marks,
 )
 from corpus.files import Chunk, Encoding, iterate_rows
+from corpus.layout import describe_wrapper, find_wrapped
 from corpus.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
+from corpus.strict_json import parse_json, quote, read_embedded_json
+from corpus.turn_texts import parse_turns
+from corpus.values import refuse_non_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -124,6 +129,8 @@ def read_fields(
         return None
     refuse_ignored(row, data_format, paths)
     row = drop_ignored(row, paths.ignored, tally)
+    answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
+    also_read = (*also_read, "tools") if answered else also_read
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
@@ -134,7 +141,8 @@ def read_fields(
     without = {PROMPTING} if data_format is None else set()
     meanings = [meaning for meaning in MEANINGS if (given or meaning != ASKING) and meaning not in without]
     check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
-    return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
+    fields = parse_turns(rename_fields(row, paths, also_read), answered)
+    return check_messages(fields, paths.ignored, tally, also=answered)
 
 
 def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> None:
@@ -208,9 +216,11 @@ def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, .
     Raises ValueError if the row lacks a path.
     """
     given = paths.given
-    if row is None or not given:
-        return row
-    found = {name: look_up(row, path) for name, path in given.items()}
+    if row is None:
+        return None
+    if not given:
+        return parse_turns(row, ())
+    found = parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
     for name, value in found.items():
         if value is None and name != "system":
             raise ValueError(f"no {given[name]!r} (--{name}-field), or it is empty: the row has {quote(sorted(row))}")
@@ -247,7 +257,10 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
     if data_format is None or (found is None and not is_given):
         expected = "; ".join(f"{name}: {describe_keys(name)}" for name in FORMATS)
         wanted = f"no {data_format} row" if data_format else "of no known format"
-        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
+        wrapped = find_wrapped(row)
+        holds_rows = wrapped is not None and find_format(row[wrapped][0]) is not None
+        hint = f"; it is {describe_wrapper(wrapped)}" if holds_rows else ""
+        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}{hint}")
     if found != data_format and not is_given:
         raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
     read, _ = FORMATS[data_format]
@@ -275,51 +288,20 @@ def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fie
     if isinstance(raw, BadRow):
         raise ValueError(raw.reason)
     if isinstance(raw, dict):
-        return drop_nulls(raw)
+        return raw
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.object[error.start : error.end]!r} at byte {error.start + 1}") from None
+    if encoding == "text":
+        return {"text": text} if text.strip() else None
+    text = text.lstrip("\ufeff")  # a byte-order mark, where files were joined
     if not text or text.isspace():
         return None
-    if encoding == "text":
-        return {"text": text}
     row = parse_json(text)
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {quote(row)}")
     return row
-
-
-def drop_nulls(value: Any) -> Any:
-    """`value` without keys whose value is null: in a table every row has the keys of all rows, at every depth."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def parse_json(text: str) -> Any:
-    try:
-        return STRICT_JSON.decode(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> Fields:
-    """The JSON object; refuses repeated keys, because parsers disagree which value counts."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"ambiguous JSON: the key {quote(key)} occurs twice")
-    return values
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"not JSON: {name} is not a JSON number")
-
-
-STRICT_JSON = json.JSONDecoder(object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant)
 
 
 def read_messages(row: Fields) -> Chat | Document:
@@ -370,8 +352,31 @@ def read_alpaca(row: Fields) -> Chat:
     return build_chat(read_system(row) + messages, row)
 
 
-def read_completion(row: Fields) -> Completion:
-    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}."""
+def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
+    """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
+    prompt = look_up(row, paths.prompt or "prompt")
+    for name in ("completion", "generation"):
+        both = parse_turns({"prompt": prompt, name: look_up(row, paths.completion or name)})
+        if all(isinstance(value, list) for value in both.values()):
+            return "prompt", name
+    return ()
+
+
+def read_conversation(row: Fields, names: tuple[str, ...]) -> Chat:
+    """Reads {"prompt": [...], "completion": [...]}, lists of messages: only the assistant's of the completion are
+    trained."""
+    prompt, answer = (require_list(parse_turns(row, names), name) for name in names)
+    chat = build_chat([*prompt, *answer], {"tools": row.get("tools")})
+    check_prompt(chat.messages[: len(prompt)])
+    if any(message.get("train") for message in chat.messages[: len(prompt)]):
+        raise ValueError("has 'train': true in a message of the prompt: only the completion's messages are trained")
+    return leave_untrained(chat, len(prompt))
+
+
+def read_completion(row: Fields) -> Completion | Chat:
+    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages."""
+    if answered := list_conversation(row):
+        return read_conversation(row, answered)
     return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
 
 
@@ -416,6 +421,7 @@ def build_chat(messages: list[Any], row: Fields) -> Chat:
     unmask = row.get("unmask")
     if not isinstance(unmask, bool | None):
         raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
+    messages = [read_message(message, number) for number, message in enumerate(messages, start=1)]
     for number, message in enumerate(messages, start=1):
         check_message(message, number)
     messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
@@ -485,21 +491,13 @@ def read_tools(row: Fields) -> list[Fields] | None:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"'tools' is {quote(tools)}, expected a list of objects")
+    refuse_non_json(tools, "'tools'")
     return tools
 
 
 def read_system(row: Fields) -> list[Fields]:
     """The `system` column as the first message; no message if it is empty."""
     return [{"role": "system", "content": require_text(row, "system")}] if row.get("system") else []
-
-
-def read_embedded_json(text: Any, where: str) -> Any:
-    if not isinstance(text, str):
-        raise ValueError(f"{where} is {quote(text)}, expected JSON text")
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
 
 
 def require_list(row: Fields, key: str) -> list[Any]:
@@ -522,8 +520,3 @@ def require_one_text(row: Fields, *keys: str) -> str:
     if len(found) > 1:
         raise ValueError(f"has both {found[0]!r} and {found[1]!r}: leave one out")
     return require_text(row, found[0] if found else keys[0])
-
-
-def quote(value: Any) -> str:
-    """A value as shown in a message: on one line, and short."""
-    return "missing or null" if value is None else reprlib.repr(value)

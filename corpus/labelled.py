@@ -24,6 +24,7 @@ from corpus.columns import WEIGHING, RefusedColumn, check_columns, check_message
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import Fields, build_chat, look_up, parse_row, quote, require_list
 from corpus.lines import Row
+from corpus.turn_texts import parse_lists, parse_turns
 
 NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and ends of lines
 
@@ -94,7 +95,9 @@ def read_labelled(
 def check_values(values: Fields, fields: FieldNames, tally: Counter[str]) -> Fields:
     """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much is
     trained. Unread labels and scores are treated like any other column."""
-    values = drop_ignored(values, fields.ignored, tally)
+    values = parse_turns(drop_ignored(values, fields.ignored, tally), ())
+    labels = ("label", "labels") if fields.label is None else (fields.label,)
+    values = parse_lists(values, (*(("tokens",) if fields.text is None else ()), *labels))
     read = {"tools"}
     read |= {"text", "tokens", "messages"} if fields.text is None else {fields.text}
     read |= {"text_pair"} if fields.text_pair is None else {fields.text_pair}

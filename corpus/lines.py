@@ -28,11 +28,13 @@ Line = tuple[int, bytes | TooLong | BadRow | dict[str, str]]  # its number, from
 
 @dataclass(frozen=True)
 class Row:
-    """An unparsed row of a file; `number` counts rows, and is also the `line` for Parquet files."""
+    """An unparsed row of a file; `number` counts rows, and is also the `line` for Parquet files. `lost`: where nulls
+    were removed that may be the row's own (corpus/values.py)."""
 
     number: int
     line: int
     value: bytes | TooLong | BadRow | dict[str, Any]
+    lost: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:

@@ -23,6 +23,7 @@ from corpus.columns import RefusedColumn
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, read_fields
 from corpus.lines import Row
+from corpus.turn_texts import parse_lists
 
 MARKER = "<image>"  # LLaVA's marker
 COLUMNS = ("images", "image")
@@ -80,7 +81,8 @@ def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
 
 def read_column(fields: Fields) -> list[Any]:
     """The values of the row's column of images."""
-    given = fields.get("images", fields.get("image"))
+    columns = parse_lists({name: fields[name] for name in COLUMNS if name in fields}, COLUMNS)
+    given = columns.get("images", columns.get("image"))
     if given is None:
         return []
     return list(given) if isinstance(given, list) else [given]

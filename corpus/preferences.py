@@ -15,12 +15,13 @@ Answers may also be called chosen_response and rejected_response. Optional: tool
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ChatMasker
 from chat.token_spans import TokenizedChat, TokenizedPair, pair_up
+from corpus.answers import check_ends, leave_untrained
 from corpus.columns import (
     ASKING,
     PROMPTING,
@@ -46,6 +47,7 @@ from corpus.formats import (
     require_text,
 )
 from corpus.lines import Row
+from corpus.turn_texts import ANSWERS, parse_turns
 
 PREFERENCE = "preference"  # the format of rows with a chosen and a rejected answer
 PROMPTS = ("prompt", "question", "instruction", *TURNS)
@@ -97,7 +99,8 @@ def read_preferences(
 
 def read_preference(values: Fields, fields: PreferenceFields, tally: Counter[str]) -> Preference:
     """The row's preference. Raises ValueError for missing or equal answers, and answers to different prompts."""
-    values = drop_ignored(values, fields.ignored, tally)
+    named = [name for name in (fields.prompt, fields.chosen, fields.rejected) if name is not None]
+    values = parse_turns(drop_ignored(values, fields.ignored, tally), (*ANSWERS, *named))
     chosen_name = find_name(values, fields.chosen, CHOSEN, option="--chosen-field")
     rejected_name = find_name(values, fields.rejected, REJECTED, option="--rejected-field")
     chosen, rejected = look_up(values, chosen_name), look_up(values, rejected_name)
@@ -252,24 +255,6 @@ def build_preference(
     prompt = first[:num_common]
     sides = [leave_untrained(chat, num_common) for chat in chats]
     return Preference(prompt, *sides, **numbers)
-
-
-def check_ends(messages: list[Message], num_prompt: int, name: str) -> None:
-    """Raises ValueError for a prompt that ends within the assistant's turn, and an answer that ends outside of it."""
-    if messages[num_prompt - 1]["role"] == ASSISTANT:
-        raise ValueError(
-            "the prompt ends with an assistant's message, and it is not known whether the answer continues it or is"
-            " another message: make it part of the answer, or end the prompt with a user's message"
-        )
-    if messages[-1]["role"] != ASSISTANT:
-        raise ValueError(f"{name} ends with the role {messages[-1]['role']!r}, expected an assistant's message")
-
-
-def leave_untrained(chat: Chat, num_messages: int) -> Chat:
-    """The chat, of which the first messages are not trained."""
-    prompt = [{key: value for key, value in message.items() if key != "weight"} for message in chat.messages]
-    untrained = [message | {"train": False} for message in prompt[:num_messages]]
-    return replace(chat, messages=[*untrained, *chat.messages[num_messages:]])
 
 
 def mask_preferences(masker: ChatMasker, rows: Sequence[Preference]) -> list[TokenizedPair | ValueError]:

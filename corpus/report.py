@@ -25,7 +25,8 @@ SHOWN_SAMPLES_SEED = 42  # seed of the lots that choose the samples to show
 SECONDS_PER_LINE = 10  # between progress lines without a terminal
 MAX_REASON_KINDS = 200  # further kinds of reasons are counted together
 MAX_REMARK_KINDS = 200  # further remarks are counted without their texts
-NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # by kind
+LOST_NULLS, MISSING_CELL = "lost nulls", "missing cell"  # kinds of remarks on rows of tables
+NUM_REMARKS_SHOWN = {UNREAD_KEY: 20, MISSING_CELL: 10}  # by kind
 NUM_SHOWN_OF_OTHER_KINDS = 2
 REMARKS = {
     AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
@@ -36,6 +37,10 @@ REMARKS = {
     " (--thinking-prefix train-as-prompted)",
     UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
     " (--strict-reasoning refuses such rows)",
+    LOST_NULLS: "nulls within {prompted} are left out: Parquet also has them where a row lacks a key that others have;"
+    " to keep those that a row has, write {prompted} as JSON text",
+    MISSING_CELL: "the cell in the column {prompted} is the text {rendered}, which pandas and Python print for missing"
+    " values; it is read as that text: leave such cells empty if nothing is there",
     DIVIDED: "the tokenizer makes one token of the text before an answer and of the answer's beginning; they are"
     " encoded apart, as at inference, and the answer is trained whole",
     CONTROL: "the texts have the control token {rendered}, which the model reads, and where it is trained writes, as"
@@ -229,10 +234,12 @@ def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> li
 
 
 def describe_remarks(totals: Totals) -> list[str]:
-    """Notes on answers trained after text other than the generation prompt or without their reasoning, and on keys that
-    the template does not write."""
+    """Notes on answers trained after text other than the generation prompt or without their reasoning, on keys that the
+    template does not write, and on values that tables may have lost."""
     notes, shown = [], Counter()
     for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
+        if remark.kind == MISSING_CELL and remark.prompted in totals.columns:
+            continue  # the column is not read
         shown[remark.kind] += 1
         if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, NUM_SHOWN_OF_OTHER_KINDS):
             said = REMARKS[remark.kind].format(

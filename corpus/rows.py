@@ -15,15 +15,16 @@ from chat.control_tokens import MODES
 from chat.examples import ASSISTANT
 from chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
+from chat.token_spans import Remark
 from corpus.feedback import FEEDBACK, Feedback, FeedbackFields, mask_feedback, read_feedback, read_pairs
-from corpus.files import Chunk, Sections, Source, iterate_rows, read_chunks
+from corpus.files import Chunk, Encoding, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from corpus.formats import FORMATS, OWN_NAMES, Example, FieldPaths, check_paths, detect_format, read_examples
 from corpus.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
 from corpus.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
 from corpus.pictured import read_pictured
 from corpus.preferences import PREFERENCE, Preference, PreferenceFields, mask_preferences, read_preferences
-from corpus.report import SHOWN_SAMPLES_SEED, Totals
+from corpus.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
 from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
 from corpus.writer import TokenizedSample, encode_samples
 from objectives.columns import FEEDBACK as FEEDBACK_DATA
@@ -40,6 +41,7 @@ IMPLEMENTED_ROWS: Implemented = {
 }
 
 NUM_REASONS_SHOWN = 10
+PRINTED_AS_MISSING = {"nan", "NaN", "None", "NaT", "<NA>"}  # missing values of pandas and Python, printed
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None until a row of the file has one
 AnyExample = Example | Labelled | Preference | Feedback
@@ -129,7 +131,9 @@ class ChunkResult:
 def read_formatted_chunks(
     sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
 ) -> Iterator[FormattedChunk]:
-    """Yields the chunks of all sources' sections, with the given format or that of the file's first row."""
+    """Yields the chunks of all sources' sections, with the given format or that of the file's first row. ValueError if
+    files of a folder differ in it."""
+    firsts: dict[Folder, Source] = {}
     for source in sources:
         source.format, is_beginning = data_format, source.sections.start == 0
         if not is_beginning:
@@ -139,6 +143,7 @@ def read_formatted_chunks(
                 check_paths(chunk, paths)
             if source.format is None:
                 source.format = detect_format(chunk, paths)
+            check_folder(source, firsts)
             yield chunk, source.format
 
 
@@ -192,6 +197,8 @@ def process_chunk(
             sample = TokenizedSample(mark_place(f"{chunk.file}:{row.place}", side.name), tokens)
             side.samples.append(sample)
             count_kept(side.totals, sample)
+            for remark in remark_on_row(row, chunk.encoding):
+                side.totals.count_remark(remark, 1)
             if preparation.stop_token_ids is not None:
                 count_stops(side.totals, tokens, preparation.stop_token_ids)
             if not cuts_blocks:
@@ -218,6 +225,13 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
             totals.count_remark(remark, 1, sample.place)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
+
+
+def remark_on_row(row: Row, encoding: Encoding) -> Iterator[Remark]:
+    """Remarks on what a row of a table may have lost: nulls of its own, and missing values that became text."""
+    yield from (Remark(LOST_NULLS, place) for place in row.lost)
+    if encoding == "table":
+        yield from (Remark(MISSING_CELL, name, cell) for name, cell in row.value.items() if cell in PRINTED_AS_MISSING)
 
 
 def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset[int]) -> None:

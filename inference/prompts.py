@@ -16,6 +16,7 @@ or a completion is the reference, which the model does not see. These rows are a
 
 import base64
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +25,11 @@ from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ONLY_FOR_MASKING
 from chat.placeholders import make_outline, split_at_placeholders
 from chat.rendering import prepare_for, template_errors
-from corpus.files import Row, Source, find_sources, iterate_rows, read_chunks
-from corpus.formats import Fields, find_format, parse_row, quote, read_example
+from corpus.files import Folder, Row, Source, describe_skipped, find_sources, iterate_rows, read_chunks
+from corpus.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
+from corpus.turn_texts import parse_turns
+from corpus.values import refuse_non_json
+from ranks.messages import say
 
 NUM_REASONS_SHOWN = 10
 
@@ -64,7 +68,12 @@ class Prompt:
 def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
     """Reads the prompts of all files, in order. ValueError lists the rows that are not prompts, with their lines."""
     prompts, reasons = [], []
-    for source in find_sources(paths, flag=flag):
+    sources = find_sources(paths, flag=flag)
+    if data_format is None:
+        check_endings(sources, flag=flag)
+    for note in describe_skipped(sources):
+        say(f"note: {note}")
+    for source in sources:
         for found in read_source(source, data_format):
             if isinstance(found, Prompt):
                 prompts.append(found)
@@ -76,6 +85,21 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
     if not prompts:
         raise ValueError(f"{flag} {' '.join(paths)}: has no rows")
     return prompts
+
+
+def check_endings(sources: Sequence[Source], *, flag: str) -> None:
+    """Raises ValueError for a folder with texts beside other files: a licence among chats is no list of prompts."""
+    kinds: dict[tuple[Folder, bool], Source] = {}
+    for source in sources:
+        if source.folder is not None:
+            kinds.setdefault((source.folder, source.ending == ".txt"), source)
+    for (folder, is_text), source in kinds.items():
+        other = kinds.get((folder, True))
+        if not is_text and other is not None:
+            raise ValueError(
+                f"{flag} {folder.name}: has texts beside other files, such as {other.name} and {source.name}: name the"
+                " files to read instead of their folder"
+            )
 
 
 def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | str]:
@@ -90,7 +114,8 @@ def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | st
                     if fields is not None:
                         as_line = chunk.encoding == "text" and data_format is None
                         fields = {"question": fields["text"]} if as_line else fields
-                        yield replace(read_prompt(fields, data_format), place=place)
+                        prompt = read_prompt(fields, data_format)
+                        yield replace(prompt, place=place, row=drop_non_finite(prompt.row))
                 except ValueError as error:
                     yield f"{place}: {error}"
 
@@ -106,6 +131,8 @@ def split_lines(row: Row) -> Iterator[Row]:
 
 def read_prompt(row: Fields, data_format: str | None) -> Prompt:
     """Reads a row as a prompt; ValueError if it is not one."""
+    is_asked_alone = row.get("completion", row.get("generation")) is None
+    row = parse_turns(row, ("prompt",) if is_asked_alone else list_conversation(row))
     prompt = read_question(row, data_format)
     if not isinstance(row.get("source_text", ""), str):
         raise ValueError(f"'source_text' is {quote(row['source_text'])}, expected text")
@@ -126,11 +153,13 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"'question' is {quote(question)}, expected text")
         answer = None if "choices" in row else row.get("answer", row.get("label"))
+        refuse_non_json(answer, "the answer")
         references = () if answer is None else (str(answer),)
         messages = [{"role": "user", "content": question}]
         return Prompt(row=row, messages=messages, text=question, references=references)
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), str):
         answer = None if "choices" in row else row.get("answer")
+        refuse_non_json(answer, "the answer")
         return Prompt(row=row, text=row["prompt"], references=() if answer is None else (str(answer),))
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), list):
         row = row | {"messages": row["prompt"]}
@@ -252,6 +281,15 @@ def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
         return ids
     ends_itself = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
     return ids[:-1] if ends_itself else ids
+
+
+def drop_non_finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON lacks and which differ from themselves when read again."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: drop_non_finite(item) for key, item in value.items()}
+    return [drop_non_finite(item) for item in value] if isinstance(value, list) else value
 
 
 def as_json(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from corpus.formats import refuse_repeated_keys
+from corpus.strict_json import refuse_repeated_keys
 
 ADAPTER_CONFIG = "adapter_config.json"
 

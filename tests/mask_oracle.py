@@ -5,10 +5,13 @@ It knows only what `apply_chat_template` renders and which characters of that ha
 """
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+
+from stock_templates import TEMPLATES
 
 from chat.labels import IGNORED
 from chat.masking import Chat, ChatMasker, TokenizedChat
@@ -125,6 +128,7 @@ def render(masker: ChatMasker, messages: list[dict], tools: list[dict] | None, *
     named = [{key: value for key, value in message.items() if value is not None} for message in named]
 
     def apply(given: list[dict]) -> str:
+        given = list(map(with_arguments_as_text, given)) if masker.tokenizer.chat_template in AS_TEXT else given
         return masker.tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
     try:
@@ -139,6 +143,21 @@ def render(masker: ChatMasker, messages: list[dict], tools: list[dict] | None, *
 
 
 LIST = "'type': 'text'"
+# Templates whose source joins the arguments of calls to texts, or prints them as Python does.
+AS_TEXT = [TEMPLATES[name][0] for name in ("trl:deepseekv3", "closed on a new line") if name in TEMPLATES]
+
+
+def with_arguments_as_text(message: dict) -> dict:
+    """The message with the arguments of its calls as OpenAI's API has them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls:
+        arguments = call["function"].get("arguments")
+        call["function"]["arguments"] = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
+    return {**message, "tool_calls": calls}
 
 
 def only_text(message: dict) -> str | None:

@@ -332,7 +332,7 @@ FAMILIES = {
     "DeepSeek V2": Family("deepseek_v2", trained=plain(DEEPSEEK_END, before=" "), **DEEPSEEK),
     "DeepSeek V3": Family(
         "trl:deepseekv3",
-        trained=plain(DEEPSEEK_END, tools=Refused("can only concatenate str"))
+        trained=plain(DEEPSEEK_END, tools=Refused("leaves out the row's tools"))
         | {"<think>": [f"\n\nFive.{DEEPSEEK_END}", f"\n\nSix.{DEEPSEEK_END}"]},
         **DEEPSEEK,
     ),

@@ -366,11 +366,11 @@ def test_several_files_and_directories(model, tmp_path):
     rows = {
         "b.jsonl": chat(1),
         "more/a.jsonl": {"text": "How many?"},
-        "more/c.jsonl": {"prompt": "a", "completion": "b"},
+        "c.jsonl": {"prompt": "a", "completion": "b"},
     }
     sources = [write_rows(tmp_path / name, [row]) for name, row in rows.items()]
     options = options_for(model, sources[0], tmp_path / "out.jsonl")
-    process_data(replace_options(options, input_file=(str(sources[0]), str(tmp_path / "more"))))
+    process_data(replace_options(options, input_file=(str(sources[0]), str(tmp_path / "more"), str(sources[2]))))
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 3
     sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert [source["file"] for source in sidecar["sources"]] == ["b.jsonl", "a.jsonl", "c.jsonl"]

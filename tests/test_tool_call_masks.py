@@ -301,7 +301,7 @@ def test_long_conversations_cost_few_renderings():
     prepare_for(masker.tokenizer, [])  # finds out once what form the template reads
     rendered.clear()
     try:
-        masker.render([[USER]])  # finds out in which form this tokenizer's template takes contents
+        masker.render([CASES["text"]])  # finds out in which form this tokenizer's template takes contents and calls
         rendered.clear()
         results = masker.mask([make_row(num_rounds) for num_rounds in (20, 60, 100)])
     finally:

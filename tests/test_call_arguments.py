@@ -1,0 +1,218 @@
+"""Arguments of tool calls as JSON text, as OpenAI's API has them: every template trains what it trains for objects.
+
+The oracle is transformers' `apply_chat_template` on the form that the template's source takes.
+"""
+
+import copy
+import json
+from collections import Counter
+from functools import cache, partial
+
+import pytest
+from mask_oracle import with_arguments_as_text
+from stock_templates import TEMPLATES, TRL, make_tokenizer
+
+from chat.calls import takes_text
+from chat.masking import ChatMasker
+from chat.rendering import takes_calls_as_text
+from corpus.calls import read_message
+from corpus.feedback import FeedbackFields
+from corpus.feedback import read_row as read_feedback
+from corpus.formats import read_example
+from corpus.labelled import FieldNames
+from corpus.labelled import read_row as read_labelled
+from corpus.pictured import take_images
+from corpus.preferences import PreferenceFields, read_preference
+from inference.prompts import encode_prompt, read_prompt
+
+USER, ANSWER = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "It is 20."}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "20"}
+ARGUMENTS = {"city": 'Lima é "x"', "n": 2, "deep": {"on": True, "none": None, "list": [1.5, "a"]}}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "Where."}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Says it.", "parameters": PARAMETERS}}]
+ONLY_TEXT = {"trl:deepseekv3", "closed on a new line"}  # their sources concatenate arguments, or print them
+
+
+def calling(arguments: object, **fields: object) -> dict:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **fields}
+
+
+def make_messages(arguments: object) -> list[dict]:
+    return [USER, calling(arguments), RESULT, ANSWER]
+
+
+def read_chat(row: dict):
+    return read_example(row, "sharegpt" if "conversations" in row else "messages", is_given=False)
+
+
+@cache
+def make_masker(name: str) -> ChatMasker:
+    template, stops = TEMPLATES[name]
+    tokenizer = make_tokenizer(template, stops)
+    return ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(stops)))
+
+
+TEXTS = {
+    "as it is sent": json.dumps(ARGUMENTS),
+    "compact": json.dumps(ARGUMENTS, ensure_ascii=False, separators=(",", ":")),
+    "on several lines": json.dumps(ARGUMENTS, indent=2),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_trains_what_an_object_trains(name):
+    """On every template; and both are what transformers renders, or both are refused."""
+    masker, turns = make_masker(name), [{"from": "human", "value": "Weather?"}]
+    rows = [{"messages": make_messages(arguments)} for arguments in (ARGUMENTS, *TEXTS.values())]
+    expected, *found = masker.mask([read_chat(row | {"tools": TOOLS}) for row in rows])
+    for one in found:
+        assert str(one) == str(expected) if isinstance(expected, ValueError) else one == expected
+    said = [json.dumps({"name": "weather", "arguments": given}) for given in (ARGUMENTS, TEXTS["compact"])]
+    calls = [{"conversations": [*turns, {"from": "function_call", "value": text}]} for text in said]
+    first, second = masker.mask([read_chat(row) for row in calls])
+    assert str(first) == str(second) if isinstance(first, ValueError) else first == second
+    assert takes_calls_as_text(masker.tokenizer) == (name in ONLY_TEXT)
+    if isinstance(expected, ValueError):
+        return
+    messages = copy.deepcopy(rows[0]["messages"])
+    if name in ONLY_TEXT:
+        messages = [with_arguments_as_text(message) for message in messages]
+    try:
+        rendered = masker.tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
+    except Exception:  # some take contents as parts only
+        return
+    assert masker.tokenizer.decode(expected.input_ids) == rendered
+
+
+def test_a_form_that_cannot_be_read_back_is_not_taken():
+    """Templates of which one form is refused, quoted twice, printed by Python, or dropped."""
+
+    def render(messages: list[dict], *, of_object: str | None, of_text: str | None) -> str | None:
+        given = messages[1]["tool_calls"][0]["function"]["arguments"]
+        form = of_text if isinstance(given, str) else of_object
+        return form and form.format(given=given, json=json.dumps(given))
+
+    json_call, printed = "<call>{json}</call>", "<call>{given}</call>"
+    for of_object, of_text, expected in (
+        (json_call, json_call, False),
+        (json_call, printed, False),
+        (None, printed, True),
+        (printed, printed, True),
+        (printed, None, False),
+        (None, json_call, False),
+        ("<call></call>", "<call></call>", False),
+        (None, None, False),
+    ):
+        assert takes_text(partial(render, of_object=of_object, of_text=of_text)) == expected
+
+
+def read_pair(row: dict):
+    return read_preference(row, PreferenceFields(), Counter())
+
+
+READERS = {
+    "chats": lambda messages: read_chat({"messages": messages, "tools": TOOLS}),
+    "the prompt of a preference": lambda messages: read_pair(
+        {"prompt": messages[:3], "chosen": messages[3:], "rejected": [{"role": "assistant", "content": "No."}]}
+    ),
+    "an answer of a preference": lambda messages: read_pair(
+        {"prompt": messages[:1], "chosen": messages[1:], "rejected": [{"role": "assistant", "content": "No."}]}
+    ),
+    "feedback": lambda messages: read_feedback({"messages": messages, "label": True}, FeedbackFields(), Counter()),
+    "classification": lambda messages: read_labelled({"messages": messages, "label": "a"}, FieldNames(), is_cell=False),
+    "images": lambda messages: read_example(
+        take_images({"messages": messages})[0], "messages", is_given=False, takes_images=True
+    ),
+    "prompts": lambda messages: read_prompt({"messages": messages, "tools": TOOLS}, None).messages,
+    "prompts under another key": lambda messages: read_prompt({"prompt": messages, "tools": TOOLS}, None).messages,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_of_messages_parses_arguments(reader):
+    read = READERS[reader]
+    expected = read(make_messages(ARGUMENTS))
+    assert str(ARGUMENTS["deep"]) in str(expected)
+    for text in TEXTS.values():
+        assert read(make_messages(text)) == expected
+    assert read(make_messages("")) == read(make_messages({})) == read(make_messages(None))
+    for text, reason in BAD.items():
+        with pytest.raises(ValueError, match=reason):
+            read(make_messages(text))
+
+
+BAD = {
+    "city: Lima": "call 1 has the arguments 'city: Lima', expected an object, or its JSON text: not JSON",
+    '{"city": "Lima"': "call 1 has the arguments .* not JSON",
+    '["Lima"]': "expected an object, or its JSON text",
+    '"{}"': "expected an object, or its JSON text",
+    "null": "expected an object, or its JSON text",
+    '{"a": 1, "a": 2}': "the key 'a' occurs twice",
+    '{"a": NaN}': "NaN is not a JSON number",
+    '{"a": 1e400}': "1e400 is too large",
+}
+
+
+@pytest.mark.parametrize("name", ["trl:deepseekv3", "trl:qwen3"])
+def test_prompts_are_the_text_that_is_trained(name):
+    """Of generate.py and evaluate_model.py: with transformers' rendering of the form that the template takes."""
+    if name not in TEMPLATES:
+        pytest.skip("needs trl")
+    tokenizer = make_masker(name).tokenizer
+    taken = make_messages(json.dumps(ARGUMENTS, ensure_ascii=False) if name in ONLY_TEXT else ARGUMENTS)[:3]
+    expected = tokenizer.apply_chat_template(taken, add_generation_prompt=True, return_dict=True)["input_ids"]
+    for given in (ARGUMENTS, *TEXTS.values()):
+        assert encode_prompt(read_prompt({"messages": make_messages(given)[:3]}, None), tokenizer) == expected
+
+
+NOTHING = {"tool_calls": None, "name": None, "refusal": None, "audio": None, "function_call": None}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_calls_and_nulls_are_absence(name):
+    """Rows as OpenAI's API writes them train the same as rows without those keys, without remarks."""
+    masker = make_masker(name)
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    keyed = [said[0] | NOTHING, said[1] | NOTHING | {"tool_calls": []}]
+    expected, found = masker.mask([read_chat({"messages": said}), read_chat({"messages": keyed})])
+    assert str(found) == str(expected) if isinstance(expected, ValueError) else found == expected
+
+
+def test_calls_as_text_and_without_a_wrapper():
+    bare = {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": '{"city": "Lima"}'}]}
+    assert read_message(bare, 1)["tool_calls"] == [{"name": "weather", "arguments": {"city": "Lima"}}]
+    as_text = calling(ARGUMENTS) | {"tool_calls": json.dumps(calling(json.dumps(ARGUMENTS))["tool_calls"])}
+    assert read_message(as_text, 1) == calling(ARGUMENTS)
+    assert "tool_calls" not in read_message(calling({}) | {"tool_calls": " "}, 1)
+    with pytest.raises(ValueError, match=r"message 2 \(assistant\): 'tool_calls': not JSON"):
+        read_message(bare | {"tool_calls": "[{"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"name": "f", "parameters": {"a": 1}}, r"call 1 has no 'arguments', but the keys \['name', 'parameters'\]"),
+        ({"type": "function", "function": {"name": "f", "input": {"a": 1}}}, "call 1 has no 'arguments', but the keys"),
+        ({"function": {"name": "f"}, "arguments": {"a": 1}}, "call 1 has 'arguments' beside 'function'"),
+    ],
+)
+def test_arguments_under_other_keys_are_not_taken_for_none(call, reason):
+    with pytest.raises(ValueError, match=reason):
+        read_message({"role": "assistant", "tool_calls": [call]}, 1)
+    if "function" not in call:
+        turn = {"from": "function_call", "value": json.dumps(call)}
+        with pytest.raises(ValueError, match=reason):
+            read_chat({"conversations": [{"from": "human", "value": "a"}, turn]})
+
+
+def test_nulls_among_arguments_stay():
+    """In JSON a null is the row's own."""
+    (call,) = read_message(calling({"value": None, "keep": True}), 1)["tool_calls"]
+    assert call["function"]["arguments"] == {"value": None, "keep": True}
+    (call,) = read_message(calling('{"value": null, "keep": true}'), 1)["tool_calls"]
+    assert call["function"]["arguments"] == {"value": None, "keep": True}
+
+
+assert TRL is None or TEMPLATES.keys() >= ONLY_TEXT

@@ -1,0 +1,237 @@
+"""Folders with files of other kinds, endings in other spellings, and JSON that is not laid out in lines.
+
+The oracles: the same rows in one .jsonl file, pandas' and the json module's own writers.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from stock_templates import make_tokenizer
+from tiny_data import write_jsonl
+from trait_templates import TRAITS
+
+from corpus.files import find_sources, iterate_rows, read_chunks
+from corpus.layout import find_fault
+from inference.prompts import read_prompts
+from options import ProcessDataOptions, group_options
+from process_data import process_data
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": f"Answer {i}."}]}
+    for i in range(6)
+]
+MARK = "\ufeff"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tokenizer(*TRAITS["content that may not be null"]).save_pretrained(path)
+    return path
+
+
+def tokenize(model: Path, *inputs: Path, **options) -> list[dict]:
+    output = model / "out.jsonl"
+    given = {"input_file": tuple(map(str, inputs)), "output_file": str(output), "model_name_or_path": str(model)}
+    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0, "num_proc": 1} | options))
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory) -> list[dict]:
+    return tokenize(model, write_jsonl(tmp_path_factory.mktemp("rows") / "in.jsonl", CHATS))
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """Rows in the kind of file that the name says, by pandas and the json module."""
+    name, content = path.name.lower(), "".join(json.dumps(row) + "\n" for row in rows)
+    if ".parquet" in name:
+        pd.DataFrame(rows).to_parquet(path)
+    elif ".csv" in name:
+        pd.DataFrame([{key: json.dumps(value) for key, value in row.items()} for row in rows]).to_csv(path, index=False)
+    elif ".json." in name or name.endswith(".json"):
+        content = json.dumps(rows, indent=1)
+    if ".parquet" not in name and ".csv" not in name:
+        packed = gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
+        path.write_bytes(pa.compress(packed, "zstd", asbytes=True) if name.endswith(".zst") else packed)
+
+
+NAMES = ["a.ndjson", "a.JSONL", "a.NdJson.GZ", "a.JSON", "a.Json.gz", "a.jsonl.ZST", "a.CSV", "a.Parquet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_endings_in_any_case(name, model, expected, tmp_path):
+    write(tmp_path / name, CHATS)
+    assert tokenize(model, tmp_path / name) == expected
+    assert tokenize(model, tmp_path) == expected
+    (source,) = find_sources([str(tmp_path / name)])
+    assert source.has_sections == (name in ("a.ndjson", "a.JSONL", "a.Parquet"))
+
+
+def test_all_files_of_a_folder_are_read_or_named(model, expected, tmp_path, capsys):
+    for i, name in enumerate(("part-0.jsonl", "part-1.ndjson", "part-2.JSONL")):
+        write(tmp_path / name, CHATS[2 * i : 2 * i + 2])
+    assert tokenize(model, tmp_path) == expected
+    assert "not read" not in capsys.readouterr().out
+    for name in ("README.md", "paper.pdf", ".hidden", "deeper/x.jsonl.bz2", "out.meta.json", "t.tokenizer/a.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert tokenize(model, tmp_path) == expected
+    said = capsys.readouterr().out
+    assert f"note: {tmp_path}: 3 files are not read, because of the ending: 'README.md', 'deeper/x.jsonl.bz2'," in said
+    assert "'paper.pdf'" in said and "hidden" not in said and "a.md" not in said
+    read_prompts([str(tmp_path)], None)
+    assert "3 files are not read" in capsys.readouterr().out
+    for i in range(20):
+        (tmp_path / f"{i:02}.log").write_text("x")
+    tokenize(model, tmp_path)
+    assert "23 files are not read" in (said := capsys.readouterr().out) and " and 13 more; files of rows end" in said
+
+
+def test_formats_of_a_folder_may_not_differ(model, expected, tmp_path):
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    write(folder / "train.jsonl", CHATS)
+    (folder / "empty.jsonl").write_text("")
+    assert tokenize(model, folder) == expected
+    (folder / "requirements.txt").write_text("torch\n")
+    with pytest.raises(
+        ValueError, match=r"chats: its files have different formats: requirements.txt is read as document"
+    ):
+        tokenize(model, folder)
+    with pytest.raises(ValueError, match=r"requirements.txt:1: 'messages' must be a list"):
+        tokenize(model, folder, format="messages")
+    with pytest.raises(ValueError, match=r"has texts beside other files, such as requirements.txt and empty.jsonl"):
+        read_prompts([str(folder)], None)
+    assert tokenize(model, folder / "train.jsonl") == expected
+    assert len(tokenize(model, folder / "train.jsonl", folder / "requirements.txt")) == len(CHATS) + 1
+    (folder / "requirements.txt").unlink()
+    write_jsonl(folder / "more.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    with pytest.raises(ValueError, match=r"more.jsonl is read as completion, train.jsonl as messages"):
+        tokenize(model, folder)
+    other = tmp_path / "documents"
+    other.mkdir()
+    (other / "a.txt").write_text("Once upon a time")
+    (folder / "more.jsonl").unlink()
+    assert len(tokenize(model, folder, other)) == len(CHATS) + 1
+
+
+def test_parts_of_a_folder_whose_formats_differ_are_not_joined(model, tmp_path):
+    write(tmp_path / "a.jsonl", CHATS)
+    (tmp_path / "b.txt").write_text("x" * (tmp_path / "a.jsonl").stat().st_size)
+    tokenize_part = {"num_proc": 1, "input_file": (str(tmp_path),), "model_name_or_path": str(model), "preview": 0}
+    options = tokenize_part | {"output_file": str(model / "parts.jsonl")}
+    process_data(group_options(ProcessDataOptions, **options, shard="1/2"))
+    with pytest.raises(ValueError, match=r"its files have different formats: a.jsonl is read as messages, b.txt as"):
+        process_data(group_options(ProcessDataOptions, **options, shard="2/2"))
+
+
+# --- JSON that is not in lines
+
+
+def wrap(rows: list[dict], **others: object) -> dict:
+    return {"version": 1, **others, "data": rows}
+
+
+LAYOUTS = {
+    "an object around the list": (
+        json.dumps(wrap(CHATS), indent=1),
+        r"an object around a list of objects, under 'data'",
+    ),
+    "the same, with more before the list": (
+        json.dumps(wrap(CHATS, license={"name": "x", "terms": ["a"]}, tags=["a", "b"]), indent=2),
+        "under 'data'",
+    ),
+    "objects one after the other": ("\n".join(json.dumps(row, indent=2) for row in CHATS), "has objects on several"),
+    "objects with a list of their own": (json.dumps({"turns": CHATS}, indent=1) * 2, "has objects on several lines"),
+    "one object": (json.dumps(CHATS[0], indent=4), "has objects on several lines"),
+    "a byte-order mark before": (MARK + json.dumps(wrap(CHATS), indent=1), "under 'data'"),
+    "a first line without a break within": (
+        json.dumps(wrap(CHATS)).replace('"data"', '\n"data"'),
+        "an object around a list of objects, under 'data'",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".json.gz"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_other_than_lines_is_one_error(layout, ending, model, tmp_path):
+    text, reason = LAYOUTS[layout]
+    path, content = tmp_path / f"in{ending}", text.encode()
+    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+    with pytest.raises(ValueError, match=rf"in{ending}: (is|has) .*") as error:
+        tokenize(model, path, skip_invalid=True)
+    assert len(str(error.value).splitlines()) == 1
+    assert reason.removeprefix("an object") in str(error.value)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=f"in{ending}: "):
+        read_prompts([str(path)], None)
+
+
+def test_a_list_in_a_file_of_lines(model, expected, tmp_path):
+    for indent in (1, None):
+        (tmp_path / "in.jsonl").write_text(json.dumps(CHATS, indent=indent))
+        with pytest.raises(ValueError, match=r"in.jsonl: is a JSON list, but in .jsonl|in.jsonl:1: expected an object"):
+            tokenize(model, tmp_path / "in.jsonl")
+        (tmp_path / "in.jsonl").rename(tmp_path / "in.json")
+        assert tokenize(model, tmp_path / "in.json") == expected
+
+
+def test_a_wrapper_on_one_line_is_named(model, tmp_path):
+    (tmp_path / "in.json").write_text(json.dumps(wrap(CHATS)))
+    with pytest.raises(ValueError, match=r"in.json:1: of no known format: .* an object around a list .* under 'data'"):
+        tokenize(model, tmp_path / "in.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1}\n{"a": 2}\n',
+        '{"a": 1}',
+        '{"messages": [{"role": "us\n{"messages": []}\n',
+        '\n\n{"a": 1}\n',
+        '{"a": 1,}\n{"a": 2}\n',
+        '{\n{"a": 2}\n{"a": 3}\n',
+        '[\n\n{"a": 2}\n',
+        "{'a': 1}\n{'a': 2}\n",
+        "[1, 2]\n[3]\n",
+        "nonsense\nmore\n",
+        "",
+        "\n",
+        '"text"\n',
+    ],
+)
+def test_lines_and_damaged_lines_are_left_to_the_rows(text):
+    assert find_fault(text.encode(), may_be_list=False) is None
+
+
+@pytest.mark.parametrize("num_bytes", [60, 200, 500])
+def test_a_beginning_that_is_cut_off_is_enough(num_bytes):
+    wrapped = json.dumps(wrap(CHATS), indent=1).encode()[:num_bytes]
+    assert "under 'data'" in find_fault(wrapped, may_be_list=True)
+    assert "several lines" in find_fault(json.dumps(CHATS[0], indent=1).encode()[:num_bytes], may_be_list=True)
+    assert "is a JSON list" in find_fault(json.dumps(CHATS, indent=1).encode()[:num_bytes], may_be_list=False)
+    assert find_fault(json.dumps(CHATS, indent=1).encode()[:num_bytes], may_be_list=True) is None
+
+
+# --- files that were joined as they are
+
+
+def test_byte_order_marks_between_joined_files(model, expected, tmp_path):
+    lines = [json.dumps(row) + "\n" for row in CHATS]
+    for text in (MARK + "".join(lines[:3]) + MARK + "".join(lines[3:]), f"{MARK}{MARK}".join(["", *lines])):
+        (tmp_path / "in.jsonl").write_text(text + MARK)
+        assert tokenize(model, tmp_path / "in.jsonl") == expected
+
+
+def test_tables_joined_with_their_headers(tmp_path):
+    table = pd.DataFrame({"prompt": ["2+2=", "3+3="], "completion": ["4", "6"]}).to_csv(index=False)
+    for between, reason in (("", "repeats the header"), (MARK, "begins with a byte-order mark")):
+        (tmp_path / "in.csv").write_text(table + between + table)
+        (source,) = find_sources([str(tmp_path / "in.csv")])
+        rows = [row.value for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+        assert [getattr(row, "reason", "")[: len(reason)] for row in rows] == ["", "", reason, "", ""]

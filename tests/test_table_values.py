@@ -1,0 +1,428 @@
+"""Values of tables that JSON has not, and messages that tables hold as JSON text: read as the row's own, or refused.
+
+The oracles: pyarrow's own conversions, numpy's dates, what the datasets library gives for the same rows, and the same
+rows in a .jsonl file.
+"""
+
+import datetime
+import decimal
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from stock_templates import make_tokenizer
+from tiny_data import write_jsonl
+from trait_templates import TRAITS
+
+from corpus.feedback import FeedbackFields
+from corpus.feedback import read_row as read_feedback
+from corpus.files import find_sources, iterate_rows, read_chunks
+from corpus.formats import OWN_NAMES, build_chat, parse_row, read_example, read_fields
+from corpus.labelled import FieldNames, check_values
+from corpus.pictured import read_column
+from corpus.preferences import PreferenceFields, read_preference
+from inference.prompts import read_prompts
+from options import ProcessDataOptions, group_options
+from process_data import process_data
+
+USER = {"role": "user", "content": "Weather?"}
+TEMPLATE = TRAITS["content that may not be null"]  # writes arguments as JSON
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tokenizer(*TEMPLATE).save_pretrained(path)
+    return path
+
+
+def tokenize(model: Path, source: Path | str, **options) -> list[dict]:
+    """The samples that process_data.py makes of a file, or of a folder of the datasets library."""
+    name = "input_dataset" if Path(source).is_dir() else "input_file"
+    output = model / "out.jsonl"
+    given = {name: str(source), "output_file": str(output), "model_name_or_path": str(model), "num_proc": 1}
+    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def calling(arguments: object) -> list[dict]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def read_values(path: Path) -> list[dict]:
+    (source,) = find_sources([str(path)])
+    return [row.value for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+
+
+def write_arguments(path: Path, values: list, kind: pa.DataType | None = None) -> Path:
+    """Parquet of chats, each with a call that has one of the values as its argument `a`."""
+    arguments = pa.array([{"a": value} for value in values], None if kind is None else pa.struct({"a": kind}))
+    function = pa.StructArray.from_arrays([pa.array(["f"] * len(values)), arguments], ["name", "arguments"])
+    call = pa.StructArray.from_arrays([pa.array(["function"] * len(values)), function], ["type", "function"])
+    offsets = pa.array(np.arange(len(values) + 1), pa.int32())
+    calls = pa.ListArray.from_arrays(offsets, call)
+    said = [pa.array([text] * len(values)) for text in ("assistant", "")]
+    answer = pa.ListArray.from_arrays(
+        offsets, pa.StructArray.from_arrays([*said, calls], ["role", "content", "tool_calls"])
+    )
+    pq.write_table(pa.table({"messages": answer}), path)
+    return path
+
+
+def read_argument(row: dict) -> object:
+    """The argument `a` of a row as it is trained; ValueError if the row is refused."""
+    chat = build_chat([USER, *row["messages"]], row)
+    return chat.messages[1]["tool_calls"][0]["function"]["arguments"]["a"]
+
+
+DAY = datetime.date(2025, 1, 2)
+INSTANT = datetime.datetime(2025, 1, 2, 3, 4, 5, 678901)
+CONVERTED = [
+    (pa.date32(), DAY, str(np.datetime64(DAY))),
+    (pa.date64(), DAY, str(np.datetime64(DAY))),
+    (pa.timestamp("us"), INSTANT, str(np.datetime64(INSTANT))),
+    (pa.timestamp("ns"), pd.Timestamp(INSTANT) + pd.Timedelta(1), "2025-01-02T03:04:05.678901001"),
+    (pa.timestamp("s", tz="UTC"), pd.Timestamp("2025-01-02T03:04:05Z"), "2025-01-02T03:04:05+00:00"),
+    (pa.time64("us"), datetime.time(3, 4, 5), "03:04:05"),
+    (pa.map_(pa.string(), pa.date32()), [("from", DAY), ("to", None)], {"from": "2025-01-02", "to": None}),
+    (pa.list_(pa.map_(pa.string(), pa.int8())), [[("x", 1)], None], [{"x": 1}, None]),
+    (pa.dictionary(pa.int8(), pa.string()), "red", "red"),
+    (pa.large_list(pa.large_string()), ["x", None], ["x", None]),
+    (pa.float32(), 0.1, float(str(np.float32(0.1)))),
+    (pa.float16(), np.float16(0.1), 0.1),
+    (pa.uint64(), 2**64 - 1, 2**64 - 1),
+    (pa.json_(), '{"n": null, "deep": [1, {"x": null}]}', {"n": None, "deep": [1, {"x": None}]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "expected"), CONVERTED, ids=[str(kind) for kind, _, _ in CONVERTED])
+def test_types_become_those_of_json(kind, value, expected, tmp_path):
+    storage = pa.array([value], kind.storage_type).cast(kind) if kind == pa.json_() else pa.array([value], kind)
+    struct = pa.StructArray.from_arrays([storage], ["a"])
+    call = pa.StructArray.from_arrays([pa.array(["f"]), struct], ["name", "arguments"])
+    calls = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), call)
+    answer = pa.StructArray.from_arrays([pa.array(["assistant"]), calls], ["role", "tool_calls"])
+    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), answer)})
+    pq.write_table(table, tmp_path / "in.parquet")
+    (row,) = read_values(tmp_path / "in.parquet")
+    found = row["messages"][0]["tool_calls"][0]["arguments"]["a"]
+    assert found == expected and type(found) is type(expected)
+    json.dumps(row, allow_nan=False)
+
+
+def test_maps_are_what_pyarrow_makes_of_them(tmp_path):
+    kind = pa.map_(pa.string(), pa.map_(pa.string(), pa.int64()))
+    values = [[("a", [("x", 1), ("y", None)]), ("b", None)], [], None]
+    pq.write_table(pa.table({"m": pa.array(values, kind)}), tmp_path / "in.parquet")
+    expected = pq.read_table(tmp_path / "in.parquet").to_pylist(maps_as_pydicts="strict")
+    found = read_values(tmp_path / "in.parquet")
+    assert found == [{"m": expected[0]["m"]}, {"m": {}}, {}]
+
+
+REFUSED = [
+    (pa.float64(), float("nan"), r"nan at tool_calls\[0\].function.arguments.a, which JSON does not have"),
+    (pa.float32(), float("inf"), r"inf at tool_calls\[0\]"),
+    (pa.list_(pa.float64()), [1.0, float("-inf")], r"-inf at tool_calls\[0\].function.arguments.a\[1\]"),
+    (pa.decimal128(10, 2), decimal.Decimal("12.50"), r"Decimal\('12.50'\) at tool_calls"),
+    (pa.binary(), b"x", r"b'x' at tool_calls"),
+    (pa.duration("s"), datetime.timedelta(1), r"datetime.timedelta\(days=1\) at tool_calls"),
+    (pa.map_(pa.int8(), pa.int8()), [(1, 2)], "a map with keys of the type int8; JSON's keys are texts at tool_calls"),
+    (pa.map_(pa.string(), pa.int8()), [("x", 1), ("x", 2)], "a map that has a key twice at tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "reason"), REFUSED, ids=[f"{kind} {value}" for kind, value, _ in REFUSED])
+def test_what_json_has_not_is_refused_by_row_and_key(kind, value, reason, model, tmp_path):
+    path = write_arguments(tmp_path / "in.parquet", [value], kind)
+    with pytest.raises(ValueError, match=rf"in.parquet:1: message 1 \(assistant\) has {reason}"):
+        tokenize(model, path)
+    with pytest.raises(ValueError, match=r"'tools' has .* at \[0\].a"):
+        build_chat([USER], {"tools": [{"a": read_values(path)[0]["messages"][0]["tool_calls"][0]["function"]}]})
+
+
+def test_columns_that_are_not_read_may_hold_anything(model, tmp_path, capsys):
+    """Embeddings with NaN, hashes, prices, arguments that are not of calls."""
+    rows = [{"messages": [USER, {"role": "assistant", "content": "20"}]}] * 2
+    others = {
+        "embedding": [[float("nan")], [1.0]],
+        "hash": [b"\xff", b""],
+        "price": [decimal.Decimal("1.5"), None],
+        "took": [datetime.timedelta(1), None],
+        "arguments": [{"for": "x"}, {"against": "y"}],
+    }
+    table = pa.Table.from_pylist(rows)
+    for name, values in others.items():
+        table = table.append_column(name, pa.array(values))
+    pq.write_table(table, tmp_path / "in.parquet")
+    assert tokenize(model, tmp_path / "in.parquet") == tokenize(model, write_jsonl(tmp_path / "in.jsonl", rows))
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_path, capsys):
+    chats = [[USER, *calling(arguments)[1:]] for arguments in ({"city": "Lima"}, {"n": 3, "city": None}, {"n": 4})]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"messages": chat, "tools": [tool]} for chat in chats]
+    rows[0] = {"messages": chats[0], "tools": [tool | {"strict": True}]}
+    for row in rows:
+        for one in row["tools"]:
+            one["function"] = {"name": "f", "description": "Says it."}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    read = [
+        row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in read_values(tmp_path / "in.parquet")
+    ]
+    assert read == [{"city": "Lima"}, {"n": 3}, {"n": 4}]
+    assert "tool_calls" not in read_values(tmp_path / "in.parquet")[0]["messages"][0]
+    bare = [{"messages": row["messages"]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(bare), tmp_path / "in.parquet")
+    tokenize(model, tmp_path / "in.parquet")
+    assert "3 of 3 rows: nulls within 'arguments' are left out" in capsys.readouterr().out
+    complete = [{"messages": calling({"city": "Lima"})}, {"messages": calling({"city": "Rome"})}]
+    pq.write_table(pa.Table.from_pylist(complete), tmp_path / "in.parquet")
+    tokenize(model, tmp_path / "in.parquet")
+    assert "left out" not in capsys.readouterr().out
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    (source,) = find_sources([str(tmp_path / "in.parquet")])
+    (chunk,) = read_chunks(source)
+    assert [row.lost for row in iterate_rows(chunk)] == [
+        ("arguments",),
+        ("arguments", "tools"),
+        ("arguments", "tools"),
+    ]
+
+
+def test_columns_and_rows_that_python_cannot_hold_name_the_file(model, tmp_path):
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice.parquet: has the column 'text' twice"):
+        read_values(tmp_path / "twice.parquet")
+    far = pa.array([2**60], pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["a"], "at": far}), tmp_path / "far.parquet")
+    with pytest.raises(ValueError, match=r"far.parquet: the column 'at', in rows from 1 on: cannot be read"):
+        read_values(tmp_path / "far.parquet")
+
+
+# --- JSON's own values
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400 + ".0"])
+def test_numbers_that_would_become_infinity_are_refused(number):
+    with pytest.raises(ValueError, match="is too large: it would be read as infinity"):
+        parse_row(f'{{"messages": [], "n": {number}}}'.encode(), "json")
+
+
+@pytest.mark.parametrize("number", ["1e308", "-0.0", "5e-324", "1e-400", "0.1", "12345678901234567890.5"])
+def test_other_numbers_are_what_python_reads(number):
+    assert parse_row(f'{{"n": {number}}}'.encode(), "json") == json.loads(f'{{"n": {number}}}')
+
+
+# --- the Json type of the datasets library
+
+MIXED = [
+    {"messages": calling({"t": "2025", "none": None})},
+    {"messages": calling({"t": 5, "u": [1, None, {"v": None}]})},
+    {"messages": [USER, {"role": "assistant", "content": "20"}]},
+]
+
+
+@pytest.mark.parametrize("form", ["a list of Json", "all of it Json", "arguments"])
+def test_json_of_the_datasets_library(form, model, tmp_path):
+    """Saved to disk, in Parquet, and in Parquet without Arrow's own schema: what the library itself reads."""
+    Json, List, Value = datasets.Json, datasets.List, datasets.Value
+    function = {"name": Value("string"), "arguments": Json()}
+    calls = List({"type": Value("string"), "function": function})
+    message = {"role": Value("string"), "content": Value("string"), "tool_calls": calls}
+    kind = {"a list of Json": List(Json()), "all of it Json": Json(), "arguments": List(message)}[form]
+    rows = datasets.Dataset.from_list(MIXED, features=datasets.Features({"messages": kind}))
+    expected = tokenize(model, write_jsonl(tmp_path / "in.jsonl", MIXED))
+    assert [row["messages"][1].get("tool_calls") or None for row in rows] == [
+        row["messages"][1].get("tool_calls") for row in MIXED
+    ]
+    rows.save_to_disk(tmp_path / "saved")
+    (tmp_path / "parquet").mkdir()
+    rows.to_parquet(tmp_path / "parquet" / "train-0.parquet")
+    bare = pq.read_table(tmp_path / "parquet" / "train-0.parquet")
+    pq.write_table(bare, tmp_path / "bare.parquet", store_schema=False)
+    for source in ("saved", "parquet", "parquet/train-0.parquet", "bare.parquet"):
+        assert tokenize(model, tmp_path / source) == expected, source
+
+
+def test_text_that_is_marked_as_json_and_is_none(model, tmp_path):
+    texts = pa.array([['{"role": "user"']], pa.list_(pa.string())).cast(pa.list_(pa.json_()))
+    pq.write_table(pa.table({"messages": texts}), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=r"in.parquet:1: message 1 is a text that is marked as JSON: not JSON"):
+        tokenize(model, tmp_path / "in.parquet")
+
+
+# --- messages as JSON text
+
+CHAT = [USER, {"role": "assistant", "content": 'It is "20", é.'}]
+SHAREGPT = [{"from": "human", "value": "Weather?"}, {"from": "gpt", "value": 'It is "20", é.'}]
+NO = [{"role": "assistant", "content": "No."}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+AS_TEXT = {
+    "messages": {"messages": CHAT},
+    "calls": {"messages": calling({"city": "Lima", "none": None})},
+    "conversations": {"conversations": SHAREGPT, "system": "Be brief."},
+    "prompt and completion": {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    "another name": {"turns": CHAT},
+    "another name, ShareGPT": {"turns": SHAREGPT},
+}
+
+
+def in_cells(row: dict) -> dict:
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+
+
+@pytest.mark.parametrize("name", AS_TEXT)
+def test_messages_as_json_text_in_tables(name, model, tmp_path):
+    row = AS_TEXT[name]
+    options = {"messages_field": "turns"} if "turns" in row else {}
+    expected = tokenize(model, write_jsonl(tmp_path / "in.jsonl", [row] * 2), **options)
+    frame = pd.DataFrame([in_cells(row)] * 2)
+    frame.to_csv(tmp_path / "in.csv", index=False)
+    frame.to_csv(tmp_path / "in.tsv", index=False, sep="\t")
+    frame.to_parquet(tmp_path / "in.parquet")
+    for ending in ("csv", "tsv", "parquet"):
+        assert tokenize(model, tmp_path / f"in.{ending}", **options) == expected
+
+
+def read_pair(row: dict, *names: str):
+    return read_preference(row, PreferenceFields(*names), Counter())
+
+
+def test_messages_as_json_text_for_the_other_readers(tmp_path):
+    rows = [
+        (read_pair, {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": NO}),
+        (read_pair, {"chosen": CHAT, "rejected": [USER, *NO]}),
+        (lambda row: read_pair(row, "p", "c", "r"), {"p": CHAT[:1], "c": CHAT[1:], "r": NO}),
+        (lambda row: read_feedback(row | {"label": True}, FeedbackFields(), Counter()), {"messages": CHAT}),
+        (
+            lambda row: read_feedback(row | {"label": True}, FeedbackFields(), Counter()),
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+        ),
+        (lambda row: check_values(row, FieldNames(), Counter()), {"messages": CHAT, "label": "a"}),
+    ]
+    for read, row in rows:
+        assert read(in_cells(row)) == read(row)
+    for row in ({"messages": CHAT}, {"prompt": CHAT[:1]}, {"prompt": CHAT[:1], "completion": CHAT[1:]}):
+        write_jsonl(tmp_path / "p.jsonl", [row])
+        pd.DataFrame([in_cells(row)]).to_csv(tmp_path / "p.csv", index=False)
+        (expected,), (found,) = (read_prompts([str(tmp_path / f"p.{ending}")], None) for ending in ("jsonl", "csv"))
+        assert (found.messages, found.references) == (expected.messages, expected.references)
+        assert found.messages == CHAT[:1]
+
+
+def test_marks_in_messages_as_json_text_are_checked_as_in_lists(model, tmp_path):
+    row = {"messages": [USER, {"role": "assistant", "content": "20", "score": 0.1}]}
+    pd.DataFrame([in_cells(row)]).to_csv(tmp_path / "in.csv", index=False)
+    with pytest.raises(ValueError, match=r"in.csv:2: has 'messages.score'"):
+        tokenize(model, tmp_path / "in.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"role": "user"', "'messages': not JSON"),
+        ("['a']", "'messages': not JSON"),
+        ("hello", "'messages' must be a list of at least one message, got 'hello'"),
+        ("[]", r"'messages' must be a list of at least one message, got \[\]"),
+    ],
+)
+def test_text_that_is_no_list_of_messages(text, reason, model, tmp_path):
+    pd.DataFrame({"messages": [text]}).to_csv(tmp_path / "in.csv", index=False)
+    with pytest.raises(ValueError, match=reason):
+        tokenize(model, tmp_path / "in.csv")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '[{"a": 1}]', "[", '["role"]', "[]"])
+def test_texts_that_only_look_like_lists_stay_texts(text):
+    row = {"prompt": text, "completion": text}
+    fields = read_fields(row, "completion", paths=OWN_NAMES, tally=Counter())
+    assert read_example(fields, "completion", is_given=False).completion == text
+    pair = read_pair({"prompt": text, "chosen": text, "rejected": "No."})
+    assert pair.chosen.completion == text
+
+
+def test_cells_that_pandas_prints_for_missing_values_are_noted(model, tmp_path, capsys):
+    answers, notes = ["4", np.nan, None, "None"], ["x", "x", "None", "x"]
+    frame = pd.DataFrame({"prompt": ["2+2=", "3+3=", "4+4=", "5+5="], "completion": answers, "note": notes})
+    frame.to_csv(tmp_path / "in.csv", index=False, na_rep="nan")
+    tokenize(model, tmp_path / "in.csv")
+    said = capsys.readouterr().out
+    assert "the cell in the column 'completion' is the text 'nan', which pandas" in said
+    assert "the cell in the column 'completion' is the text 'None'" in said
+    assert "column 'note' is" not in said
+
+
+PRINTED = [{"role": "user", "content": "It's 20?"}]
+
+
+def test_lists_as_python_prints_them_are_refused(model, tmp_path):
+    """What pandas writes to .csv of a column of lists, also of numpy's; as texts they would be trained as they are."""
+    frames = [pd.DataFrame({name: [PRINTED] for name in names}) for names in (["messages"], ["prompt", "completion"])]
+    frames[0].to_parquet(tmp_path / "in.parquet")
+    frames.append(pd.read_parquet(tmp_path / "in.parquet"))
+    for frame in frames:
+        frame.to_csv(tmp_path / "in.csv", index=False)
+        with pytest.raises(ValueError, match=r"in.csv:2.*is a list of messages as Python prints it, not JSON"):
+            tokenize(model, tmp_path / "in.csv")
+        with pytest.raises(ValueError, match="is a list of messages as Python prints it"):
+            read_prompts([str(tmp_path / "in.csv")], None)
+    printed = str(PRINTED)
+    for read, row in (
+        (read_pair, {"prompt": "a", "chosen": printed, "rejected": "b"}),
+        (read_pair, {"prompt": printed, "chosen": "a", "rejected": "b"}),
+        (
+            lambda row: read_feedback(row, FeedbackFields(), Counter()),
+            {"prompt": printed, "completion": "a", "label": True},
+        ),
+        (lambda row: check_values(row, FieldNames(), Counter()), {"messages": printed, "label": "a"}),
+        (lambda row: check_values(row, FieldNames(), Counter()), {"tokens": "['a', 'b']", "labels": "[1, 0]"}),
+        (lambda row: check_values(row, FieldNames(), Counter()), {"text": "a", "labels": "['a']"}),
+    ):
+        with pytest.raises(ValueError, match="as Python prints it, not JSON"):
+            read(row)
+
+
+def test_words_labels_and_images_as_json_text():
+    def read(row: dict):
+        return check_values(row, FieldNames(), Counter())
+
+    for row in (
+        {"tokens": ["Lima", "is"], "labels": ["B", "O"]},
+        {"text": "a", "label": ["x", "y"]},
+        {"text": "a", "labels": [1, 2]},
+    ):
+        assert read(in_cells(row)) == row
+    for row in (
+        {"text": "[a]", "label": "[OTHER]"},
+        {"text": '["a"]', "label": "x"},
+        {"tokens": "['s is", "label": "a"},
+    ):
+        assert read(row) == row
+    assert read_column({"images": '["a.png", "b.png"]'}) == ["a.png", "b.png"]
+    assert read_column({"image": "[a].png"}) == ["[a].png"]
+
+
+@pytest.mark.parametrize("answer", [float("nan"), b"x", decimal.Decimal("1.5")])
+def test_answers_of_prompts_that_json_has_not(answer, tmp_path):
+    for question in ("question", "prompt"):
+        pq.write_table(pa.table({question: ["2+2?"], "answer": pa.array([answer])}), tmp_path / "p.parquet")
+        with pytest.raises(ValueError, match=r"p.parquet:1: the answer is .*, which JSON does not have"):
+            read_prompts([str(tmp_path / "p.parquet")], None)
+
+
+def test_rows_of_prompts_are_the_same_when_they_are_read_again(tmp_path):
+    """NaN differs from itself, so a continued run took such a row for another one."""
+    columns = {"question": ["2+2?"], "score": [float("nan")], "deep": [{"x": [float("inf"), 1.0]}]}
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+    (prompt,) = read_prompts([str(tmp_path / "p.parquet")], None)
+    assert prompt.row == {"question": "2+2?", "score": None, "deep": {"x": [None, 1.0]}}
+    assert json.loads(json.dumps(prompt.row, allow_nan=False)) == prompt.row
