@@ -210,7 +210,9 @@ class ServerScorer:
         engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
         self.scorer = PromptScorer(engine, top_k=options.top_k)
         sidecar = read[0].sources[0].sidecar or {}
-        self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
+        listed = engine.look_up()  # another model can be served under the same name
+        teacher = ", ".join([engine.where, *(listed[name] for name in ("root", "parent") if name in listed)])
+        self.identity = {"teacher": teacher, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
                          "num_ids": 0, "dtype": "server"}  # fmt: skip
 
     @property
