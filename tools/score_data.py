@@ -210,10 +210,8 @@ class ServerScorer:
         engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
         self.scorer = PromptScorer(engine, top_k=options.top_k)
         sidecar = read[0].sources[0].sidecar or {}
-        listed = engine.look_up()  # another model can be served under the same name
-        teacher = ", ".join([engine.where, *(listed[name] for name in ("root", "parent") if name in listed)])
-        self.identity = {"teacher": teacher, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
-                         "num_ids": 0, "dtype": "server"}  # fmt: skip
+        self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
+                         "num_ids": 0, "dtype": "server", "served_weights": engine.look_up().get("root")}  # fmt: skip
 
     @property
     def key(self) -> str:
