@@ -8,9 +8,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent
@@ -23,14 +23,21 @@ class RootModules(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         package, _, name = fullname.rpartition(".")
-        is_ours = package == PACKAGE and name in ROOT_MODULES
-        return importlib.util.spec_from_loader(fullname, self) if is_ours else None
+        if package != PACKAGE or name not in ROOT_MODULES:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, origin=str(FOLDER / f"{name}.py"))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         name = spec.name.rpartition(".")[2]
         module = import_root_module(name)
         spec.loader_state = module.__spec__
         return module
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The module's code, for `python -m mini_trainer.NAME`."""
+        add_folder()
+        name = fullname.rpartition(".")[2]
+        return SourceFileLoader(fullname, str(FOLDER / f"{name}.py")).get_code(fullname)
 
     def exec_module(self, module: ModuleType) -> None:
         """Restores the module's spec, in whose place the import system has put that of the other name."""
@@ -52,8 +59,7 @@ def install() -> None:
 
 def import_root_module(name: str) -> ModuleType:
     """The module by its bare name; ImportError if another program's module has that name, or one that it imports."""
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # at the end: it must not hide the caller's own modules
+    add_folder()
     module = sys.modules.get(name)
     if module is None:
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
@@ -71,6 +77,11 @@ def import_root_module(name: str) -> ModuleType:
     if name == "process_data":
         module.__class__ = CallableModule
     return module
+
+
+def add_folder() -> None:
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # at the end: it must not hide the caller's own modules
 
 
 def is_ours(module: ModuleType) -> bool:

@@ -443,6 +443,13 @@ def test_process_data_is_called_whether_or_not_its_module_has_been_imported(monk
     assert mini_trainer.process_data(given) == Path("d.arrow")
 
 
+def test_a_script_runs_by_its_modules_name(tmp_path):
+    command = [sys.executable, "-m", "mini_trainer.process_data", "--inptu-file", "3"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.BAD_INPUT, done.stderr
+    assert "unknown option --inptu-file; did you mean --input-file?" in done.stderr
+
+
 def test_a_module_that_hides_one_of_ours_is_named(tmp_path):
     (tmp_path / "corpus.py").write_text("")
     environment = ENV | {"PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
