@@ -89,7 +89,7 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
         prompt, answer = asked[line["index"]], line["answer"]
         score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
-            kept.append(replace_answer(rows[line["index"]], answer))
+            kept.append(replace_answer(rows[line["index"]], line))
     return kept
 
 

@@ -21,6 +21,7 @@ from continual.settings import SelfDistillation, Task, Values
 from disk import hash_file, remove, written_aside
 from evaluation.kept import read_lines
 from evaluation.models import EXPORTS
+from inference.answers import is_empty
 from inference.prompts import join_content
 from lifecycle.stages import Stage
 from options import DEFAULT_BATCH_SIZE, OptimizationOptions
@@ -116,10 +117,10 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
 
 def pair_rows(part: list[dict[str, Any]], line: dict[str, Any], template: str) -> tuple[dict, dict] | None:
     """The student's row, and the teacher's, whose prompt shows the row's own answer; None for an empty answer."""
-    if not line["answer"].strip():
+    if is_empty(line):
         return None
     row = part[line["index"]]
-    student = replace_answer(row, line["answer"])
+    student = replace_answer(row, line)
     reference = find_reference(row)
     if "completion" in row:
         return student, student | {"prompt": fill(template, row["prompt"], reference)}

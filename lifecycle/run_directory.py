@@ -88,7 +88,7 @@ class RunDirectory:
         options = self.options.checkpoints
         self.identity = call_on_rank0(self.world, lambda: inputs.identify(self.options))
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
-            call_on_rank0(self.world, lambda: check_unused(self.path, self.identity, resume=options.resume))
+            call_on_rank0(self.world, lambda: check_unused(self.options, self.identity))
             self.control.own(self.path)
         if self.checkpoint is not None:
             self.changes = check_same_run(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from disk import hash_file, read_object
 from methods.adapter_settings import ADAPTER_CONFIG, check_settings
@@ -23,12 +23,35 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 PREFIX = "base_model.model."  # prefix of every tensor name in that file
 BASE_FILE = "base_model.json"  # next to them: name, revision and fingerprint of the base model
 
 
 def is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
+
+
+def find_beside(adapter: Path | None, name: str) -> Path | None:
+    """Directory of the adapter's own file `name`: the adapter's, or that of the merged model whose export contains it.
+
+    None without an adapter, and for adapters without the file, to which the base model's applies.
+    """
+    places = [] if adapter is None else [adapter, adapter.parent]
+    return next((path for path in places if (path / name).is_file()), None)
+
+
+def read_generation_config(adapter: Path | None) -> GenerationConfig | None:
+    """The adapter's own generation config, None if it has none; ValueError if it cannot be used."""
+    directory = find_beside(adapter, GENERATION_CONFIG)
+    if directory is None:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{directory / GENERATION_CONFIG}: not a usable generation config: {reason}") from None
 
 
 def hash_adapter(directory: Path) -> dict[str, str]:

@@ -197,7 +197,7 @@ def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, in
     identity, asked, origin = inputs.identify(options), options.checkpoints, inputs.origin
     output_dir, needs_model = Path(options.output_dir), not inputs.method.saves_frozen
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
-        check_unused(output_dir, identity, resume=asked.resume)
+        check_unused(options, identity)
     if checkpoint is not None:
         check_same_run(
             checkpoint.path,
