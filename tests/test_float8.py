@@ -8,9 +8,9 @@ from small_runs import make_micro_batch
 from tiny_models import build, check, save_model
 
 from model import float8
-from model.blocks import find_blocks
 from model.compiled_check import EIGHT_BIT, BlockCheck, check_compiled
 from objectives.next_tokens import CausalLM
+from pretrained.parts import find_blocks
 
 torchao = need("torchao.float8")
 
