@@ -37,7 +37,7 @@ from corpus.reader import TokenizedData
 from evaluation.data_sets import build_scorer
 from families.packed_row import check_positions
 from families.text import TextFamily
-from inference.models import FoundModel, check_answering, find_answering_model
+from inference.models import FoundModel, check_answering, check_num_rows, find_answering_model
 from inference.openai_engine import OpenAIEngine
 from inference.prompt_scores import PromptScorer
 from lifecycle.inputs import hash_reference
@@ -139,6 +139,7 @@ class LocalScorer:
             flag="--model-name-or-path",
         )
         check_answering(found)
+        check_num_rows(found, found.config.get_text_config(decoder=True).vocab_size)
         for data in read:
             check_data(data, found)
         num_ids = count_ids(found, read)
@@ -146,7 +147,7 @@ class LocalScorer:
             raise ValueError(f"--top-k {options.top_k}: the tokenizer has {num_ids} tokens")
         identity = found.identify()
         self.identity = {
-            "teacher": identity.get("adapter_sha256", "") + identity["fingerprint"],
+            "teacher": "".join(identity.get("adapter_sha256", {}).values()) + identity["fingerprint"],
             "tokenizer": fingerprint_tokenizer(found.tokenizer),
             "num_ids": num_ids,
             "dtype": options.dtype,
