@@ -408,7 +408,7 @@ def check_statistics(settings: Settings, order: list[str]) -> None:
 
 def complete_options(settings: Settings, task: Task) -> list[Values]:
     """The options of train for a task, with stand-ins for those that are known when it starts: of its first run, and of
-    a later one, which learns from earlier tasks and goes on from an adapter or a round."""
+    a later one, which learns from earlier tasks and continues an adapter or a round."""
     values, rounds, replay = settings.train_options(task), settings.self_distillation, settings.replay
     stand_ins: Values = {"model_name_or_path": "M", "output_dir": "D", "data_path": ("data.arrow",)}
     if task.validation is not None:
