@@ -114,6 +114,15 @@ def check_answering(found: FoundModel) -> None:
         )
 
 
+def check_num_rows(found: FoundModel, num_rows: int) -> None:
+    """ValueError if the tokenizer, such as an adapter's, has more entries than the model has embeddings."""
+    if len(found.tokenizer) > num_rows:
+        raise ValueError(
+            f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
+            " merge the adapter with tools/merge_adapter.py, which adds the missing ones"
+        )
+
+
 def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
     """The given dtype, or for "auto" the one in which the weights are stored."""
     return (config.dtype or torch.float32) if given == "auto" else DTYPES[given]
@@ -135,12 +144,7 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
         raise ValueError(f"--model {found.name}: the weights do not fit the config: {'; '.join(problems)}")
-    num_rows = model.get_input_embeddings().weight.shape[0]
-    if len(found.tokenizer) > num_rows:
-        raise ValueError(
-            f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
-            " merge the adapter with tools/merge_adapter.py, which adds the missing ones"
-        )
+    check_num_rows(found, model.get_input_embeddings().weight.shape[0])
     if found.adapter is not None:
         model.generation_config = read_generation_config(found.adapter) or model.generation_config
         try:

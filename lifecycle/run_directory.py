@@ -212,6 +212,8 @@ class RunDirectory:
         Returns the stop, explained by the callbacks behind it.
         """
         is_done = stop is None
+        if is_done and (missing := exports.describe_missing_average()) is not None:
+            log.warning(f"warning: {missing}")
         with self.control.slow("the last checkpoint"):
             self.checkpointer.close()
         with self.control.slow("the end of trackers and uploads"):

@@ -76,7 +76,7 @@ def open_inputs(
         for data in inputs.data_sets.values():
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
-    if inputs.tokenizer is not None and inputs.data.has_images:
+    if inputs.tokenizer is not None and inputs.data.has_images and objective is not None:
         num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))

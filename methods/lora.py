@@ -138,7 +138,7 @@ class LoRA(Method):
             initial = make_initial(layers, self.merger.read_base, seed=self.seed)
             if (path := self.options.lora_adapter) is not None:
                 check_base(Path(path), self.given, self.base)
-                initial |= read_adapter(Path(path), meta.model, self.saved_names)
+                initial |= read_adapter(Path(path), meta, self.saved_names, new=self.targets.new)
             for name, own_name in renamed.items():
                 if own_name in readers:
                     readers[name] = readers.pop(own_name)

@@ -36,12 +36,12 @@ from methods.adapter_files import (
     read_generation_config,
 )
 from methods.full import Full
-from model.blocks import find_blocks
 from model.config import ModelSource, load_config, load_generation_config
 from model.method import MetaModel
 from model.weights import read_weights
 from options.choices import check_choices
 from pretrained.files import find_model, find_weights
+from pretrained.parts import find_blocks
 from pretrained.text_tower import is_multimodal, text_config
 from ranks.devices import DTYPES
 from ranks.messages import say

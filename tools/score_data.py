@@ -38,7 +38,7 @@ from disk import hash_json
 from evaluation.data_sets import build_scorer
 from families.packed_row import check_positions
 from families.text import TextFamily
-from inference.models import FoundModel, check_answering, find_answering_model
+from inference.models import FoundModel, check_answering, check_num_rows, find_answering_model
 from inference.openai_engine import OpenAIEngine
 from inference.prompt_scores import PromptScorer
 from lifecycle.inputs import hash_reference
@@ -140,6 +140,7 @@ class LocalScorer:
             flag="--model-name-or-path",
         )
         check_answering(found)
+        check_num_rows(found, found.config.get_text_config(decoder=True).vocab_size)
         for data in read:
             check_data(data, found)
         num_ids = count_ids(found, read)
