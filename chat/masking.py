@@ -107,7 +107,7 @@ class ChatMasker:
         strict_reasoning: bool = False,
         contents: Contents = AS_THEY_ARE,
     ) -> None:
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
             raise ValueError(
                 f"{type(tokenizer).__name__} does not report which characters a token covers, so masks cannot be"
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"

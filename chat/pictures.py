@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chat.rendering import one_line
+from chat.templates import load_tokenizer
 from chat.token_spans import Located, Passage, Pictures
 from ranks.messages import hide_secrets
 
@@ -171,7 +172,7 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise ValueError(NEEDS_PILLOW) from None
-    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
     from transformers.processing_utils import ProcessorMixin
 
@@ -179,7 +180,7 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
     try:
         settings, _ = ProcessorMixin.get_processor_dict(model_dir)
         images = AutoImageProcessor.from_pretrained(model_dir, backend="pil", trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
         name = settings.get("processor_class") or tokenizer.init_kwargs.get("processor_class")
         own = processor_class_from_name(name) if name in PROCESSOR_MAPPING_NAMES.values() else None
         if own is None:

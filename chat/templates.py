@@ -53,8 +53,11 @@ def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str
     """Loads the tokenizer from a directory that `find_model` found."""
     from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
 
+    # transformers takes tekken.json where mistral-common is installed; that tokenizer does not say where tokens are.
+    has_both = Path(model_dir, "tokenizer.json").is_file() and Path(model_dir, "tekken.json").is_file()
+    choice = {"mistral_format": False} if has_both else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code, **choice)
     except Exception as error:  # reads files of any origin, and the network
         raise ValueError(f"{flag} {model_dir}: no usable tokenizer: {one_line(error)}") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one from the config alone

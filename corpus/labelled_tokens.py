@@ -56,7 +56,7 @@ class LabelledTokenizer:
     """Tokenizes rows and encodes their labels. `truncates`: cut longer rows to `max_length` tokens."""
 
     def __init__(self, tokenizer: Any, labels: Labels, *, max_length: int | None, truncates: bool) -> None:
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
                 f"{type(tokenizer).__name__} does not report the word of a token: use a model that has a fast"
                 " tokenizer (tokenizer.json)"

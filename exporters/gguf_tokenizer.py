@@ -48,7 +48,7 @@ def add_tokenizer(
     `vocab_size`: rows of the embedding; those beyond the tokenizer's get names. ValueError for a tokenizer that
     llama.cpp does not have.
     """
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json, which GGUF is made from")
     stored = json.loads(tokenizer.backend_tokenizer.to_str())
     model, notes = stored["model"], []

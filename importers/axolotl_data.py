@@ -1,5 +1,6 @@
 """Axolotl's data sets: each type of prompt is a format with fields here, or refused by name."""
 
+import json
 from typing import Any
 
 from corpus.files import ENDINGS
@@ -189,6 +190,16 @@ def convert_template(to: Conversion, key: str, value: Any, *, into: dict[str, An
     )
 
 
+def convert_template_args(to: Conversion, key: str, value: Any) -> str:
+    """Arguments of the chat template."""
+    if not value:
+        return NEEDLESS
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} are arguments by name, given {value!r}")
+    to.data["template_args"] = tuple(f"{name}={json.dumps(argument)}" for name, argument in value.items())
+    return f"template_args: {' '.join(to.data['template_args'])} (of process_data.py)"
+
+
 def convert_images(to: Conversion, key: str, value: Any) -> str:
     if not value:
         return NEEDLESS
@@ -204,7 +215,7 @@ FORMAT_RULES: dict[str, Rule] = {
     "pretraining_dataset": convert_datasets,
     "chat_template": convert_template,
     "chat_template_jinja": convert_template_text,
-    "chat_template_kwargs": lambda to, key, value: f"{DIFFERS}: templates get no arguments" if value else NEEDLESS,
+    "chat_template_kwargs": convert_template_args,
     "processor_type": convert_images,
     "skip_prepare_dataset": needless("rows are tokenized by process_data.py"),
     "image_size": lambda to, key, value: f"{MISSING}: the model's own processor sizes images",

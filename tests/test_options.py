@@ -480,3 +480,8 @@ def test_options_ask_for_no_objective_by_name():
     asked = {path: found for path, texts in rooms.items() if (found := names.intersection(texts))}
     del asked["options/objectives.py"]
     assert asked == {"options/learning.py": {"causal-lm"}}  # the default
+
+
+def test_train_has_no_more_options_than_it_had():
+    """A new one takes an old one out; options of the data belong to process_data.py."""
+    assert len(list(options.iterate_fields(TrainOptions))) == 185
