@@ -249,9 +249,9 @@ def describe_remarks(totals: Totals) -> list[str]:
     return notes
 
 
-def describe_completions(sources: Sequence[Source]) -> list[str]:
+def describe_completions(totals: Totals) -> list[str]:
     """A note on prompts and completions for a model that has a chat template."""
-    if all(source.format != "completion" for source in sources):
+    if not totals.trained_by_role["completion"]:
         return []
     return [
         "prompts and completions are trained as plain text, without the model's chat template (--format completion"

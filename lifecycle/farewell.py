@@ -14,7 +14,7 @@ from ranks.command import name_program, repeat_command
 from ranks.ending import log
 from sampler import RunPosition
 
-PLAIN_FORMATS = {"completion", "document"}  # of rows without a chat template
+PLAIN_ROLES = {"completion", "document"}  # of texts without a chat template
 MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file
 
 
@@ -65,7 +65,7 @@ def describe_trial(model: Path, exports: Exports) -> list[str]:
     inputs, options = exports.inputs, exports.options
     if inputs.data.has_images:
         return []
-    saw_chats = inputs.tokenizer.chat_template is not None and not (inputs.formats and inputs.formats <= PLAIN_FORMATS)
+    saw_chats = inputs.tokenizer.chat_template is not None and not (inputs.roles and inputs.roles <= PLAIN_ROLES)
     if inputs.objective.pipeline_tag == "text-generation" and saw_chats:
         return [f"try it: {name_program('generate.py', 'generate')} --model {quote(model)}"]
     data = (*options.validation.validation_data_path, *options.data.data_path)[0]

@@ -48,13 +48,6 @@ class Errors(list[ValueError | OSError]):
             raise ValueError(f"{len(self)} problems:{listed}")
 
 
-def list_formats(sidecar: dict[str, Any]) -> set[str | None]:
-    """The formats of the rows that a data set was made from; chats, where it made chats of prompts."""
-    if (sidecar.get("options") or {}).get("as_chat"):
-        return {"messages"}
-    return {made.get("format") for made in sidecar.get("sources") or []}
-
-
 @dataclass
 class RunInputs:
     """A run's inputs that are read before anything large is loaded; None for those that cannot be read.
@@ -107,9 +100,9 @@ class RunInputs:
         return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
 
     @property
-    def formats(self) -> set[str | None]:
-        """The formats of the rows that the data was made from, as far as the sidecars say."""
-        return {name for sidecar in self.sidecars if sidecar for name in list_formats(sidecar)}
+    def roles(self) -> set[str]:
+        """The roles that are trained, as far as the data's sidecars say."""
+        return {role for sidecar in self.sidecars if sidecar for role in sidecar.get("num_trained_by_role") or ()}
 
     @property
     def data_sets(self) -> dict[str, Mixture]:

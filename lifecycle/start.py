@@ -180,7 +180,7 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
         if inputs.tokenizer is not None and sidecar.get("stop_token_id") is not None:
             replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template replaces the model's
             end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
-    if "completion" in inputs.formats and inputs.tokenizer is not None and inputs.tokenizer.chat_template is not None:
+    if "completion" in inputs.roles and inputs.tokenizer is not None and inputs.tokenizer.chat_template is not None:
         log.warning(
             "warning: the data has prompts and completions as plain text, without the model's chat template, so chats"
             " with the trained model begin otherwise than what it saw (process_data.py --as-chat makes chats of them)"
