@@ -154,7 +154,7 @@ def write_data_set(
         check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
         notes += describe_unread(totals.columns, options.rows.ignore_columns)
         if tokenizer.chat_template is not None and not options.contents.as_chat:
-            notes += describe_completions(sources)
+            notes += describe_completions(totals, sources)
         stop_token_id = prepared.stop_token_id
         stop = None if stop_token_id is None else tokenizer.convert_ids_to_tokens(stop_token_id)
         notes += check_stops(totals, options.rows, stop=stop, open_turns=prepared.open_turns)

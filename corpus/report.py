@@ -249,9 +249,9 @@ def describe_remarks(totals: Totals) -> list[str]:
     return notes
 
 
-def describe_completions(sources: Sequence[Source]) -> list[str]:
-    """A note on prompts and completions for a model that has a chat template."""
-    if all(source.format != "completion" for source in sources):
+def describe_completions(totals: Totals, sources: Sequence[Source]) -> list[str]:
+    """A note on prompts and completions that are texts, for a model that has a chat template."""
+    if not totals.trained_by_role["completion"] or all(source.format != "completion" for source in sources):
         return []
     return [
         "prompts and completions are trained as plain text, without the model's chat template (--format completion"

@@ -198,7 +198,7 @@ def process_chunk(
             side.samples.append(sample)
             count_kept(side.totals, sample)
             for remark in remark_on_row(row, chunk.encoding):
-                side.totals.count_remark(remark, 1)
+                side.totals.count_remark(remark, 1, sample.place)
             if preparation.stop_token_ids is not None:
                 count_stops(side.totals, tokens, preparation.stop_token_ids)
             if not cuts_blocks:
