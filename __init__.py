@@ -20,7 +20,11 @@ from .api.arguments import (
 from .api.callbacks import Answer, Callback, StartedRun
 from .api.errors import TrainingError
 from .api.launch import TrainingResult, process_data, run_training
+from .api.root_modules import install
 from .options import OSFTOptions
+
+install()
+del install
 
 __version__ = "0.1.0"
 

@@ -14,9 +14,9 @@ from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, 
 from ..options.urls import is_url
 from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, TorchrunArgs, TrainingArgs
 from .callbacks import FOLDERS, check_callback
-from .errors import BadInputError
+from .errors import make_bad_input
+from .tokenized import DATA_FILE, choose_tokenized, find_data_file
 
-DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
 NUM_MOCK_SAMPLES = 10_000  # if mock_data is True
 
 # InstructLab's name -> ours.
@@ -91,10 +91,6 @@ class Values(dict):
         self[name], self.given_as[name] = value, by
 
 
-def make_bad_input(message: str) -> BadInputError:
-    return BadInputError(message, code=2)
-
-
 def make_torchrun_words(args: TorchrunArgs) -> list[str]:
     """Arguments of `mini-trainer train` that start processes."""
     if args.rdzv_endpoint and args.master_addr:
@@ -122,8 +118,8 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     if tokenizes_first(args):
         given.pop("data_path", None)
         values.give("data_path", (str(find_data_file(args)),), by="process_data")
-    elif has_tokenized(args):
-        given["data_path"] = (str(find_data_file(args)),)
+    elif args.data_output_dir is not None and not gives_rows(args):
+        given["data_path"] = choose_tokenized(args)
     if "adamw_betas" in given:
         for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
             values.give(name, beta, by="adamw_betas")
@@ -151,15 +147,13 @@ def make_train_words(args: TrainingArgs) -> list[str]:
 
 def tokenizes_first(args: TrainingArgs) -> bool:
     """Whether `data_path` names chats to tokenize: not if train.py itself gets rows, or mock data."""
-    gives_rows = any(
+    return args.process_data and not gives_rows(args)
+
+
+def gives_rows(args: TrainingArgs) -> bool:
+    return any(
         getattr(args, name) not in (NOTHING, None, False) for name in ("input_file", "input_dataset", "mock_data")
     )
-    return args.process_data and not gives_rows
-
-
-def has_tokenized(args: TrainingArgs) -> bool:
-    """Whether `data_output_dir` already holds data tokenized by `data_process.main`, as in InstructLab's workflow."""
-    return not args.process_data and args.data_output_dir is not None and find_data_file(args).exists()
 
 
 def make_data_words(args: DataProcessArgs) -> list[str]:
@@ -193,14 +187,6 @@ def make_data_args(args: TrainingArgs) -> DataProcessArgs:
         validation_share=args.validation_split or NOTHING,
         preview=0,
     )
-
-
-def find_data_file(args: TrainingArgs) -> Path:
-    if args.data_output_dir is None:
-        raise make_bad_input("data_output_dir is missing: give a directory for the tokenized data")
-    if is_url(str(args.data_output_dir)):
-        raise make_bad_input(f"data_output_dir {args.data_output_dir}: must be a local directory")
-    return Path(args.data_output_dir) / DATA_FILE
 
 
 def check_template(path: str) -> None:

@@ -1,5 +1,8 @@
 """Exceptions raised by `run_training` and `process_data`: one class per exit code."""
 
+import copyreg
+from typing import Any
+
 from ..ranks.ending import ExitCode
 
 
@@ -10,6 +13,10 @@ class TrainingError(RuntimeError):
         super().__init__(message)
         self.message = message
         self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets pickle pass on `code`, which is not among `args`: pools return errors of their processes pickled."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class BadInputError(TrainingError, ValueError):
@@ -58,6 +65,10 @@ ERRORS: dict[int, type[TrainingError]] = {
     ExitCode.OUT_OF_MEMORY: OutOfMemoryError,
     ExitCode.PEER_DIED: PeerDiedError,
 }
+
+
+def make_bad_input(message: str) -> BadInputError:
+    return BadInputError(message, code=ExitCode.BAD_INPUT)
 
 
 def make_error(code: int, message: str) -> TrainingError:

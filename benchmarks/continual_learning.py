@@ -45,7 +45,6 @@ from methods.full import Full
 from methods.lora import LoRA
 from methods.osft_calibration import prepare_statistics
 from methods.osft_subspaces import find_targets
-from model.blocks import find_blocks
 from model.config import ModelSource, load_generation_config
 from model.teaching import StartWeights
 from objectives.next_tokens import CausalLM
@@ -55,6 +54,7 @@ from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
 from options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
 from osft import OSFT
+from pretrained.parts import find_blocks
 from process_data import process_data
 from ranks.row_group import Place
 from ranks.world import World, init_world, setup_logging

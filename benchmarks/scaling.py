@@ -44,9 +44,9 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.micro_batch import MicroBatch
 from lifecycle.step import run_backward
-from model.blocks import find_blocks
 from model.flops import FlopCount, count_flops
 from objectives.next_tokens import CausalLM
+from pretrained.parts import find_blocks
 from ranks.world import setup_logging
 
 GPUS_PER_NODE = 8

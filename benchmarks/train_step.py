@@ -60,12 +60,12 @@ from lifecycle.step import train_step
 from methods.full import Full
 from methods.lora import LoRA
 from model.activation_checkpointing import apply_activation_checkpointing
-from model.blocks import find_blocks
 from model.flops import FlopCount, count_flops
 from model.method import Method
 from model.sharding import reshard
 from objectives.next_tokens import CausalLM
 from options import LoRAOptions, TrainOptions
+from pretrained.parts import find_blocks
 from ranks.devices import peak_flops, peak_memory
 from ranks.world import World, init_world, setup_logging
 from sampler import draw_samples, iterate_batches, pin_memory, prefetch

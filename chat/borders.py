@@ -95,20 +95,22 @@ class BorderEncoder:
             before = "".join(texts[:i])
             part = Part(len(before), encodings[i])
             if not isinstance(part.encoding, ByteEncoding):  # whose tokens' bytes are the text's
-                whole = self.encode(before + text, is_plain=is_plain[i], adds_special=adds_special).ids
-                whole = whole[: len(whole) - self.count_ending(whole, text) * adds_special]
                 encoder = self.control.plain if is_plain[i] else self.encoder
-                part = self.choose(parts, chain([part], list_continuations(part, text, encoder)), text, whole)
+                wholes = [
+                    encode(before + text, each, adds_special=adds_special).ids for each in {self.encoder, encoder}
+                ]
+                wholes = [ids[: len(ids) - self.count_ending(ids, text) * adds_special] for ids in wholes]
+                part = self.choose(parts, chain([part], list_continuations(part, text, encoder)), text, wholes)
             parts.append(part)
         return JoinedEncoding(parts)
 
-    def choose(self, parts: Sequence[Part], candidates: Iterable[Part], text: str, whole: list[int]) -> Part:
+    def choose(self, parts: Sequence[Part], candidates: Iterable[Part], text: str, wholes: list[list[int]]) -> Part:
         """The first of the text's encodings with which, after the `parts`, decoding gives the row's text, as it is or
-        as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `whole`."""
+        as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `wholes`."""
         first, *others = candidates
         ids = list(chain.from_iterable(part.ids for part in parts))
         before = self.decode(ids)
-        wanted = (before + text, before + self.decode(first.ids), self.decode(whole))
+        wanted = (before + text, before + self.decode(first.ids), *map(self.decode, wholes))
         for part in (first, *others):
             if self.decode([*ids, *part.ids]) in wanted:
                 return part

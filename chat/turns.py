@@ -27,6 +27,9 @@ class UnknownPrompt(ValueError):
         super().__init__(message)
         self.prompt = prompt
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnknownPrompt, (*self.args, self.prompt), self.__dict__  # pickle would call it with `args` alone
+
 
 @dataclass(frozen=True)
 class Stops:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from continual.checking import check_experiments
 from continual.compare import describe_comparison
 from continual.context import Context
 from continual.data import Prepared, prepare
@@ -44,6 +45,7 @@ def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
     sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
     prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
     held_out = HeldOut(prepared.values(), several[0])
+    check_experiments(several, prepared, held_out)
     for settings, own in zip(several, orders, strict=True):
         run_experiment(settings, own, prepared, held_out, runner)
     if len(several) > 1:

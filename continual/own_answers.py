@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from chat.placeholders import REASONING_KEYS
 from continual.context import Context
 from continual.data import OF_ROWS, tokenize, write_rows
 from continual.settings import Task, Values
+from inference.answers import Line
 from lifecycle.stages import Stage
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
@@ -31,10 +33,13 @@ def find_reference(row: DataRow) -> str:
     return row["completion"] if "completion" in row else row["messages"][-1]["content"]
 
 
-def replace_answer(row: DataRow, answer: str) -> DataRow:
+def replace_answer(row: DataRow, line: Line) -> DataRow:
+    """The row with an answer in place of its own: of a server, with its reasoning and calls."""
     if "completion" in row:
-        return row | {"completion": answer}
-    return row | {"messages": [*row["messages"][:-1], row["messages"][-1] | {"content": answer}]}
+        return row | {"completion": line["answer"]}
+    *before, last = row["messages"]
+    kept = {name: value for name, value in last.items() if name not in ("tool_calls", *REASONING_KEYS)}
+    return row | {"messages": [*before, kept | line.get("message", {"content": line["answer"]})]}
 
 
 def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name: str) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from continual.context import Context, Model
 from continual.data import as_row, count_samples, read_questions, write_rows
 from continual.own_answers import ANSWERS, PROMPTS, DataRow, answer_prompts, replace_answer, tokenize_own
-from continual.settings import Replay, Task, Values
+from continual.settings import Replay, Task, Values, leave_teacher_out
 from evaluation.kept import read_lines
 from evaluation.metrics import score_answer
 from inference.prompts import Prompt, read_prompts
@@ -42,15 +42,19 @@ def choose_rows(context: Context, task: Task, folder: Path) -> Path:
     if num_held_out == 0:
         return data
     if not task.input_file:
-        raise ValueError(
-            f"replay: {num_held_out:,} rows of {data} hold questions of a test or held-out set: remove them, or give"
-            f" input_file for task {task.name}, whose rows can be left out"
-        )
+        raise ValueError(describe_held_out(num_held_out, data, task))
     context.runner.say(folder, f"{num_held_out:,} rows with held-out questions are not replayed")
     rows = folder / ROWS
     if not rows.is_file():
         write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in list_free(context, task)])
     return tokenize_own(context, task, rows, folder, name=REPLAYED)
+
+
+def describe_held_out(count: int, data: Path, task: Task) -> str:
+    return (
+        f"replay: {count:,} rows of {data} hold questions of a test or held-out set: remove them, or give input_file"
+        f" for task {task.name}, whose rows can be left out"
+    )
 
 
 def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | None:
@@ -89,7 +93,7 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
         prompt, answer = asked[line["index"]], line["answer"]
         score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
-            kept.append(replace_answer(rows[line["index"]], answer))
+            kept.append(replace_answer(rows[line["index"]], line))
     return kept
 
 
@@ -99,7 +103,7 @@ def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | N
     An epoch is still one of the task's own samples.
     """
     if not replayed:
-        return options | {"data_path": [str(own)]}
+        return leave_teacher_out(options, replay) | {"data_path": [str(own)]}
     weights = [1 - replay.share, *(replay.share / len(replayed) for _ in replayed)]
     mixed = options | {"data_path": [str(own), *map(str, replayed)], "data_weights": weights}
     if mixed.get("max_epochs") is not None:

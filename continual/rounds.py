@@ -5,7 +5,6 @@ SDFT: Shenfeld et al. 2026, arXiv 2601.19897. For KL(teacher || model) they are 
 tokens and one bucket; for other divergences the teacher is a second model in training.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -17,13 +16,14 @@ from typing import Any
 from continual.context import Context, Model
 from continual.data import as_row, read_questions, write_rows
 from continual.own_answers import ANSWERS, answer_prompts, find_reference, replace_answer, tokenize_own
-from continual.settings import SelfDistillation, Task, Values
+from continual.settings import SelfDistillation, Task, Values, needs_end
 from disk import hash_file, remove, written_aside
 from evaluation.kept import read_lines
 from evaluation.models import EXPORTS
+from inference.answers import is_empty
 from inference.prompts import join_content
 from lifecycle.stages import Stage
-from options import DEFAULT_BATCH_SIZE, OptimizationOptions
+from options import DEFAULT_BATCH_SIZE
 
 EXPORT = Path(EXPORTS, "last")
 
@@ -62,12 +62,6 @@ def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, op
         if settings.teacher == "average" and i + 1 < len(parts):
             teacher = average(context, one, student, settings)
     return run
-
-
-def needs_end(options: Values) -> bool:
-    """Whether the learning rate depends on the number of steps, which is that of all rounds."""
-    names = [entry.name for entry in dataclasses.fields(OptimizationOptions)]
-    return OptimizationOptions(**{name: options[name] for name in names if name in options}).needs_end
 
 
 def draw_rows(context: Context, task: Task, *, epochs: int) -> list[dict[str, Any]]:
@@ -116,10 +110,10 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
 
 def pair_rows(part: list[dict[str, Any]], line: dict[str, Any], template: str) -> tuple[dict, dict] | None:
     """The student's row, and the teacher's, whose prompt shows the row's own answer; None for an empty answer."""
-    if not line["answer"].strip():
+    if is_empty(line):
         return None
     row = part[line["index"]]
-    student = replace_answer(row, line["answer"])
+    student = replace_answer(row, line)
     reference = find_reference(row)
     if "completion" in row:
         return student, student | {"prompt": fill(template, row["prompt"], reference)}

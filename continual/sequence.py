@@ -9,11 +9,10 @@ from continual.matrix import Row, Sequence
 from continual.measuring import describe_row, measure
 from continual.replay import find_replay, mix
 from continual.rounds import learn_in_rounds
-from continual.settings import SetSettings, Task, Values
+from continual.settings import SetSettings, Task, Values, add_adapter
 from disk import written_aside
 from evaluation.models import EXPORTS
 from lifecycle.stages import Stage
-from options.problems.methods import LORA_ADAPTER_SAYS
 
 STATISTICS = "osft_statistics.safetensors"
 BASES = Path("osft", "bases.safetensors")  # methods.osft_bases.BASES_FILE, without its imports
@@ -64,7 +63,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     }
     if own.validation is not None:
         options["validation_data_path"] = [str(own.validation)]
-    options = choose_adapter(context, options, model)
+    options = add_adapter(options, settings, None if model.adapter is None else str(model.adapter))
     options |= choose_statistics(context, options, earlier, statistics)
     if options.get("osft") and settings.keep_osft_bases:
         options["osft_bases"] = "new" if model.bases is None else str(model.bases)
@@ -80,19 +79,6 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
         return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)
     adapter = export if settings.adapters == "continued" else None
     return Model(path=str(export), start=settings.model, adapter=adapter, statistics=statistics)
-
-
-def choose_adapter(context: Context, options: Values, model: Model) -> Values:
-    """The options with LoRA's: what it starts from and exports."""
-    if not options.get("lora"):
-        return options
-    if context.settings.adapters == "merged":
-        return options | {"lora_export": "merged"}
-    if model.adapter is None:
-        return options | {"lora_export": "adapter"}
-    determined = {f"lora_{name}" for name in LORA_ADAPTER_SAYS}  # by the adapter that is trained further
-    kept = {name: value for name, value in options.items() if name not in determined}
-    return kept | {"lora_export": "adapter", "lora_adapter": str(model.adapter)}
 
 
 def hand_on_statistics(context: Context, task: Task, model: Model, folder: Path) -> Path | None:

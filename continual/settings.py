@@ -19,13 +19,16 @@ from options import (
     EvaluateOptions,
     GenerateOptions,
     MergeModelsOptions,
+    OptimizationOptions,
     ProcessDataOptions,
     ScoreDataOptions,
+    TeacherOptions,
     TrainOptions,
     group_options,
     list_types,
 )
 from options.problems.finding import find_problems
+from options.problems.methods import LORA_ADAPTER_SAYS
 from options.problems.tools import MOST_TOP_K
 from options.urls import is_url
 
@@ -57,6 +60,7 @@ RESERVED = {
             "dry_run",
         ),
         *("print_config", "preset", "push_to_hub", "upload_to", "allow_changed_options", "keep_exports"),
+        "save_final_checkpoint",
     },
     "process_data": {
         *OWN_CODE,
@@ -73,6 +77,7 @@ LATER = {
     "generate": {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
     "score_data": {"model_name_or_path": "M", "data_path": ("data.arrow",)},
 }
+OF_TEACHER = ("teacher_weight", "teacher_model", "teacher_data", "teacher_scores")  # who the teacher of train is
 CHOICE_METRICS = ("choice", "choice_normalised")  # of tests with choices
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
@@ -375,7 +380,8 @@ def check_task(task: Task, settings: Settings) -> None:
     values = settings.train_options(task)
     if not {"max_epochs", "max_steps", "max_samples", "max_tokens"} & {k for k, v in values.items() if v is not None}:
         raise ValueError(f"{where} train: no end is given; give max_epochs, max_steps, max_samples or max_tokens")
-    problems = find_problems(group_options(TrainOptions, **as_complete(values, settings)))
+    complete = complete_options(settings, task)
+    problems = dict.fromkeys(line for own in complete for line in find_problems(group_options(TrainOptions, **own)))
     if problems:
         raise ValueError(f"{where} train: " + "\n  ".join(problems))
     if settings.export == "best" and task.validation is None:
@@ -400,16 +406,57 @@ def check_statistics(settings: Settings, order: list[str]) -> None:
         )
 
 
-def as_complete(values: Values, settings: Settings) -> Values:
-    """The options of train with stand-ins for those that are known when the task starts."""
-    later = {"model_name_or_path": "M", "output_dir": "D", "data_path": ("data.arrow",)}
+def complete_options(settings: Settings, task: Task) -> list[Values]:
+    """The options of train for a task, with stand-ins for those that are known when it starts: of its first run, and of
+    a later one, which learns from earlier tasks and continues an adapter or a round."""
+    values, rounds, replay = settings.train_options(task), settings.self_distillation, settings.replay
+    stand_ins: Values = {"model_name_or_path": "M", "output_dir": "D", "data_path": ("data.arrow",)}
+    if task.validation is not None:
+        stand_ins["validation_data_path"] = ("validation.arrow",)
     if values.get("osft_basis") == "activations":
-        later["osft_statistics"] = "statistics"
-    if any(task.validation is not None for task in settings.tasks):
-        later["validation_data_path"] = ("validation.arrow",)
-    if settings.replay is not None and settings.replay.teacher_weight is not None:
-        later |= {"teacher_weight": settings.replay.teacher_weight, "teacher_model": "self"}
-    return values | later
+        stand_ins["osft_statistics"] = "statistics"
+    if values.get("osft") and settings.keep_osft_bases:
+        stand_ins["osft_bases"] = "new"
+    if rounds is not None:
+        own = {key: value for key, value in values.items() if key != "max_epochs"}
+        own |= {"max_steps": 1, "checkpoint_every_steps": 1, "teacher_weight": (1.0,)}
+        own |= {"schedule_steps": 1} if needs_end(values) else {}
+        if rounds.is_online:
+            own |= {"teacher_model": "M", "teacher_data": ("data.arrow",), "teacher_divergence": rounds.divergence}
+        first = add_adapter(own, settings, None) | stand_ins
+        return [first, first | {"continue_from": "checkpoint"}]
+    first = add_adapter(leave_teacher_out(values, replay), settings, None) | stand_ins
+    later = add_adapter(values, settings, "adapter") | stand_ins
+    if replay is not None and replay.teacher_weight is not None:
+        later |= {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
+    return [first, later] if len(settings.tasks) > 1 else [first]
+
+
+def add_adapter(options: Values, settings: Settings, adapter: str | None) -> Values:
+    """The options with LoRA's: what it starts from, if it continues an adapter, and exports."""
+    if not options.get("lora"):
+        return options
+    if settings.adapters == "merged":
+        return options | {"lora_export": "merged"}
+    if adapter is None or settings.adapters == "separate":
+        return options | {"lora_export": "adapter"}
+    determined = {f"lora_{name}" for name in LORA_ADAPTER_SAYS}  # by the adapter that is trained further
+    kept = {name: value for name, value in options.items() if name not in determined}
+    return kept | {"lora_export": "adapter", "lora_adapter": adapter}
+
+
+def leave_teacher_out(options: Values, replay: Replay | None) -> Values:
+    """The options of a run that replays nothing: without those of the teacher of replayed rows."""
+    if replay is None or replay.teacher_weight is None:
+        return options
+    of_teacher = {entry.name for entry in dataclasses.fields(TeacherOptions)}
+    return {name: value for name, value in options.items() if name not in of_teacher}
+
+
+def needs_end(options: Values) -> bool:
+    """Whether the learning rate depends on the number of steps."""
+    names = [entry.name for entry in dataclasses.fields(OptimizationOptions)]
+    return OptimizationOptions(**{name: options[name] for name in names if name in options}).needs_end
 
 
 def splits_off(task: Task, settings: Settings) -> bool:
@@ -430,9 +477,10 @@ def check_replay(settings: Settings) -> None:
         raise ValueError(f"replay: num_prompts: given {replay.num_prompts}, allowed: at least 1")
     if replay.teacher_weight is not None and not 0 < replay.teacher_weight <= 1:
         raise ValueError(f"replay: teacher_weight: given {replay.teacher_weight}, allowed: above 0, at most 1")
-    taught = [task.name for task in settings.tasks if "teacher_weight" in settings.train_options(task)]
-    if replay.teacher_weight is not None and taught:
-        raise ValueError(f"replay: teacher_weight: train of {', '.join(taught)} has a teacher_weight, too; give one")
+    for name in OF_TEACHER:
+        taught = [task.name for task in settings.tasks if name in settings.train_options(task)]
+        if replay.teacher_weight is not None and taught:
+            raise ValueError(f"replay: teacher_weight: train of {', '.join(taught)} has a {name}, too; give one")
     if replay.kind == "own-answers":
         check_program("generate", settings.generate)
         check_answerable(settings, settings.tasks[:-1], "replay: own-answers", needs_test=True)
@@ -484,8 +532,16 @@ def check_rounds(settings: Settings) -> None:
                 f"self_distillation: {task.name}: not together with train: batch_tokens, as answers have no length"
                 " before they are generated; give batch_size"
             )
-        if values.get("teacher_weight") is not None:
-            raise ValueError(f"self_distillation: {task.name}: has its own teacher; leave out train: teacher_weight")
+        given = [*OF_TEACHER, *(["teacher_divergence"] if rounds.is_online else [])]
+        given = [name for name in given if values.get(name) is not None]
+        if given:
+            raise ValueError(f"self_distillation: {task.name}: has its own teacher; leave out train: {given[0]}")
+        temperatures = [values.get("teacher_temperature", 1.0), settings.score_data.get("temperature", 1.0)]
+        if not rounds.is_online and temperatures[0] != temperatures[1]:
+            raise ValueError(
+                f"self_distillation: {task.name}: train: teacher_temperature is {temperatures[0]}, score_data:"
+                f" temperature {temperatures[1]}; give the same"
+            )
     if settings.replay is not None:
         raise ValueError("self_distillation: not together with replay; give one of them")
     if settings.adapters != "merged":

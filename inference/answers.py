@@ -15,8 +15,10 @@ from disk import written_aside
 from inference.engine import Answer, Key, Request
 from inference.prompts import Prompt, as_json
 from options import SamplingOptions
+from ranks.ending import log
 
 Line = dict[str, Any]
+FINGERPRINT = "system_fingerprint"  # of a server's software and settings
 
 
 def describe_making(engine: dict[str, Any], sampling: SamplingOptions) -> dict[str, Any]:
@@ -35,8 +37,15 @@ def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line
         "finish_reason": answer.finish_reason,
         "num_prompt_tokens": answer.num_prompt_tokens,
         "num_tokens": answer.num_tokens,
+        **({} if answer.message is None else {"message": answer.message}),
+        **({} if answer.served_by is None else {"served_by": answer.served_by}),
         "made_by": made_by,
     }
+
+
+def is_empty(line: Line) -> bool:
+    """Whether the answer has neither text nor calls."""
+    return not line["answer"].strip() and not line.get("message", {}).get("tool_calls")
 
 
 def dump(line: Line) -> str:
@@ -54,6 +63,7 @@ class AnswerFile:
         self.path, self.prompts, self.num_samples = path, prompts, num_samples
         self.made_by = json.loads(json.dumps(made_by, default=as_json))
         self.wanted = {(i, k) for i in range(len(prompts)) for k in range(num_samples)}
+        self.served_by: dict[str, Any] = {}  # what the server of the answers so far has said of itself
 
     def part(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.name}.part{rank}")
@@ -109,7 +119,28 @@ class AnswerFile:
             if problem is not None:
                 raise ValueError(f"{path}:{number}: {problem}: choose another --output, or remove it")
             lines[key] = line
+            self.served_by = line.get("served_by", {}) | self.served_by
         return lines
+
+    def check_server(self, served_by: dict[str, Any] | None) -> None:
+        """ValueError if the server is now another one, or set otherwise, than for the earlier answers.
+
+        Only a note if its fingerprint alone differs, which services change with every release.
+        """
+        before, now = flatten(self.served_by), flatten(served_by or {})
+        changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+        self.served_by = (served_by or {}) | self.served_by
+        if not changed:
+            return
+        shown = ", ".join(f"{name} {before[name]!r}, now {now[name]!r}" for name in changed)
+        if changed == [FINGERPRINT]:
+            self.served_by |= served_by
+            log.warning(f"warning: {self.path}: the server has changed between answers ({shown})")
+            return
+        raise ValueError(
+            f"{self.path}: earlier answers are from another server, or it has other settings ({shown}): start that one"
+            " again, choose another output, or remove the file"
+        )
 
     def find_difference(self, line: Line) -> str | None:
         """Why a line cannot be one of these answers; None if it can."""

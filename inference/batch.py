@@ -1,10 +1,11 @@
 """Batch generation: computes the missing answers to a file of prompts, in one process or several."""
 
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from inference.answers import AnswerFile, Line, dump, make_line
+from inference.answers import AnswerFile, Line, dump, is_empty, make_line
 from inference.engine import Engine, Request
 from ranks.ending import log
 from ranks.terminal import show_progress
@@ -25,6 +26,7 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
             with show_progress(None, "answers", unit="answer") as bar:
                 bar.total = -(-num_missing // world.world_size)
                 for request, answer in answers:
+                    file.check_server(answer.served_by)
                     part.write(dump(make_line(request, answer, file.made_by)))
                     part.flush()  # so that a kill loses no finished answer
                     num_tokens, num_answers = num_tokens + (answer.num_tokens or 0), num_answers + 1
@@ -34,7 +36,20 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
     if num_missing and world.rank == 0:
         log.warning(describe_speed(num_answers, num_tokens, seconds, world_size=world.world_size))
     call_on_rank0(world, lambda: None if file.path.is_file() else file.finish())
-    return list(file.read(file.path).values()) if world.rank == 0 else None
+    if world.rank != 0:
+        return None
+    lines = list(file.read(file.path).values())
+    report_empty(lines, file)
+    return lines
+
+
+def report_empty(lines: Sequence[Line], file: AnswerFile) -> None:
+    """Logs the number of answers without content, and of those that have reasoning instead."""
+    empty = [line for line in lines if is_empty(line)]
+    if empty:
+        num_reasoning = sum("reasoning_content" in line.get("message", {}) for line in empty)
+        why = "" if num_reasoning == 0 else f"; {num_reasoning:,} of them have only reasoning (under `message`)"
+        log.warning(f"warning: {file.path}: {len(empty):,} of {len(lines):,} answers are empty{why}")
 
 
 def describe_speed(num_answers: int, num_tokens: int, seconds: float, *, world_size: int) -> str:

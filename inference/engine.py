@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from chat.examples import Message
 from inference.prompts import Prompt
 
 Key = tuple[int, int]  # of a request
@@ -27,9 +28,11 @@ class Answer:
     """A model's answer. `num_tokens` includes the stop token; counts are None if a server does not report them."""
 
     text: str
-    finish_reason: str  # stop: a stop token; length: the length limit
+    finish_reason: str  # stop: a stop token; length: the length limit; servers: also tool_calls and others
     num_prompt_tokens: int | None
     num_tokens: int | None
+    message: Message | None = None  # of a server, which separates reasoning and calls from the content, `text`
+    served_by: dict[str, Any] | None = None  # what a server says of its model with this answer
 
 
 class Engine(Protocol):

@@ -14,7 +14,18 @@ from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from disk import hash_file, read_object
 from families.text import TextFamily
-from methods.adapter_files import ADAPTER_CONFIG, add_adapter, check_adapter, find_base, hash_adapter, is_adapter
+from methods.adapter_files import (
+    ADAPTER_CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    add_adapter,
+    check_adapter,
+    find_base,
+    find_beside,
+    hash_adapter,
+    is_adapter,
+    read_generation_config,
+)
 from model.fingerprints import fingerprint_model
 from objectives.columns import SEQUENCES, TOKENS
 from pretrained.files import find_model, find_weights
@@ -36,6 +47,16 @@ class FoundModel:
     trust_remote_code: bool
 
     @property
+    def generation_dir(self) -> Path:
+        """Directory whose generation_config.json applies, if it has one: the adapter's own, or the model's."""
+        return find_beside(self.adapter, GENERATION_CONFIG) or Path(self.directory)
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Directory of the tokenizer and its chat template: the adapter's own, or the model's."""
+        return find_beside(self.adapter, TOKENIZER_CONFIG) or Path(self.directory)
+
+    @property
     def classifies(self) -> str | None:
         """A classifier's objective, according to its config or its adapter; None for other models."""
         if self.adapter is not None:
@@ -50,7 +71,7 @@ class FoundModel:
         identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
         identity |= {"tokenizer": fingerprint_tokenizer(self.tokenizer)}
         identity |= {"chat_template": fingerprint_chat_template(self.tokenizer)}
-        generation = Path(self.directory) / "generation_config.json"
+        generation = self.generation_dir / GENERATION_CONFIG
         identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
         if self.adapter is not None:
             identity |= {"adapter": str(self.adapter), "adapter_sha256": hash_adapter(self.adapter)}
@@ -79,10 +100,9 @@ def find_answering_model(
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{base_flag} {directory}: no usable config: {error}") from None
-    places = [] if adapter_dir is None else [adapter_dir, adapter_dir.parent]
-    with_tokenizer = [str(path) for path in places if (path / "tokenizer_config.json").is_file()]
-    tokenizer_dir = (with_tokenizer or [directory])[0]
-    tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=trust_remote_code, flag=flag)
+    tokenizer_dir = find_beside(adapter_dir, TOKENIZER_CONFIG) or directory
+    tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code, flag=flag)
+    read_generation_config(adapter_dir)  # refused here if it cannot be used
     return FoundModel(name, base_name, directory, adapter_dir, config, tokenizer, trust_remote_code)
 
 
@@ -91,6 +111,15 @@ def check_answering(found: FoundModel) -> None:
         raise ValueError(
             f"--model {found.name}: is a classifier ({found.classifies}), which cannot generate: use evaluate_model.py"
             " --data to measure it on a tokenized data set"
+        )
+
+
+def check_num_rows(found: FoundModel, num_rows: int) -> None:
+    """ValueError if the tokenizer, such as an adapter's, has more entries than the model has embeddings."""
+    if len(found.tokenizer) > num_rows:
+        raise ValueError(
+            f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
+            " merge the adapter with tools/merge_adapter.py, which adds the missing ones"
         )
 
 
@@ -115,13 +144,9 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
         raise ValueError(f"--model {found.name}: the weights do not fit the config: {'; '.join(problems)}")
-    num_rows = model.get_input_embeddings().weight.shape[0]
-    if len(found.tokenizer) > num_rows:
-        raise ValueError(
-            f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
-            " merge the adapter with tools/merge_adapter.py, which adds the missing ones"
-        )
+    check_num_rows(found, model.get_input_embeddings().weight.shape[0])
     if found.adapter is not None:
+        model.generation_config = read_generation_config(found.adapter) or model.generation_config
         try:
             model = add_adapter(model, found.adapter)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from inference.engine import Answer, Key, Request
 from inference.prompts import Prompt, as_protocol
 from inference.sampling import make_seed
+from inference.server_messages import check_text, join_deltas, read_message
 from options import EngineOptions, SamplingOptions
 from options.problems.packages import require
 from options.urls import list_http_errors
@@ -24,14 +25,9 @@ SECONDS_FOR_AN_ANSWER = 1800.0
 MALFORMED = (AttributeError, TypeError, LookupError)  # raised when a response does not follow the protocol
 MAX_SHOWN = 200  # characters of such a response in messages
 NO_KEY = "none"  # placeholder for servers that need no key
-
-
-def read_text(part: Any) -> str:
-    """The text of a choice, a message or a streamed delta; "" if null. TypeError if it is not text."""
-    text = part.content if hasattr(part, "content") else part.text
-    if not isinstance(text, str | None):
-        raise TypeError(f"a text is {text!r}")
-    return text or ""
+# Fields of the server's list of models that depend on the model and its settings: of vLLM and SGLang, of llama.cpp.
+LISTED = ("root", "parent", "max_model_len", "owned_by", "meta")
+LISTING_RETRIES = 1
 
 
 class OpenAIEngine:
@@ -42,6 +38,7 @@ class OpenAIEngine:
         from openai import OpenAI
 
         self.model, self.sampling, self.engine = model, sampling, engine
+        self.listed: dict[str, Any] = {}  # by `look_up`
         address, key = urlsplit(engine.base_url), os.environ.get(engine.api_key_env)
         self.address = address._replace(netloc=address.netloc.rpartition("@")[2]).geturl()
         login = f"{unquote(address.username or '')}:{unquote(address.password or '')}"
@@ -61,6 +58,7 @@ class OpenAIEngine:
         self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
         """Yields answers as they arrive; if one fails, pending requests are cancelled."""
+        self.listed = self.look_up()
         pool = ThreadPoolExecutor(self.engine.concurrency)
         waiting = (request for request in requests if request.key not in done)
         running: dict[Future, Request] = {}
@@ -80,25 +78,46 @@ class OpenAIEngine:
         response = self.send(request.prompt, make_seed(self.sampling.seed, *request.key), stream=False)
         try:
             choice, usage = response.choices[0], response.usage
+            message = None if request.prompt.messages is None else read_message(choice.message)
             return Answer(
-                read_text(choice if request.prompt.messages is None else choice.message),
+                check_text(choice.text) if message is None else message["content"] or "",
                 choice.finish_reason or "stop",
                 None if usage is None else usage.prompt_tokens,
                 None if usage is None else usage.completion_tokens,
+                message,
+                self.read_server(response),
             )
         except MALFORMED:
             shown = self.hide(repr(response))[:MAX_SHOWN]
             raise ValueError(f"{self.where}: returned no answer to {request.prompt.place}: {shown}") from None
 
+    def look_up(self) -> dict[str, Any]:
+        """What the server's list of models says of the model; empty if it has no such list."""
+        from openai import APIError
+
+        try:
+            entries = self.client.with_options(max_retries=LISTING_RETRIES).models.list().data
+            fields = next((entry.to_dict() for entry in entries if entry.id == self.model), {})
+        except (APIError, ValueError, *MALFORMED):  # the list is no part of answering; what is wrong shows there
+            return {}
+        return {name: fields[name] for name in LISTED if fields.get(name) is not None}
+
+    def read_server(self, response: Any) -> dict[str, Any]:
+        """What the server says of its model, to notice another one behind the same address."""
+        said = {"model": response.model, "system_fingerprint": getattr(response, "system_fingerprint", None)}
+        return {name: value for name, value in said.items() if value is not None} | self.listed
+
     def stream(self, prompt: Prompt) -> Iterator[str]:
+        """Yields the answer as the model would write it: see `join_deltas`."""
         from openai import APIError
 
         pieces = self.send(prompt, self.sampling.seed, stream=True)
         try:
-            for piece in pieces:
-                if piece.choices:
-                    choice = piece.choices[0]
-                    yield read_text(choice if prompt.messages is None else choice.delta)
+            choices = (piece.choices[0] for piece in pieces if piece.choices)
+            if prompt.messages is None:
+                yield from (check_text(choice.text) for choice in choices)
+            else:
+                yield from join_deltas(choice.delta for choice in choices)
         except (*list_http_errors(), APIError, ValueError, *MALFORMED) as error:
             raise ValueError(f"{self.where}: the stream was interrupted: {self.hide(str(error))[:MAX_SHOWN]}") from None
         finally:

@@ -14,6 +14,9 @@ from methods.adapter_settings import check_settings
 from options import EngineOptions, SamplingOptions
 from options.problems.packages import require
 
+# Sampling parameters that a model's generation config can set in vLLM, besides temperature and length.
+MODELS_OWN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "top_p", "top_k", "min_p")
+
 
 class VLLMEngine:
     """A model in vLLM (see `inference.engine.Engine`)."""
@@ -27,6 +30,8 @@ class VLLMEngine:
         lora = {} if found.adapter is None else {"enable_lora": True, "max_lora_rank": read_rank(found)}
         self.llm = LLM(
             model=found.directory,
+            tokenizer=str(found.tokenizer_dir),
+            generation_config=str(found.generation_dir),
             dtype=self.dtype,
             trust_remote_code=found.trust_remote_code,
             seed=sampling.seed,
@@ -59,13 +64,14 @@ class VLLMEngine:
         yield answer.text
 
     def make_params(self, seed: int) -> Any:
+        """The model's own penalties and sampling settings, as vLLM reads them, except for those that are given."""
         from vllm import SamplingParams
 
-        sampling = self.sampling
+        sampling, own = self.sampling, self.llm.get_default_sampling_params()
+        given = {name: value for name in ("top_p", "top_k") if (value := getattr(sampling, name)) is not None}
         return SamplingParams(
+            **{name: getattr(own, name) for name in MODELS_OWN} | given,
             temperature=sampling.temperature,
-            top_p=1.0 if sampling.top_p is None else sampling.top_p,
-            top_k=0 if sampling.top_k is None else sampling.top_k,
             max_tokens=sampling.max_new_tokens,
             seed=seed if sampling.temperature > 0 else None,
         )

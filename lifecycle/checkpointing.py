@@ -316,10 +316,14 @@ class Checkpointer:
                 value = make_state(param, layouts[saved_name])
                 fill(value, saved_name, reader)
                 optimizer.state[param][key] = value
-        averages = {} if train_state.average is None else train_state.average.values
-        for name, value in averages.items():
-            if f"{AVERAGE}/{name}" in layouts:  # else it starts here
-                fill(value, f"{AVERAGE}/{name}", reader)
+        if train_state.average is None:
+            return
+        train_state.average.start()  # of what the checkpoint does not have it, at the weights that are restored
+        held = {name for name in train_state.average.values if f"{AVERAGE}/{name}" in layouts}
+        for name in held:
+            fill(train_state.average.values[name], f"{AVERAGE}/{name}", reader)
+        if not held:
+            log.info(f"{checkpoint.path} has no average of weights: --weight-average starts at its weights")
 
 
 def collect_tensors(state: TrainState) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from lifecycle.checkpoint_files import FORMAT, write_manifest
 from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
 from lifecycle.write_pool import WritePool
+from methods.adapter_files import GENERATION_CONFIG
 from model.config import ModelSource
 from model.gathering import WeightGroup
 from model.method import Method
@@ -120,18 +121,26 @@ class ExportWriter:
                 with without_library_bars():
                     shell.save_pretrained(self.aside, state_dict={})
                 self.stream = WeightStream(shell, shapes, self.aside, self.pool, max_bytes=MAX_SHARD_BYTES)
+            if shell.can_generate():
+                self.write_generation_config(text_config(shell.config).vocab_size)
         return [] if self.stream is None else self.stream.sort(groups)
 
     def make_shell(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """A meta model with the configs to write, and transformers' file names and conversions."""
+        """A meta model with the config to write, and transformers' file names and conversions."""
         parts = self.parts
         with torch.device("meta"):
             shell = parts.family.make_model(copy.deepcopy(config), dtype=parts.dtype, trust_remote_code=False)
-        shell.generation_config = copy.deepcopy(parts.generation_config)
+        shell.generation_config = GenerationConfig()  # replaced by `write_generation_config`
         text = text_config(shell.config)
-        for written in (text, shell.generation_config):
-            follow_tokenizer(written, parts.tokenizer, vocab_size=text.vocab_size)
+        follow_tokenizer(text, parts.tokenizer, vocab_size=text.vocab_size)
         return shell
+
+    def write_generation_config(self, vocab_size: int) -> None:
+        """Writes the file that `save_pretrained` writes, but also with settings that transformers ignores and calls
+        invalid, such as a temperature without `do_sample`: published models have them."""
+        config = copy.deepcopy(self.parts.generation_config)
+        follow_tokenizer(config, self.parts.tokenizer, vocab_size=vocab_size)
+        config.to_json_file(self.aside / GENERATION_CONFIG, keys_to_pop=["compile_config"])
 
     def make_room(self, group: WeightGroup) -> None:
         """Waits until the group's tensors fit into memory."""

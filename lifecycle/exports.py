@@ -37,6 +37,7 @@ class Exports:
         self.directory = self.output_dir / EXPORTS_DIR
         hub = [Hub(options.hub)] if options.hub.push_to_hub is not None else []
         store = [Store(options.exports.upload_to)] if options.exports.upload_to is not None else []
+        self.first_averaged: int | None = None  # step before those of the average that the last export does not have
         self.uploads = [Uploads(place) for place in (*hub, *store)] if world.rank == 0 else []
 
     def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
@@ -65,7 +66,9 @@ class Exports:
         export_dir = self.path_of(position) if best is None else self.directory / "best"
         num_steps, average = state.num_steps_before + position.step, state.average
         average_dir = export_dir.with_name(AVERAGE_PREFIX + export_dir.name)
-        has_average = best is None and average is not None and average.has_begun(num_steps)
+        has_begun = average is not None and average.has_begun(num_steps)
+        has_average = best is None and has_begun
+        self.first_averaged = None if average is None or has_begun else average.first_step - state.num_steps_before
         parts = ExportParts(
             inputs.objective.family,
             state.method,
@@ -104,6 +107,16 @@ class Exports:
             for export in (f"{AVERAGE_PREFIX}samples_{number}", f"samples_{number}"):
                 if (self.directory / export).exists():  # an average is not there with every export
                     remove_directory(self.directory / export)
+
+    def describe_missing_average(self) -> str | None:
+        """Why the run has exported no average though it was to; None if it has, or was not to."""
+        if self.first_averaged is None:
+            return None
+        return (
+            f"--weight-average tail: no average is exported, only the weights themselves: the run ended before the"
+            f" last {self.options.optimization.tail_steps:,} steps of its full length, which begin after step"
+            f" {self.first_averaged:,}. With --early-stopping-patience, use --weight-average ema"
+        )
 
     def finish_uploads(self, *, is_done: bool) -> None:
         for uploads in self.uploads:

@@ -39,7 +39,8 @@ class LiveLine(Sink):
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
         self.time_left.validation_done(metrics["seconds"])
-        self.show("validation", f"validation {metrics['loss']:.4f}")
+        if metrics["step"] > 0:  # the untrained model's has its own line
+            self.show("validation", f"validation {metrics['loss']:.4f} (step {metrics['step']})")
         log.info(describe_validation(metrics, self.shown))
 
     def show(self, name: str, text: str) -> None:

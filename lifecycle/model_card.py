@@ -42,8 +42,6 @@ TEMPLATE = """---
 ## Usage
 
 ```python
-from transformers import pipeline
-
 {{ usage }}
 ```
 
@@ -146,8 +144,15 @@ def describe_usage(head: ModelCardData, repository: str | None, *, has_template:
     where = repository if repository is not None and "/" in repository else "."
     task = head.pipeline_tag
     call = COMPLETE if task == "text-generation" and not has_template else CALLS.get(task, TEXT)
-    comment = "# needs peft: pip install peft\n" if head.library_name == "peft" else ""
-    return f'{comment}model = pipeline("{task}", model="{where}")\nprint(model({call})'
+    begin, end = f'model = pipeline("{task}", model="{where}")', f"print(model({call}"
+    if head.library_name != "peft":
+        return f"from transformers import pipeline\n\n{begin}\n{end}"
+    if task not in CALLS:
+        return f"from transformers import pipeline  # needs peft: pip install peft\n\n{begin}\n{end}"
+    # A pipeline takes the base model's stop tokens.
+    stops = f'model.model.generation_config = GenerationConfig.from_pretrained("{where}")'
+    imports = "from transformers import GenerationConfig, pipeline  # needs peft: pip install peft"
+    return f"{imports}\n\n{begin}\n{stops}\n{end}"
 
 
 def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:

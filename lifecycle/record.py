@@ -22,6 +22,7 @@ from lifecycle.file_names import PARAMS_FILE
 from lifecycle.local_data import flatten_with_urls
 from model.fingerprints import fingerprint_data, fingerprint_model
 from options import (
+    DATA_SETS,
     TrainOptions,
     flatten_options,
     iterate_fields,
@@ -30,6 +31,7 @@ from options import (
     list_shared_options,
     list_unchangeable_options,
 )
+from options.urls import is_url
 from ranks.devices import describe_device
 from ranks.ending import EXIT_FILE, log
 from ranks.lock import OWN_FILES
@@ -89,12 +91,19 @@ def check_output_dir(output_dir: Path) -> None:
         raise ValueError(f"--output-dir {output_dir}: no permission to write in {existing}")
 
 
-def check_unused(output_dir: Path, identity: dict[str, Any], *, resume: str) -> None:
+def check_unused(options: TrainOptions, identity: dict[str, Any]) -> None:
     """ValueError if a run that starts from zero would write into another one.
 
-    Its own beginning, by a start that was ended before the first checkpoint, is no other run (unless `resume` is none).
+    Its own beginning, by a start that was ended before the first checkpoint, is no other run (unless --resume is none).
+    Nor is its data, which may lie there.
     """
-    entries = [entry for entry in output_dir.iterdir() if not is_own_file(entry)] if output_dir.exists() else []
+    output_dir, resume = Path(options.output_dir), options.checkpoints.resume
+    data = list_data_in(output_dir, options)
+    entries = [
+        entry
+        for entry in (output_dir.iterdir() if output_dir.exists() else ())
+        if not is_own_file(entry) and not any(entry.name == name or entry.name.startswith(f"{name}.") for name in data)
+    ]
     if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
         return
     advice = "name a new one, or remove that run"
@@ -124,6 +133,18 @@ def read_params(output_dir: Path) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"{path}: not as train.py writes it (see {', '.join(wrong)})")
     return params
+
+
+def list_data_in(output_dir: Path, options: TrainOptions) -> set[str]:
+    """Names of entries of `output_dir` that are the run's data sets, or directories that hold them.
+
+    Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
+    """
+    values, root = flatten_options(options), output_dir.absolute()
+    given = (values[name] for name in DATA_SETS)
+    paths = [path for value in given for path in ((value,) if isinstance(value, str) else value or ())]
+    inside = (Path(path).absolute() for path in paths if not is_url(path))
+    return {path.relative_to(root).parts[0] for path in inside if path.is_relative_to(root) and path != root}
 
 
 def is_own_file(path: Path) -> bool:

@@ -88,7 +88,7 @@ class RunDirectory:
         options = self.options.checkpoints
         self.identity = call_on_rank0(self.world, lambda: inputs.identify(self.options))
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
-            call_on_rank0(self.world, lambda: check_unused(self.path, self.identity, resume=options.resume))
+            call_on_rank0(self.world, lambda: check_unused(self.options, self.identity))
             self.control.own(self.path)
         if self.checkpoint is not None:
             self.changes = check_same_run(
@@ -212,6 +212,8 @@ class RunDirectory:
         Returns the stop, explained by the callbacks behind it.
         """
         is_done = stop is None
+        if is_done and (missing := exports.describe_missing_average()) is not None:
+            log.warning(f"warning: {missing}")
         with self.control.slow("the last checkpoint"):
             self.checkpointer.close()
         with self.control.slow("the end of trackers and uploads"):

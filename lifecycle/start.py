@@ -6,6 +6,7 @@ Takes the complete options, like the scripts.
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from lifecycle.other_models import open_other_models
 from lifecycle.start_checks import check_placeholders, check_schedule, check_validation, find_oddities
 from lifecycle.start_report import describe_data, describe_schedule
 from lifecycle.teacher import open_scores, open_teacher_data
+from methods.adapter_files import read_generation_config
 from model.build import choose_compute_dtype
 from model.config import check_rope, choose_tokenizer, load_config, load_generation_config
 from model.offloading import check_offloading
@@ -74,7 +76,7 @@ def open_inputs(
         for data in inputs.data_sets.values():
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
-    if inputs.tokenizer is not None and inputs.data.has_images:
+    if inputs.tokenizer is not None and inputs.data.has_images and objective is not None:
         num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
@@ -148,7 +150,9 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
             lambda: load_config(inputs.model_dir, inputs.family, trust_remote_code=trust)
         )
     if inputs.config is not None:
-        inputs.generation_config = load_generation_config(inputs.model_dir, inputs.config)
+        adapter = None if options.lora.lora_adapter is None else Path(options.lora.lora_adapter)
+        own = inputs.errors.attempt(lambda: read_generation_config(adapter))
+        inputs.generation_config = own or load_generation_config(inputs.model_dir, inputs.config)
 
 
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:

@@ -6,6 +6,8 @@ from objectives.data_kinds import describe_task
 from objectives.objective import Objective
 from options import TrainOptions, ValidationOptions
 
+FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
+
 
 def check_validation(inputs: RunInputs, objective: Objective | None, options: ValidationOptions) -> None:
     """ValueError if the validation data is for a different task, or cannot measure --best-metric."""
@@ -59,6 +61,14 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) ->
     data, num_steps = inputs.data, inputs.num_steps
     if batching is not None and batching.mean_samples > len(data.kept):
         inputs.warnings.append(f"{batching.flag}: each step draws the {len(data.kept)} samples repeatedly")
+    if batching is not None and num_steps is not None and options.end.max_steps is None:
+        num_updates = inputs.num_steps_before + num_steps
+        if num_updates < FEW_UPDATES:
+            inputs.warnings.append(
+                f"the run has only {num_updates} optimizer updates, in which a model learns little: lower"
+                f" {batching.flag}, raise --max-epochs for {FEW_UPDATES} updates or more, or raise --learning-rate"
+                f" {options.optimization.learning_rate:g}"
+            )
     if data is not None and inputs.validation_data is not None and not options.validation.validate_training_data:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:

@@ -121,7 +121,7 @@ class Console(Sink):
     def __init__(self, time_left: TimeLeft, *, shown: Sequence[str]):
         self.time_left, self.shown = time_left, shown
         self.last_shown = time.monotonic()
-        self.validation_loss: float | None = None  # of the last validation
+        self.validation: dict[str, Any] = {}  # loss of the newest validation, and the step after which it was
 
     def write(self, metrics: dict[str, Any]) -> None:
         now, step = time.monotonic(), metrics["step"]
@@ -132,12 +132,12 @@ class Console(Sink):
         )
         if step in (first_step + 1, num_steps) or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
-            shown = metrics if self.validation_loss is None else metrics | {"validation_loss": self.validation_loss}
-            log.info(describe_step(shown, num_steps=num_steps, seconds_left=left))
+            log.info(describe_step(metrics | self.validation, num_steps=num_steps, seconds_left=left))
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
         self.time_left.validation_done(metrics["seconds"])
-        self.validation_loss = metrics["loss"]
+        if metrics["step"] > 0:  # the untrained model's has its own line
+            self.validation = {"validation_loss": metrics["loss"], "validation_step": metrics["step"]}
         log.info(describe_validation(metrics, self.shown))
 
 
@@ -184,7 +184,7 @@ def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_lef
     )
     line += f"  {metrics['tokens_per_second']:,.0f} tokens/s"
     if "validation_loss" in metrics:
-        line += f"  validation {metrics['validation_loss']:.4f}"
+        line += f"  validation {metrics['validation_loss']:.4f} (step {metrics['validation_step']})"
     if metrics["mfu"] is not None:
         line += f"  mfu {metrics['mfu']:.1%}"
     if seconds_left is not None:

@@ -4,16 +4,18 @@ import copy
 import functools
 import json
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from disk import hash_file, read_object
 from methods.adapter_settings import ADAPTER_CONFIG, check_settings
+from model.weights import grow_rows
 from options.problems.packages import require
 from pretrained.finite import check_finite
 from pretrained.stored import Reader, read_tensor
@@ -22,13 +24,38 @@ from ranks.ending import log
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
+    from model.method import MetaModel
+
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 PREFIX = "base_model.model."  # prefix of every tensor name in that file
 BASE_FILE = "base_model.json"  # next to them: name, revision and fingerprint of the base model
 
 
 def is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
+
+
+def find_beside(adapter: Path | None, name: str) -> Path | None:
+    """Directory of the adapter's own file `name`: the adapter's, or that of the merged model whose export contains it.
+
+    None without an adapter, and for adapters without the file, to which the base model's applies.
+    """
+    places = [] if adapter is None else [adapter, adapter.parent]
+    return next((path for path in places if (path / name).is_file()), None)
+
+
+def read_generation_config(adapter: Path | None) -> GenerationConfig | None:
+    """The adapter's own generation config, None if it has none; ValueError if it cannot be used."""
+    directory = find_beside(adapter, GENERATION_CONFIG)
+    if directory is None:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{directory / GENERATION_CONFIG}: not a usable generation config: {reason}") from None
 
 
 def hash_adapter(directory: Path) -> dict[str, str]:
@@ -120,12 +147,15 @@ def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> N
         log.warning(f"warning: adapter {directory}: was trained on {name}; this model is {base['name']}")
 
 
-def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str, str]) -> dict[str, Reader]:
-    """Returns a reader for each trained parameter of `model`; `saved_names` maps names in the file to these.
+def read_adapter(
+    directory: Path, meta: "MetaModel", saved_names: dict[str, str], *, new: Collection[str]
+) -> dict[str, Reader]:
+    """Returns a reader for each trained parameter that the adapter holds; `saved_names` has their names in the file.
 
-    ValueError if the file holds other names or shapes.
+    Parameters in `new` may be missing, and a head may be for other labels: these start as without the adapter. Rows of
+    added tokens are appended to embeddings and heads. ValueError if the file holds other names or shapes.
     """
-    path = directory / ADAPTER_WEIGHTS
+    path, model = directory / ADAPTER_WEIGHTS, meta.model
     try:
         with safe_open(path, framework="pt") as file:
             stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -133,16 +163,43 @@ def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str,
         raise ValueError(f"adapter {path}: cannot be read: {error}") from None
     params = dict(model.named_parameters())
     wanted = {saved: tuple(params[name].shape) for saved, name in saved_names.items()}
-    wrong = [f"{key} is {stored[key]}, not {shape}" for key, shape in wanted.items() if stored.get(key, shape) != shape]
-    missing, unknown = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    unused = find_unused(stored.keys() - wanted.keys(), meta)
+    wrong = {key for key, shape in wanted.items() if stored.get(key, shape) != shape}
+    heads = tuple(f"{PREFIX}{name}." for name in meta.family.find_head(model))
+    of_labels = {key for key in wrong if key.startswith(heads)}
+    grown = {key for key in wrong - of_labels if is_grown(key, stored[key], wanted[key], model)}
+    missing = {key for key in wanted.keys() - stored.keys() if saved_names[key] not in new}
+    unknown, wrong = stored.keys() - wanted.keys() - unused, sorted(wrong - of_labels - grown)
     problems = [
         *(f"{len(found)} {kind}, such as {min(found)}" for kind, found in
           (("missing", missing), ("unexpected", unknown)) if found),
-        *wrong[:1],
+        *(f"{key} is {stored[key]}, not {wanted[key]}" for key in wrong[:1]),
     ]  # fmt: skip
     if problems:
         raise ValueError(f"adapter {directory}: does not fit --model-name-or-path: {'; '.join(problems)}")
-    return {name: functools.partial(read_finite, path, saved) for saved, name in saved_names.items()}
+    for keys, what in ((of_labels, "is for other labels"), (unused, "belongs to a part that this model does not have")):
+        for key in sorted(keys):
+            log.info(f"adapter {directory}: {key} {what}, and is left out")
+    readers: dict[str, Reader] = {}
+    for saved in wanted.keys() & stored.keys() - of_labels:
+        read = functools.partial(read_finite, path, saved)
+        is_short = saved in grown
+        readers[saved_names[saved]] = functools.partial(grow_rows, read, wanted[saved][0]) if is_short else read
+    return readers
+
+
+def find_unused(keys: Collection[str], meta: "MetaModel") -> set[str]:
+    """Tensors of an adapter that belong to no module of a classifier, such as a language model's head."""
+    modules = {name for name, _ in meta.model.named_modules()}
+    owners = {key: key.removeprefix(PREFIX).rpartition(".")[0] for key in keys if ".lora_" not in key}
+    return {key for key, owner in owners.items() if owner not in modules and not meta.family.keeps_unused}
+
+
+def is_grown(key: str, found: tuple[int, ...], wanted: tuple[int, ...], model: PreTrainedModel) -> bool:
+    """Whether the model has added tokens that the embedding or head `key` in the file, of shape `found`, lacks."""
+    owner = model.get_submodule(key.removeprefix(PREFIX).rpartition(".")[0])
+    is_by_token = owner in (model.get_input_embeddings(), model.get_output_embeddings())
+    return is_by_token and found[1:] == wanted[1:] and found[0] < wanted[0]
 
 
 def read_finite(path: Path, saved: str) -> Tensor:

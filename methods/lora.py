@@ -1,6 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with peft, on frozen weights: see docs/lora.md."""
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,16 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.family import Family
 from families.micro_batch import MicroBatch
-from methods.adapter_files import add_adapter, check_base, hash_adapter, read_adapter, read_config, write_adapter
+from methods.adapter_files import (
+    GENERATION_CONFIG,
+    add_adapter,
+    check_base,
+    find_beside,
+    hash_adapter,
+    read_adapter,
+    read_config,
+    write_adapter,
+)
 from methods.adapter_settings import ADAPTER_CONFIG
 from methods.lora_layers import (
     ADAPTER,
@@ -104,7 +114,9 @@ class LoRA(Method):
     def list_read_files(self) -> dict[str, Path]:
         if self.options.lora_adapter is None:
             return {}
-        return {f"--lora-adapter, {ADAPTER_CONFIG}": Path(self.options.lora_adapter, ADAPTER_CONFIG)}
+        adapter = Path(self.options.lora_adapter)
+        files = {ADAPTER_CONFIG: adapter, GENERATION_CONFIG: find_beside(adapter, GENERATION_CONFIG)}
+        return {f"--lora-adapter, {name}": folder / name for name, folder in files.items() if folder is not None}
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         self.objective = objective
@@ -126,7 +138,7 @@ class LoRA(Method):
             initial = make_initial(layers, self.merger.read_base, seed=self.seed)
             if (path := self.options.lora_adapter) is not None:
                 check_base(Path(path), self.given, self.base)
-                initial |= read_adapter(Path(path), meta.model, self.saved_names)
+                initial |= read_adapter(Path(path), meta, self.saved_names, new=self.targets.new)
             for name, own_name in renamed.items():
                 if own_name in readers:
                     readers[name] = readers.pop(own_name)
@@ -242,8 +254,10 @@ class LoRA(Method):
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.writes_adapter and self.merges:
-            directory = directory / "adapter"
+            merged, directory = directory, directory / "adapter"
             tokenizer.save_pretrained(directory)
+            if (merged / GENERATION_CONFIG).is_file():
+                shutil.copyfile(merged / GENERATION_CONFIG, directory / GENERATION_CONFIG)
         if self.writes_adapter:
             tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
             write_adapter(directory, self.config, tensors, self.base)

@@ -35,6 +35,7 @@ class Targets:
     layers: list[str] = field(default_factory=list)  # linear layers that get an adapter
     experts: list[str] = field(default_factory=list)  # parameters of fused experts that get an adapter
     whole: list[str] = field(default_factory=list)  # modules that are trained fully
+    new: frozenset[str] = frozenset()  # parameters of `whole` that the adapter to continue from does not hold
 
 
 def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> Targets:
@@ -51,12 +52,12 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
         for name, param in model.named_parameters()
         if id(param) in inside and param.ndim == 3 and min(param.shape) > 1
     ]
-    whole_names = list_wholes(meta, options)
+    whole_names, held = list_wholes(meta, options), []
     if given is not None:
         flag = f"adapter {options.lora_adapter}"
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
-        ends = tuple(given.modules_to_save or ())  # name suffixes, as in peft: "norm" also matches "input_layernorm"
-        whole_names = tuple(name for name, _ in model.named_modules() if ends and name.endswith(ends))
+        held = match_wholes(model, given)
+        whole_names = (*whole_names, *held)
     else:
         patterns, chosen, flag = options.lora_target_modules, [], "--lora-target-modules"
     if len(layers) < len(in_blocks) + len(in_towers):
@@ -65,8 +66,9 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     chosen += choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
     others = list_others(model, chosen) if whole_names else []
     whole = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
+    new = frozenset() if given is None else list_params(model, whole) - list_params(model, held)
     adapted = set(chosen)
-    targets = Targets([n for n in layers if n in adapted], [n for n in experts if n in adapted], whole)
+    targets = Targets([n for n in layers if n in adapted], [n for n in experts if n in adapted], whole, new)
     if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):
         flag = "--lora-use-dora" if options.lora_use_dora else f"--lora-dropout {options.lora_dropout}"
         raise ValueError(
@@ -90,6 +92,18 @@ def match_layers(model: PreTrainedModel, given: "LoraConfig", layers: list[str],
         what = f"adapts {outside[0]}, which cannot be adapted here" if outside else "adapts no layer of this model"
         raise ValueError(f"{flag}: {what}; there are {', '.join(list_kinds(layers))}")
     return found
+
+
+def match_wholes(model: PreTrainedModel, given: "LoraConfig") -> list[str]:
+    """The modules that a given adapter holds in full. Its names are suffixes: "norm" also matches "input_layernorm"."""
+    ends = tuple(given.modules_to_save or ())
+    return [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
+
+
+def list_params(model: PreTrainedModel, modules: Iterable[str]) -> frozenset[str]:
+    """Names of all parameters of these modules; a tied one has the name under which the model holds it first."""
+    held = {id(param) for name in modules for param in model.get_submodule(name).parameters()}
+    return frozenset(name for name, param in model.named_parameters() if id(param) in held)
 
 
 def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:

@@ -23,10 +23,11 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file, written_aside
 from methods.osft_subspaces import find_targets, weight_shape
-from model.blocks import find_blocks, iterate_owners
+from model.blocks import iterate_owners
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import DataOptions
+from pretrained.parts import find_blocks
 from pretrained.text_tower import text_config
 from ranks.ending import log
 from ranks.world import World, call_on_rank0

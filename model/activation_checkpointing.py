@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from model import attention as packed_attention
 from model import tiling
-from model.blocks import find_blocks
 from model.method import Method
 from objectives.packed_model import PackedModel
+from pretrained.parts import find_blocks
 from pretrained.text_tower import text_config
 
 # Operations whose outputs --activation-checkpointing selective keeps. Not bmm, which computes eager attention's scores.

@@ -1,4 +1,4 @@
-"""Finding a model's transformer blocks, and passing them the micro-batch for their attention."""
+"""The layers in a model's transformer blocks, and passing blocks the micro-batch for their attention."""
 
 import dis
 import functools
@@ -10,27 +10,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-
-from pretrained.text_tower import find_decoder, text_config
-
-
-def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """Finds the transformer blocks: the module list whose length is the config's number of layers.
-
-    If there is none (several layers per block, several stacks, a decoder's own): the longest list that is in no other
-    one, plus all lists of modules of the same class.
-    """
-    decoder, num_blocks = find_decoder(model), getattr(text_config(model.config), "num_hidden_layers", None)
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
-            return module
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
-    inner = {inside for outer in lists for block in outer for inside in block.modules()}
-    lists = [blocks for blocks in lists if blocks not in inner]
-    if not lists:
-        raise ValueError(f"model type {model.config.model_type!r}: no list of blocks found to shard")
-    kind = type(max(lists, key=len)[0])
-    return nn.ModuleList(block for blocks in lists if type(blocks[0]) is kind for block in blocks)
 
 
 @dataclass

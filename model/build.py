@@ -20,7 +20,7 @@ from model.attention import (
     register_backends,
     registered_name,
 )
-from model.blocks import find_blocks, hand_micro_batch_on
+from model.blocks import hand_micro_batch_on
 from model.config import ModelSource
 from model.float8 import apply_float8
 from model.liger import apply_liger_kernels, restored
@@ -34,6 +34,7 @@ from model.weights import Reader, read_weights
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
+from pretrained.parts import find_blocks
 from pretrained.text_tower import find_decoder, set_attention, text_config
 from ranks.compilation import Compiled
 from ranks.devices import DTYPES

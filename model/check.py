@@ -12,13 +12,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from families.micro_batch import MicroBatch
 from model.attention import OWN
-from model.blocks import find_blocks
 from model.float8 import in_high_precision
 from model.method import Method
 from model.mixers import list_with_kernels, use_loop
 from model.sharding import reshard
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from pretrained.parts import find_blocks
 from pretrained.text_tower import find_decoder, find_placeholders, set_attention, text_config
 from ranks.compilation import run_eagerly
 from ranks.ending import log

@@ -10,12 +10,12 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from model.attention import find_features
-from model.blocks import find_blocks
 from model.check import draw_sequences, token_errors
 from model.float8 import is_float8
 from model.sharding import reshard
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from pretrained.parts import find_blocks
 from pretrained.text_tower import text_config
 from ranks.compilation import Compiled, count_graphs, describe_cache
 from ranks.ending import log

@@ -9,10 +9,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from corpus.mixture import Mixture, SampleImages
 from model.attention import list_heads
-from model.blocks import find_blocks
 from model.mixers import find_mixers
 from objectives.objective import Objective
-from pretrained.parts import list_parts
+from pretrained.parts import find_blocks, list_parts
 from pretrained.text_tower import is_multimodal, text_config
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # values of config.layer_types

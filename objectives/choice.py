@@ -125,6 +125,11 @@ def make_objective(
 
     `count_labels`: of classifiers.
     """
+    if task.objective == VISION and name != VISION:
+        raise ValueError(
+            f"--objective {name}: learns from texts alone, but the data has images (process_data.py --images): give"
+            f" --objective causal-lm, or data that was tokenized for {find_data_kind(name)}"
+        )
     if task.objective != find_data_kind(name):
         options = [other for other in KINDS if other in OBJECTIVES or other == task.objective]
         fitting = [f"--objective {other}" for other in options if task.objective == find_data_kind(other)]

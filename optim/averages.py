@@ -14,10 +14,12 @@ AVERAGES = ("ema", "tail")
 
 
 class WeightAverage:
-    """The average of a model's trained parameters, by their names. It starts as the weights of the model.
+    """The average of a model's trained parameters, by their names. It starts as the weights of the model, which
+    `start` repeats once a checkpoint's are in it.
 
     ema: average += (1 - decay) (weight - average) after each step. tail: the mean of the weights after each step from
-    `first_step` on; before, it stays behind.
+    `first_step` on; before, it stays behind. Started after `first_step`, it counts the weights of its start for each
+    step that it has missed.
     """
 
     def __init__(
@@ -33,6 +35,12 @@ class WeightAverage:
     def has_begun(self, num_steps: int) -> bool:
         """Whether any of the first `num_steps` steps has entered it."""
         return num_steps > self.first_step
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Makes it the weights that the model has now."""
+        for name, param in self.params.items():
+            self.values[name].to_local().copy_(param.to_local())
 
     @torch.no_grad()
     def update(self, step: int, *, num_samples: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from optim.decay import find_decayed
 from pretrained.text_tower import text_config
 
 
@@ -134,11 +135,11 @@ def find_matrices(model: nn.Module) -> dict[str, Layout]:
     ValueError if the model's family, or a weight with two dimensions or more, is in no table.
     """
     config = next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
-    makers, found = find_family(config), {}
+    makers, decayed, found = find_family(config), find_decayed(model), {}
     for name, param in model.named_parameters():
         last = name.removesuffix(".weight").split(".")
         kind = ".".join(last[-2:] if last[-2:-1] == ["experts"] else last[-1:])
-        if not param.requires_grad or param.ndim < 2 or kind in OTHERS or kind.endswith("bias"):
+        if not param.requires_grad or kind in OTHERS or name not in decayed:  # norms, biases
             continue
         if kind not in makers:
             raise ValueError(

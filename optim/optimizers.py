@@ -9,9 +9,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from optim.compact_adamw import BLOCK_SIZE, CompactAdamW
+from optim.decay import find_decayed
 from optim.matrices import Layout, find_family, find_matrices
 from optim.muon import Muon, count_flops
-from optim.rates import BLOCK, choose_rates, name_of_file
+from optim.rates import BLOCK, Rates, choose_rates, name_of_file
 from options import OptimizationOptions
 from ranks.ending import log
 
@@ -21,7 +22,7 @@ OPTIMIZERS = {"adamw": False, "adamw8bit": True, "muon": False}  # whether momen
 def build_optimizer(
     model: nn.Module, options: OptimizationOptions, *, seed: int = 0
 ) -> torch.optim.AdamW | CompactAdamW:
-    """Builds the optimizer of the trainable parameters; norms and biases (fewer than 2 dimensions) get no weight decay.
+    """Builds the optimizer of the trainable parameters, with weight decay by `find_decayed`, unless patterns say else.
 
     AdamW is torch's, fused, if moments and weights are fp32, else `CompactAdamW`, whose rounding `seed` seeds. Each
     group's "rate" is its learning rate as a multiple of the run's. ValueError if an option does not fit the model.
@@ -29,13 +30,12 @@ def build_optimizer(
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert all(isinstance(p, DTensor) for p in params.values()), "gathered: the optimizer would train dead copies"
     layouts = find_layouts(model, options)
-    rates = choose_rates(params, options, matrices=layouts.keys())
-    groups: dict[tuple[bool, float], list[DTensor]] = {}
-    for name, param in sorted(params.items(), key=lambda item: item[1].ndim < 2):  # decayed ones first
-        groups.setdefault((param.ndim >= 2, rates[name]), []).append(param)
+    decayed, rates = find_decayed(model), choose_rates(model, options, matrices=layouts.keys())
+    groups: dict[tuple[bool, Rates], list[DTensor]] = {}
+    for name, param in sorted(params.items(), key=lambda item: item[0] not in decayed):  # decayed ones first
+        groups.setdefault((name in decayed, rates[name]), []).append(param)
     described = [
-        {"params": members, "weight_decay": options.weight_decay if is_decayed else 0.0, "rate": rate}
-        for (is_decayed, rate), members in groups.items()
+        {"params": members, "weight_decay": own.weight_decay, "rate": own.rate} for (_, own), members in groups.items()
     ]
     settings = dict(lr=options.learning_rate, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps)
     if layouts:

@@ -1,37 +1,50 @@
-"""Learning rates of parts of a model, as multiples of the run's: by pattern, by depth, and AdamW's beside Muon's."""
+"""Learning rates and weight decay of parts of a model: by pattern, by depth, and AdamW's beside Muon's."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import Tensor
+from torch import nn
+from transformers import PreTrainedModel
 
+from optim.decay import find_decayed
 from options import OptimizationOptions, parse_rate
+from pretrained.parts import find_depths
 
 BLOCK = re.compile(r"\.(\d+)\.")
 
 
-def choose_rates(
-    params: Mapping[str, Tensor], options: OptimizationOptions, *, matrices: Collection[str]
-) -> dict[str, float]:
-    """Each parameter's multiple of --learning-rate. `matrices`: names of those that Muon updates.
+@dataclass(frozen=True)
+class Rates:
+    """A parameter's multiple of --learning-rate, and its weight decay."""
 
-    ValueError if a pattern of --learning-rate-for is no parameter's, or the model has no numbered blocks.
+    rate: float
+    weight_decay: float
+
+
+def choose_rates(model: nn.Module, options: OptimizationOptions, *, matrices: Collection[str]) -> dict[str, Rates]:
+    """The rates of each trained parameter, by name. `matrices`: names of those that Muon updates.
+
+    ValueError if a pattern of --learning-rate-for is no parameter's, or no block trains.
     """
     peak, adam = options.learning_rate, options.adam_learning_rate
-    patterns = dict(map(parse_rate, options.learning_rate_for))
-    names = {name: name_of_file(name) for name in params}
-    depths = find_depths(names.values()) if options.layer_lr_decay is not None else {}
-    rates, unused = {}, dict(patterns)
+    patterns = {pattern: values for pattern, *values in map(parse_rate, options.learning_rate_for)}
+    names = {name: name_of_file(name) for name, param in model.named_parameters() if param.requires_grad}
+    depths = measure_depths(model, names) if options.layer_lr_decay is not None else {}
+    decayed, rates, unused = find_decayed(model), {}, dict(patterns)
     for name, own in names.items():
         rate = 1.0 if adam is None or name in matrices else adam / peak
         if depths:
-            rate *= options.layer_lr_decay ** depths[own]
+            rate *= options.layer_lr_decay ** depths[name]
+        decay = options.weight_decay if name in decayed else 0.0
         found = next((pattern for pattern in patterns if fnmatchcase(own, pattern)), None)
         if found is not None:
             unused.pop(found, None)
-            rate = patterns[found] / peak
-        rates[name] = rate
+            given_rate, given_decay = patterns[found]
+            rate = rate if given_rate is None else given_rate / peak
+            decay = decay if given_decay is None else given_decay
+        rates[name] = Rates(rate, decay)
     if unused:
         raise ValueError(
             f"--learning-rate-for {next(iter(unused))}: no trained parameter has such a name that no pattern before it"
@@ -45,17 +58,10 @@ def name_of_file(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def find_depths(names: Collection[str]) -> dict[str, int]:
-    """How many layers lie above each parameter, as in BEiT (arXiv 2106.08254): 0 for what follows the blocks, 1 for the
-    last block, one more for each below it, and one more again for what comes before the first: embeddings."""
-    blocks = {name: int(match[1]) for name in names if (match := BLOCK.search(name))}
-    if not blocks:
+def measure_depths(model: nn.Module, trained: Collection[str]) -> dict[str, int]:
+    """`find_depths` by names in `model`, which may hold transformers' model; ValueError if no block trains."""
+    prefix, inner = next((name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel))
+    depths = {f"{prefix}.{name}" if prefix else name: depth for name, depth in find_depths(inner).items()}
+    if not any(BLOCK.search(name) for name in trained):
         raise ValueError("--layer-lr-decay: no trained parameter belongs to a numbered block: leave it out")
-    above = max(blocks.values()) + 1
-    depths, others = {}, above + 1
-    for name in names:  # in the order of the model's parts
-        if name in blocks:
-            depths[name], others = above - blocks[name], 0
-        else:
-            depths[name] = others
     return depths

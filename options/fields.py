@@ -94,15 +94,24 @@ def parse_shard(text: str) -> tuple[int, int]:
     return index, count
 
 
-def parse_rate(text: str) -> tuple[str, float]:
-    """Pattern and learning rate in 'lm_head*=1e-6'; ValueError if it is something else."""
-    pattern, _, rate = text.rpartition("=")
+def parse_rate(text: str) -> tuple[str, float | None, float | None]:
+    """Pattern, learning rate and weight decay in 'lm_head*=1e-6:0.1', of whose two numbers one may be left out.
+
+    ValueError if it is something else.
+    """
+    pattern, _, values = text.rpartition("=")
+    rate, colon, decay = values.partition(":")
     try:
-        if pattern and 0 <= float(rate) < math.inf:
-            return pattern, float(rate)
+        found = [float(value) if value else None for value in (rate, decay)]
     except ValueError:
-        pass
-    raise ValueError(f"{text}: must be a pattern of names and a learning rate, like lm_head*=1e-6")
+        found = []
+    is_sound = all(value is None or 0 <= value < math.inf for value in found) and any(v is not None for v in found)
+    if not pattern or not is_sound or (colon and not decay):
+        raise ValueError(
+            f"{text}: must be a pattern of names with a learning rate (lm_head*=1e-6), a weight decay"
+            " (lm_head*=:0.1), or both (lm_head*=1e-6:0.1)"
+        )
+    return pattern, *found
 
 
 def parse_subset(text: str) -> int | float:

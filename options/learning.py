@@ -137,7 +137,7 @@ class OptimizationOptions:
     min_lr_ratio: float | None = None
     """Final learning rate as a share of the peak, for schedules that decay. Default: 0."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay; norms and biases are never decayed."""
+    """AdamW's decoupled weight decay, of matrices, embeddings and convolutions: not of norms, biases and scales."""
     adam_beta1: float = 0.9
     """AdamW's decay of the first moment."""
     adam_beta2: float = 0.95
@@ -152,10 +152,11 @@ class OptimizationOptions:
     """muon only: scale of a matrix's update by its shape: about as large as AdamW's, for its learning rates, or as Muon
     was first published."""
     learning_rate_for: tuple[str, ...] = ()
-    """Peak learning rates of parameters by their names, as PATTERN=RATE ('lm_head*=1e-6'); the first that fits counts.
-    The schedule is the same."""
+    """Peak learning rate, weight decay or both of parameters by their names, as PATTERN=RATE ('lm_head*=1e-6'),
+    PATTERN=:DECAY or PATTERN=RATE:DECAY; the first that fits counts. The schedule is the same."""
     layer_lr_decay: float | None = None
-    """Learning rate of each block as a multiple of the one above it; embeddings come last."""
+    """Learning rate of each block as a multiple of the one above it; embeddings come last. A vision tower is a stack of
+    its own."""
     weight_average: Literal["none", "ema", "tail"] = "none"
     """Keep an average of what trains beside the weights, in fp32, and export it as average_NAME. ema:
     exponential, from the start on; tail: the mean of the weights after each of the last steps."""

@@ -151,7 +151,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
         findings.problems.attempt(lambda model=model: find_weights(*model))
     if local == models and len(findings.problems) == num_before:
         findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
-    if inputs.config is None:
+    if inputs.config is None or inputs.objective is None:  # without an objective nobody knows what the model has to be
         return PlannedRun(inputs, start, None)
     compute = simulated_compute(options, target, inputs)
     model = findings.problems.attempt(lambda: lay_out_model(options, inputs, compute))
@@ -197,7 +197,7 @@ def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, in
     identity, asked, origin = inputs.identify(options), options.checkpoints, inputs.origin
     output_dir, needs_model = Path(options.output_dir), not inputs.method.saves_frozen
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
-        check_unused(output_dir, identity, resume=asked.resume)
+        check_unused(options, identity)
     if checkpoint is not None:
         check_same_run(
             checkpoint.path,

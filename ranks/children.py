@@ -15,6 +15,13 @@ from .printing import print_as_is
 PROGRAM = Path(__file__).parent.parent / "__main__.py"
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive
 SECONDS_TO_SAVE = 600  # for a run that is terminated because its caller raises
+# Variables that torchrun and srun set for the processes that they start; PET_*: defaults of torchrun's own options.
+OF_LAUNCHERS = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+LAUNCHERS = ("TORCHELASTIC_", "PET_")  # prefixes of others
 NUM_LINES_KEPT = 200  # lines of output to search for the error message
 
 
@@ -69,7 +76,7 @@ def start_child(
     pass_fds: Collection[int] = (),
 ) -> subprocess.Popen:
     """Starts `python -m mini_trainer WORDS`, which writes to `output` and is asked to end when this process is gone."""
-    environment = os.environ | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment = keep_environment() | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), *words],
         stdin=subprocess.DEVNULL,
@@ -81,6 +88,16 @@ def start_child(
         pass_fds=pass_fds,
         process_group=0,  # a terminal's Ctrl-C reaches only this process, which forwards it once
     )
+
+
+def keep_environment() -> dict[str, str]:
+    """This process's environment without its place among processes that a launcher has started.
+
+    A child is alone, or starts ranks of its own: with the caller's rank it would wait for the caller's other ranks.
+    """
+    return {
+        name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS and not name.startswith(LAUNCHERS)
+    }
 
 
 def end_child(child: subprocess.Popen) -> None:

@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import copyreg
 import faulthandler
 import logging
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .messages import describe_ranks, hide_secrets, say
 from .printing import print_as_is
@@ -51,6 +52,10 @@ class RunError(ValueError):
     def __init__(self, code: ExitCode, message: str):
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets pickle pass on `code`, which is not among `args`, without calling a constructor."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class RanksDiffer(RunError):

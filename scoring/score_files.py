@@ -23,6 +23,7 @@ from model.fingerprints import fingerprint_data
 from objectives.soft_targets import make_even_records, make_record_type
 
 PART_BYTES = 32 << 20  # of records that are computed before they are written
+SERVED = "served_weights"  # the field that a server does not always say
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ScoreIdentity:
     temperature: float
     num_ids: int  # of the tokenizer
     dtype: str
+    served_weights: str | None = None  # path of a server's weights; None if it does not list it
 
 
 def locate_scores(data_path: Path, name: str) -> Path:
@@ -123,7 +125,8 @@ class ScoreWriter:
 def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> None:
     """ValueError that names what differs from the sidecar's."""
     known = read_object(sidecar)
-    other = [name for name, value in asdict(identity).items() if known.get(name) != value]
+    unlisted = {SERVED} if None in (identity.served_weights, known.get(SERVED)) else set()
+    other = [name for name, value in asdict(identity).items() if known.get(name) != value and name not in unlisted]
     if other:
         raise ValueError(f"{sidecar}: was made with other {', '.join(other).replace('_', ' ')}; {advice}")
 

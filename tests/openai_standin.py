@@ -36,6 +36,8 @@ class Server(ThreadingHTTPServer):
         self.refuses: str | None = None
         self.says: tuple[str, str] | None = None  # a content type and a body, instead of an answer
         self.breaks_off = False  # after that body, of which it has announced more
+        self.models: list[dict] = []  # its list of models
+        self.deltas: list[dict] = []  # of a streamed answer, instead of what it is asked
         self.lock = threading.Lock()
 
     @property
@@ -48,6 +50,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def do_GET(self) -> None:
+        send_json(self, 200, {"object": "list", "data": self.server.models})
 
     def do_POST(self) -> None:
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -78,9 +83,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for word in text.split(" "):
-            delta = dict(index=0, delta=dict(content=word + " "), finish_reason=None)
-            chunk = dict(id="1", object="chat.completion.chunk", created=1, model="m", choices=[delta])
+        for delta in self.server.deltas or [dict(content=word + " ") for word in text.split(" ")]:
+            choice = dict(index=0, delta=delta, finish_reason=None)
+            chunk = dict(id="1", object="chat.completion.chunk", created=1, model="m", choices=[choice])
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 

@@ -1,7 +1,7 @@
 """Prompts and answers are tokenized apart, whatever the vocabulary does with spaces and line breaks."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from small_tokenizers import MAKERS, wrap
 from transformers import PreTrainedTokenizerFast
 
 from chat.examples import Chat, Completion
@@ -11,68 +11,13 @@ from corpus.feedback import Feedback, mask_feedback
 from corpus.preferences import Preference, mask_preferences
 from inference.prompts import encode_text
 
-TEXT = (
-    "<|im_start|> Question: which big city is the capital of Peru? Answer: Lima. yes no 51 Quito user assistant"
-    " ### Response: end "
-)
-SPECIAL = ["<unk>", "<s>", "</s>"]
-
-
-def train(tokenizer: Tokenizer, trainer: trainers.Trainer) -> Tokenizer:
-    tokenizer.train_from_iterator([TEXT, TEXT.replace("? ", "?\n\n").replace(": ", ":\n")] * 20, trainer)
-    return tokenizer
-
-
-def make_bytes() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=360, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    return train(tokenizer, trainer)
-
-
-def make_sentencepiece() -> Tokenizer:
-    """As Llama 2's: a space goes before every text."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))],
-        show_progress=False,
-        max_token_length=8,
-    )
-    return train(tokenizer, trainer)
-
-
-def make_metaspace() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return train(tokenizer, trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False))
-
-
-def make_unigram() -> Tokenizer:
-    """As T5's: the normalizer makes spaces of line breaks."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Replace("\n", " ")
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
-    return train(tokenizer, trainer)
-
-
-MAKERS = {each.__name__: each for each in (make_bytes, make_sentencepiece, make_metaspace, make_unigram)}
 PROMPTS = ["Answer: ", "Answer:", "Answer:\n", "### Response:\n\n", "Q? "]
 ANSWERS = ["Lima", " Lima", "yes", "\nno", "\n\nLima", "51", "  yes"]
 
 
 @pytest.fixture(scope="module", params=MAKERS)
 def tokenizer(request) -> PreTrainedTokenizerFast:
-    made = PreTrainedTokenizerFast(tokenizer_object=MAKERS[request.param](), **dict(zip(
-        ("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True)))  # fmt: skip
+    made = wrap(request.param)
     made.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -108,7 +53,7 @@ def test_the_whole_answer_is_trained_after_inferences_prompt(tokenizer, prompt):
 
 
 def test_what_would_not_decode_to_the_rows_text_is_refused(monkeypatch):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_sentencepiece(), unk_token="<unk>", eos_token="</s>")
+    tokenizer = wrap("make_sentencepiece")
     monkeypatch.setattr("chat.borders.LEADS", ())
     refused, kept = ChatMasker(tokenizer).mask([Completion("Answer: ", "Lima"), Completion("", "Lima")])
     assert "cannot encode the answer apart from its prompt: 'Answer: ' and 'Lima'" in str(refused)

@@ -33,12 +33,12 @@ from transformers import AutoTokenizer
 from methods.full import Full
 from methods.lora import LoRA
 from model import attention as packed_attention
-from model.build import find_blocks
 from model.compiled_check import check_compiled
 from model.sharding import reshard
 from objectives.next_tokens import CausalLM
 from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 from options import DataOptions, LoRAOptions
+from pretrained.parts import find_blocks
 from ranks.compilation import CACHE_VARIABLE, Compiled, count_graphs, run_eagerly
 
 pytestmark = pytest.mark.slow

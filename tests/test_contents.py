@@ -7,7 +7,7 @@ import sys
 import pytest
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from processes import ROOT, run
-from test_borders import MAKERS, SPECIAL
+from small_tokenizers import MAKERS, wrap
 from transformers import PreTrainedTokenizerFast
 
 from chat.examples import Chat, Completion, Document
@@ -29,8 +29,7 @@ THINKING = CHATML_TEMPLATE.replace(
 def tokenizer(request) -> PreTrainedTokenizerFast:
     if request.param == "chatml":
         return train_tokenizer(["Which city? Lima. user assistant a b"] * 5, vocab_size=400)
-    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
-    made = PreTrainedTokenizerFast(tokenizer_object=MAKERS[request.param](), **names)
+    made = wrap(request.param)
     made.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     made.eos_token, made.chat_template = "<|im_end|>", CHATML_TEMPLATE
     return made

@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from continual_runs import NUM_ROWS, chat, make_inputs, read_lines, read_options, run, write_lines
 from safetensors.torch import load_file
 
 from continual.data import as_question, as_row
 from continual.matrix import read_experiment
-from continual.replay import keep_passing
+from continual.replay import keep_passing, mix
 from continual.rounds import cut, fill, pair_rows
-from continual.settings import Replay, Task, draw_orders
+from continual.settings import Replay, Task, draw_orders, read_settings
 from corpus.formats import read_example
 from corpus.reader import TokenizedData
+from options import TrainOptions, group_options
+from options.problems.finding import find_problems
 
 
 def load_weights(model: Path | str) -> dict[str, torch.Tensor]:
@@ -84,6 +87,56 @@ def check_adding(root: Path, settings: dict[str, Any]) -> None:
         run(longer, root.parent)
 
 
+WRONG_LATER = [
+    ({"max_tokens_per_gpu": 4}, {}, r"shout: train: .*longer than|shout: train: .*max.tokens"),
+    (
+        {"lora": True, "lora_target_modules": ["q_prj"]},
+        {},
+        "shout: train: --lora-target-modules q_prj: nothing has this",
+    ),
+    ({}, {"self_distillation": {"rounds": 999}}, "self_distillation: rounds: given 999, but there are only 24 rows"),
+]
+
+
+@pytest.mark.parametrize(("train", "changes", "message"), WRONG_LATER)
+def test_what_a_later_task_would_refuse_is_refused_before_the_first(train, changes, message, tmp_path: Path):
+    """By train's own checks of model and data, before any model is trained or measured."""
+    settings = make_inputs(tmp_path) | changes
+    settings["tasks"][1]["train"] = train
+    with pytest.raises(ValueError, match=message):
+        run(settings, tmp_path)
+    programs = {path.name for path in (tmp_path / "runs").rglob("*.log")}
+    assert programs == {"process-data.log"}
+
+
+def test_tests_that_cannot_be_measured_are_refused_before_the_first_task(tmp_path: Path):
+    settings = make_inputs(tmp_path) | {"measure": "seen"}
+    write_lines(Path(settings["tasks"][1]["test"]), [{"messages": [{"role": "user", "content": "no answer"}]}])
+    settings["tasks"][0]["metric"] = "choice"
+    del settings["tasks"][1]["held_out"]
+    with pytest.raises(ValueError, match=r"shout: test: .* has no reference") as refused:
+        run(settings, tmp_path)
+    assert "twice: metric: choice: " in str(refused.value)
+    assert {path.name for path in (tmp_path / "runs").rglob("*.log")} == {"process-data.log"}
+
+
+@pytest.mark.parametrize("kind", ["rows", "own-answers"])
+def test_a_replays_teacher_is_there_where_something_is_replayed(kind, tmp_path: Path):
+    """As in docs/continual.md: train's divergence is of no use to a task that replays nothing."""
+    settings = make_inputs(tmp_path)
+    settings["replay"] = {"kind": kind, "share": 0.1, "teacher_weight": 0.5}
+    settings["train"] |= {"teacher_divergence": "masked-kl", "teacher_temperature": 2.0}
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(settings))
+    (read,) = read_settings(tmp_path / "tasks.yaml")
+    options = read.train_options(read.tasks[0])
+    alone = mix(options, Path("a.arrow"), [], read.replay)
+    for one in (alone, mix(options, Path("a.arrow"), [], None) | {"teacher_weight": (0.5,)}):
+        complete = {"model_name_or_path": "M", "output_dir": "D", **one}
+        problems = find_problems(group_options(TrainOptions, **complete))
+        assert problems == []
+    assert not [name for name in alone if name.startswith("teacher_")]
+
+
 @pytest.mark.long
 def test_replayed_rows_have_their_share_and_no_held_out_question(tmp_path: Path):
     settings = make_inputs(tmp_path)
@@ -92,7 +145,9 @@ def test_replayed_rows_have_their_share_and_no_held_out_question(tmp_path: Path)
     leaked["messages"][1]["content"] = "another answer"
     rows.write_text(rows.read_text() + json.dumps(leaked) + "\n")
     settings["replay"] = {"kind": "rows", "share": 0.25, "teacher_weight": 0.5}
+    settings["train"]["teacher_divergence"] = "masked-kl"  # of the replayed rows, which the first task does not have
     root = run(settings, tmp_path)
+    assert "teacher_divergence" not in read_options(root / "order_1_seed_42" / "1_twice")
     options = read_options(root / "order_1_seed_42" / "2_shout")
     assert options["data_weights"] == [0.75, 0.25] and options["teacher_weight"] == [0.0, 0.5]
     assert options["max_samples"] == NUM_ROWS / 0.75 and "max_epochs" not in options

@@ -74,6 +74,24 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"train": {"output_dir": "x"}}, "train: output_dir: is set for each task by the experiment itself"),
     (GOOD | {"train": {"max-epochs": 1, "max_epochs": 2}}, "train: max_epochs: is given twice"),
     (GOOD | {"train": {"batch_size": 4}}, "tasks: a: train: no end is given; give max_epochs, max_steps"),
+    (GOOD | {"train": {"max_epochs": 1, "teacher_divergence": "jsd"}}, "--teacher-divergence: no effect without"),
+    (
+        GOOD | {"self_distillation": {}, "train": {"max_epochs": 1, "label_smoothing": 0.1}},
+        "tasks: a: train: --label-smoothing: not with --teacher-weight",
+    ),
+    (
+        GOOD | {"self_distillation": {}, "train": {"max_epochs": 1, "teacher_temperature": 2.0}},
+        "train: teacher_temperature is 2.0, score_data: temperature 1.0; give the same",
+    ),
+    (
+        GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": {"max_epochs": 1, "teacher_model": "x"}},
+        "replay: teacher_weight: train of a, b has a teacher_model, too; give one",
+    ),
+    (
+        GOOD | {"train": {"max_epochs": 1, "validate_every_steps": 5}, "tasks": [A | {"validation": "v.jsonl"}, B]},
+        "tasks: b: train: ",
+    ),
+    (GOOD | {"train": {"max_epochs": 1, "save_final_checkpoint": False}}, "save_final_checkpoint"),
     (GOOD | {"train": OSFT | {"lora": True}}, "tasks: a: train: --lora and --osft are two training methods"),
     (change_task(train={"learning_rate": "fast"}), "tasks[1]: train: learning_rate cannot be 'fast'"),
     (change_task(train={"batch_size": -3}), "tasks: b: train: --batch-size -3: must be at least 1"),

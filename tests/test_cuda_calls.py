@@ -16,8 +16,8 @@ from tiny_models import FAMILIES, build, save_model
 from torch import Tensor, nn
 
 from model import float8, gathering
-from model.blocks import find_blocks
 from objectives.packed_model import PackedModel
+from pretrained.parts import find_blocks
 
 LENGTHS = (13, 1, 22, 7)
 # Objects of other packages with methods of these names.

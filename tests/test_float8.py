@@ -11,8 +11,8 @@ from tiny_models import build, check, save_model
 from torch import Tensor, nn
 
 from model import float8
-from model.blocks import find_blocks
 from model.compiled_check import EIGHT_BIT, ROUNDED, BlockCheck
+from pretrained.parts import find_blocks
 
 
 class Rounded(torch.autograd.Function):

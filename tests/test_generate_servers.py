@@ -223,6 +223,8 @@ def test_an_engine_that_is_not_installed_is_refused(tmp_path):
 
 
 STAND_IN = """
+import json
+from pathlib import Path
 from types import SimpleNamespace as Made
 
 __version__, asked = "0", []
@@ -236,7 +238,15 @@ class LLM:
     def __init__(self, **options):
         asked.append(options)
 
+    def get_default_sampling_params(self):
+        # As vLLM does: neutral values, and those in the generation config that it knows.
+        config = json.loads((Path(asked[-1]["generation_config"]) / "generation_config.json").read_text())
+        neutral = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, temperature=1.0, top_p=1.0,
+                       top_k=0, min_p=0.0, max_tokens=16, seed=None)
+        return SamplingParams(**neutral | {name: config[name] for name in neutral if name in config})
+
     def generate(self, prompts, params, lora_request):
+        asked.append(vars(params[0]))
         for prompt, one in zip(prompts, params, strict=True):
             text = f"{len(prompt['prompt_token_ids'])} {one.temperature}"
             said = Made(text=text, finish_reason="length", token_ids=[7])
@@ -250,8 +260,11 @@ def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
     (tmp_path / "packages" / "vllm.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    own = dict(repetition_penalty=1.3, temperature=0.9, top_p=0.8, top_k=40, min_p=0.1, do_sample=True, eos_token_id=2)
+    (path / "generation_config.json").write_text(json.dumps(own))
     output = tmp_path / "answers.jsonl"
     given = dict(model=str(path), engine="vllm", prompts=prompts, output=str(output), temperature=0.5, dtype="bfloat16")
+    given |= dict(top_k=7, max_new_tokens=9)
     generate(group_options(GenerateOptions, **given), world)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["answer"] for line in lines] == [f"{line['num_prompt_tokens']} 0.5" for line in lines]
@@ -259,6 +272,10 @@ def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
     import vllm
 
     assert vllm.asked[0]["model"] == str(path) and vllm.asked[0]["dtype"] == "bfloat16"
+    params = vllm.asked[1]
+    assert params.pop("seed") is not None
+    kept = dict(repetition_penalty=1.3, presence_penalty=0.0, frequency_penalty=0.0, top_p=0.8, min_p=0.1)
+    assert params == kept | dict(temperature=0.5, top_k=7, max_tokens=9)
     sys.modules.pop("vllm")
 
 

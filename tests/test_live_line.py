@@ -44,7 +44,11 @@ def test_a_run_on_a_terminal_has_one_live_line_that_nothing_tears(tmp_path):
     lines = [line for line in screen if "tokens/s" in line]
     assert len(lines) == 1, "\n".join(screen)
     (live,) = lines
-    assert live.startswith("step 100%|") and "| 4/4, validation " in live
+    assert (
+        live.startswith("step 100%|")
+        and "| 4/4, loss " in live
+        and live.count(" validation ") == live.count(" (step 4)") == 1
+    )
 
 
 @pytest.fixture
@@ -90,7 +94,30 @@ def test_log_lines_come_above_the_live_line(sit_down, monkeypatch, caplog):
     screen = [text for text in read_screen(read_terminal()) if text]
     assert screen[0] == "warning: something that is longer than the live line " + "x" * 100
     assert screen[1].startswith("validation after step 1: loss 1.5000  perplexity 4.500  token accuracy 50.00%")
-    assert "| 2/2, loss 1.7500  1,234 tokens/s  validation 1.5000" in screen[2] and len(screen) == 3
+    assert "| 2/2, loss 1.7500  1,234 tokens/s  validation 1.5000 (step 1)" in screen[2] and len(screen) == 3
+
+
+@pytest.mark.parametrize("kind", [Console, LiveLine])
+def test_a_steps_line_has_the_newest_validation_and_never_that_of_the_untrained_model(
+    kind, sit_down, monkeypatch, caplog
+):
+    read_terminal = sit_down()
+    caplog.set_level("INFO", logger="mini_trainer")
+    monkeypatch.setattr("lifecycle.training_log.SECONDS_BETWEEN_LINES", 0.0)
+    console = kind(make_time_left(num_steps=None), shown=())
+
+    def write_step(step: int) -> str:
+        console.write(STEP | dict(step=step))
+        return str(console.bar) if kind is LiveLine else caplog.messages[-1]
+
+    console.write_validation(VALIDATION | dict(step=0, loss=9.25))
+    assert "validation" not in write_step(1)
+    console.write_validation(VALIDATION | dict(step=1, loss=3.5))
+    assert "  validation 3.5000 (step 1)" in write_step(2)
+    console.write_validation(VALIDATION | dict(step=2, loss=2.5))
+    assert "  validation 2.5000 (step 2)" in write_step(3)
+    console.close()
+    read_terminal()
 
 
 def test_a_run_without_an_end_counts_its_steps(sit_down):

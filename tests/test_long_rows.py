@@ -10,12 +10,12 @@ from transformers import LlamaConfig, OPTConfig
 
 from methods.lora import LoRA
 from model import tiling
-from model.blocks import find_blocks
 from model.offloading import apply_offloading
 from objectives.next_tokens import CausalLM
 from objectives.packed_model import PackedModel
 from options import LoRAOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
+from pretrained.parts import find_blocks
 from ranks.memory import MemoryCounter
 
 LENGTHS, LEAST_TOKENS = (13, 1, 40, 27), 8  # borders inside of tiles; the last tile is smaller

@@ -200,6 +200,7 @@ def test_an_adapters_card_says_so_and_how_it_is_used(exports, world, pushed, tmp
     card = ModelCard.load(export / "README.md")
     run_usage(export, monkeypatch)
     assert ("pip install peft" in card.text) is (exports == "adapter")
+    assert ('GenerationConfig.from_pretrained(".")' in card.text) is (exports == "adapter")
     assert card.data.library_name == ("peft" if exports == "adapter" else "transformers")
     assert card.data.tags == ["mini_trainer", "lora"] and "| method | LoRA |" in card.text
 

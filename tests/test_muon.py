@@ -211,12 +211,12 @@ def test_a_resumed_run_is_the_same_to_the_bit(inputs, world, tmp_path):
 
 def test_rates_by_pattern_depth_and_optimizer():
     model = make_model("llama")
-    params = dict(model.named_parameters())
     options = OptimizationOptions(
         learning_rate=1e-3, layer_lr_decay=0.5, adam_learning_rate=1e-4, optimizer="muon",
         learning_rate_for=("lm_head*=1e-6", "*.q_proj.weight=2e-3"),
     )  # fmt: skip
-    rates = choose_rates(params, options, matrices=find_matrices(model).keys())
+    chosen = choose_rates(model, options, matrices=find_matrices(model).keys())
+    rates = {name: own.rate for name, own in chosen.items()}
     assert rates["model.embed_tokens.weight"] == pytest.approx(0.1 * 0.5**3)
     assert rates["model.layers.0.self_attn.k_proj.weight"] == 0.5**2
     assert rates["model.layers.0.input_layernorm.weight"] == pytest.approx(0.1 * 0.5**2)
@@ -225,7 +225,7 @@ def test_rates_by_pattern_depth_and_optimizer():
     assert rates["lm_head.weight"] == pytest.approx(1e-3)
     assert rates["model.layers.1.self_attn.q_proj.weight"] == pytest.approx(2)
     with pytest.raises(ValueError, match=r"--learning-rate-for lm_haed\*: no trained parameter has such a name"):
-        choose_rates(params, OptimizationOptions(learning_rate_for=("lm_haed*=1e-6",)), matrices=())
+        choose_rates(model, OptimizationOptions(learning_rate_for=("lm_haed*=1e-6",)), matrices=())
 
 
 @pytest.mark.parametrize("optimizer", [long("adamw"), long("adamw8bit"), "muon"])

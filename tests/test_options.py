@@ -396,7 +396,8 @@ FLAGS_OF_OTHERS = {
     *("recursive", "repo-type"),  # gcloud storage rsync, hf upload
     *("revision", "logdir"),  # hf upload, tensorboard
     "sweep",  # axolotl
-    *("enable-lora", "lora-modules", "max-logprobs", "model-path"),  # vllm serve, sglang
+    *("enable-lora", "generation-config", "lora-modules", "max-logprobs", "max-lora-rank", "tokenizer"),  # vllm serve
+    "model-path",  # sglang
     *("no-deps", "only-binary", "python-version", "config-settings"),  # pip
     *("nodes", "time", "kill-on-bad-exit", "array", "ntasks"),  # SLURM's sbatch and srun
 }

@@ -113,6 +113,23 @@ def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(si
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_installed_modules_of_the_root_are_one_module_under_two_names(site, elsewhere):
+    """Each alone, in a process that knows no checkout."""
+    names = ("batch_packer", "sampler", "osft", "train", "process_data", "generate", "evaluate_model")
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    first = importlib.import_module(f'mini_trainer.{name}')\n"
+        "    assert first is importlib.import_module(name) is sys.modules[f'mini_trainer.{name}'], name\n"
+        f"    assert first.__file__ == f'{site}/mini_trainer/{{name}}.py', first.__file__\n"
+    )
+    env = ENV | {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "flags"),
     [

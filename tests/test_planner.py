@@ -33,6 +33,7 @@ from objectives.objective import Objective
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
 from options import ProcessDataOptions, TrainOptions, group_options
+from options.objectives import OBJECTIVES
 from options.problems.finding import find_problems
 from plan import memory
 from plan.simulation import Load, Ranks, StepMemory, cut_first, lay_out_model, simulate_step
@@ -98,6 +99,27 @@ def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
         return elsewhere(print_plan, inputs | dict(plan_world_size=2) | changes)
 
     return plan_changed
+
+
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES.keys() - {"causal-lm"}))
+def test_data_of_another_objective_is_one_problem_of_a_plan(objective, plan):
+    code, text = plan(objective=objective)
+    assert code == ExitCode.BAD_INPUT
+    said = f"--objective {objective}: the data was tokenized for causal-lm: give --objective causal-lm"
+    assert f"1 problem found\n  - {said}, or tokenize the data again\n" in text
+
+
+FEW = "the run has only 25 optimizer updates, in which a model learns little: lower --batch-size 8, raise --max-epochs"
+
+
+def test_few_updates_are_said_before_they_are_made(plan, inputs, world, tmp_path, caplog):
+    """40 samples make 5 updates an epoch; --max-steps asks for its number."""
+    ends = [dict(max_steps=None, max_epochs=5), dict(max_steps=None, max_epochs=6), dict(max_steps=25)]
+    assert [FEW in plan(**end)[1] for end in ends] == [True, False, False]
+    run = inputs | dict(output_dir=str(tmp_path), dry_run=False) | ends[0]
+    train_here(world, **run, activation_checkpointing="none")
+    assert len((tmp_path / "training_metrics_0.jsonl").read_text().splitlines()) == 25
+    assert sum(FEW in record.message for record in caplog.records if record.levelname == "WARNING") == 1
 
 
 def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:

@@ -106,6 +106,16 @@ def test_a_servers_scores_are_those_of_the_same_model_here(echoes, world, model,
     assert {path for path, _ in server.asked} == {"/v1/completions"} and server.most_running > 1
 
 
+def test_other_weights_under_the_same_name_are_noticed(world, server, data):
+    server.models = [{"id": "m", "object": "model", "created": 1, "root": "/models/a"}]
+    scores = ask(world, server, data)
+    server.models[0] |= {"root": "/models/b", "created": 2}
+    with pytest.raises(ValueError, match="was made with other served weights"):
+        ask(world, server, data)
+    server.models = []  # a server that does not list its weights, or has ended
+    assert ask(world, server, data) == scores
+
+
 def change_positions(change: Callable[[dict[str, Any], int], Any]) -> Change:
     """Replaces each position's entries by `change(entries, the token that is there)`."""
 

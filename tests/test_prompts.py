@@ -246,6 +246,8 @@ SamplingParams = Made
 class LLM:
     def __init__(self, **options):
         pass
+    def get_default_sampling_params(self):
+        return Made(repetition_penalty=1, presence_penalty=0, frequency_penalty=0, top_p=1, top_k=0, min_p=0)
     def generate(self, prompts, params, lora_request):
         asked.extend(prompt["prompt_token_ids"] for prompt in prompts)
         said = Made(text="", finish_reason="length", token_ids=[7])

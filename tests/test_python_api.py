@@ -3,15 +3,23 @@
 import ast
 import dataclasses
 import functools
+import hashlib
+import importlib
+import inspect
 import json
+import multiprocessing
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
 import typing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import mini_trainer
 import pytest
 import tyro
 from breadth import wide
@@ -26,6 +34,7 @@ from mini_trainer import (
     ShardingStrategies,
     TorchrunArgs,
     TrainingArgs,
+    TrainingError,
     run_training,
 )
 from mini_trainer.api.commands import (
@@ -35,16 +44,30 @@ from mini_trainer.api.commands import (
     make_torchrun_words,
     make_train_words,
 )
-from mini_trainer.api.errors import ERRORS, BadInputError, StorageError
+from mini_trainer.api.errors import ERRORS, BadInputError, StorageError, make_error
+from mini_trainer.api.root_modules import ROOT_MODULES
 from mini_trainer.api.stub import STUB, make_stub
 from mini_trainer.ranks import children
 from mini_trainer.ranks.children import find_last_words
 from processes import ENV, is_alive, list_children
+from program import list_sources
 from tiny_data import make_samples, write_counting_chats, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
-from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
-from ranks.ending import ExitCode
+from chat.rendering import TemplateTooSlow, UnreadableContent
+from chat.turns import UnknownPrompt
+from corpus.columns import RefusedColumn
+from corpus.formats import UnknownFormat
+from corpus.parts import JoinedElsewhere
+from corpus.remote import BrokenTransfer
+from corpus.worker_pool import WorkerDied
+from importers.rules import Refusal
+from lifecycle.checkpointing import NoValidCheckpoint
+from lifecycle.stages import Stopped
+from options import ProcessDataOptions, TrainOptions, flatten_options, group_options, iterate_fields
+from process_data import process_data as run_process_data
+from ranks.ending import ExitCode, RanksDiffer, RunError
 
 NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
 CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
@@ -248,11 +271,142 @@ def test_none_is_as_if_not_given():
 
 def test_chats_tokenized_in_a_stage_before_are_what_is_trained_on(tmp_path):
     """As InstructLab's users write it: `data_path` stays the chats', `data_output_dir` holds what was made of them."""
-    args = TrainingArgs(model_path="m", ckpt_output_dir="run", data_path="chats.jsonl", data_output_dir=str(tmp_path),
-                        process_data=False)  # fmt: skip
-    assert "chats.jsonl" in make_train_words(args)
-    (tmp_path / "data.arrow").write_text("")
-    assert str(tmp_path / "data.arrow") in make_train_words(args) and "chats.jsonl" not in make_train_words(args)
+    chats, made = tmp_path / "chats.jsonl", tmp_path / "data.arrow"
+    chats.write_text("{}")
+
+    def choose(*paths: object, **given: object) -> list[str]:
+        base = dict(model_path="m", ckpt_output_dir="run", data_output_dir=str(tmp_path), process_data=False)
+        named = dict(data_path=[str(path) for path in paths]) if paths else {}
+        words = make_train_words(TrainingArgs(**base, **named, **given))
+        return words[words.index("--data-path") + 1 :]
+
+    assert choose(chats) == [str(chats)] and choose() == [str(made)]  # refused by train.py, by its name
+    made.write_text("")
+    with pytest.raises(
+        BadInputError, match=r"data_path .*chats.jsonl: .*data.arrow does not say what it was made from"
+    ):
+        choose(chats)
+    digest = hashlib.sha256(b"{}").hexdigest()
+    write_sidecar(made, digest, max_sample_num_tokens=300)
+    assert choose(chats) == choose(tmp_path / "chats.jsonl", max_seq_len=300) == choose() == [str(made)]
+    (tmp_path / "folder").mkdir()
+    chats.rename(tmp_path / "folder" / "chats.jsonl")
+    (tmp_path / "folder" / "README.md").write_text("not rows")
+    assert choose(tmp_path / "folder") == [str(made)]
+    chats.write_text("{}")
+    # What is no longer, or never was, made of these rows is refused by name.
+    other = tmp_path / "other.jsonl"
+    other.write_text("[]")
+    for given in ([other], [chats, other], [tmp_path / "none.jsonl"], ["s3://bucket/chats.jsonl"]):
+        with pytest.raises(BadInputError, match=rf"data_path {given[0]}.*: the data set .*data.arrow.*leave data_path"):
+            choose(*given)
+    with pytest.raises(BadInputError, match="was made with max_seq_len=300, and now 200 is given"):
+        choose(chats, max_seq_len=200)
+    with pytest.raises(BadInputError, match=r"was made with chat_tmpl_path=None, and now 't\.jinja' is given"):
+        choose(chats, chat_tmpl_path="/x/t.jinja")
+    # Tokenized data is trained on as it is, whatever data_output_dir holds; and so are rows that train.py tokenizes.
+    write_sidecar(other, digest)
+    assert choose(other) == [str(other)] and choose("b.arrow", other) == ["b.arrow", str(other)]
+    assert "--data-path" not in make_train_words(
+        TrainingArgs(model_path="m", ckpt_output_dir="run", data_output_dir=str(tmp_path), process_data=False,
+                     input_file="rows.jsonl")
+    )  # fmt: skip
+
+
+def write_sidecar(data: Path, digest: str, **options: object) -> None:
+    sidecar = {"sources": [{"file": "chats.jsonl", "sha256": digest}], "options": {"chat_template": None} | options}
+    Path(f"{data}.meta.json").write_text(json.dumps(sidecar))
+
+
+def test_what_process_data_writes_is_known_to_be_of_its_chats(chats, tmp_path):
+    """The sidecar that process_data.py itself writes."""
+    made = str(tmp_path / "data.arrow")
+    run_process_data(group_options(ProcessDataOptions, input_file=(chats["data_path"],), output_file=made, preview=0,
+                                   model_name_or_path=chats["model_path"], num_proc=1))  # fmt: skip
+    given = dict(data_path=chats["data_path"], data_output_dir=str(tmp_path), process_data=False)
+    base = dict(model_path="m", ckpt_output_dir="run")
+    assert made in make_train_words(TrainingArgs(**base, **given))
+    (tmp_path / "chats.jsonl").write_text(Path(chats["data_path"]).read_text() + "\n")
+    with pytest.raises(BadInputError, match="was made from other rows"):
+        make_train_words(TrainingArgs(**base, **given | dict(data_path=str(tmp_path / "chats.jsonl"))))
+
+
+def fail_elsewhere(given: dict) -> None:
+    run_training(training_args=TrainingArgs(**given))
+
+
+def test_errors_return_from_the_processes_of_a_pool():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        future = pool.submit(fail_elsewhere, NEEDED | dict(use_dolomite=True))
+        with pytest.raises(BadInputError, match="use_dolomite has no counterpart") as caught:
+            future.result()
+        assert caught.value.code == ExitCode.BAD_INPUT and caught.value.message == str(caught.value)
+        assert pool.submit(abs, -1).result() == 1  # the pool goes on
+
+
+def make_errors() -> list[BaseException]:
+    """One of each exception class that the program defines."""
+    errors: list[BaseException] = [make_error(code, f"code {code}") for code in (*ExitCode, 77)]
+    errors += [
+        TrainingError("m", code=1),
+        RunError(ExitCode.IO, "m"),
+        RanksDiffer("m"),
+        NoValidCheckpoint("m"),
+        UnknownPrompt("m", "p"),
+    ]
+    errors += [WorkerDied(9), Stopped(), Stopped("m")]
+    of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnknownFormat, UnreadableContent, TemplateTooSlow)
+    return errors + [kind("m") for kind in (*of_rows, Refusal)]
+
+
+def test_every_exception_is_pickled_with_all_that_it_says():
+    errors = make_errors()
+    defined = {
+        node.name
+        for source in list_sources().values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+    }
+    assert defined <= {type(error).__name__ for error in errors}
+    for error in errors:
+        error.add_note("a note")
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            found = pickle.loads(pickle.dumps(error, protocol))
+            assert type(found) is type(error) and str(found) == str(error) and found.args == error.args
+            assert vars(found) == vars(error)
+
+
+def test_children_do_not_inherit_a_launchers_environment(tmp_path, monkeypatch):
+    """All that torchrun sets for a rank, by its own source; what else the caller has set stays."""
+    source = inspect.getsource(local_elastic_agent)
+    set_by_torchrun = set(re.findall(r'^ +"((?:[A-Z]+_)?[A-Z_]+)": ', source, re.MULTILINE)) | {"LOCAL_RANK"}
+    assert {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} <= set_by_torchrun
+    by_srun = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    for name in {*set_by_torchrun, *by_srun, "PET_NNODES"}:
+        monkeypatch.setenv(name, by_srun.get(name, "2"))
+    monkeypatch.setenv("MY_TOKEN", "x")
+    said, script = tmp_path / "environment.json", tmp_path / "child.py"
+    script.write_text(f"import json, os\njson.dump(dict(os.environ), open({str(said)!r}, 'w'))\n")
+    monkeypatch.setattr(children, "PROGRAM", script)
+    assert children.run_child([], more={"MORE": "y", "RANK": "0"})[0] == 0
+    found = json.loads(said.read_text())
+    assert (found["MY_TOKEN"], found["MORE"], found["RANK"]) == ("x", "y", "0")
+    left = (set_by_torchrun | by_srun.keys() | {"PET_NNODES"}) & found.keys() - {"RANK"}
+    assert left <= {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # says nothing of the caller's place
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_caller_under_torchrun_gets_a_run_of_its_own(chats, tmp_path):
+    """Data inside of the run's directory, as training_hub has it, is no other run."""
+    run = tmp_path / "run"
+    inside = dict(ckpt_output_dir=str(run), data_output_dir=str(run / "_internal_data_processing"), max_steps=1)
+    rank = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                MASTER_PORT="1", TORCHELASTIC_RUN_ID="caller", SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2")  # fmt: skip
+    out, _ = call({}, chats, environment=rank, **inside).communicate(timeout=240)
+    assert "RESULT 0 done 1 1" in out, out
+    assert (run / "_internal_data_processing" / "data.arrow").exists() and (run / "hf_format").exists()
 
 
 @pytest.mark.parametrize(
@@ -273,6 +427,36 @@ def test_chats_tokenized_in_a_stage_before_are_what_is_trained_on(tmp_path):
 )  # fmt: skip
 def test_torchruns_arguments(args, words):
     assert make_torchrun_words(args) == words
+
+
+@pytest.mark.parametrize("name", ROOT_MODULES)
+def test_modules_of_the_root_are_one_module_under_two_names(name):
+    module = importlib.import_module(name)
+    assert importlib.import_module(f"mini_trainer.{name}") is module is getattr(mini_trainer, name)
+    assert (module.__name__, module.__spec__.name) == (name, name)
+
+
+def test_process_data_is_called_whether_or_not_its_module_has_been_imported(monkeypatch):
+    importlib.import_module("mini_trainer.process_data")
+    monkeypatch.setattr("mini_trainer.api.launch.run_child", lambda words: (ExitCode.DONE, ""))
+    given = DataProcessArgs(data_path="c.jsonl", data_output_path="d.arrow", model_path="m")
+    assert mini_trainer.process_data(given) == Path("d.arrow")
+
+
+def test_a_script_runs_by_its_modules_name(tmp_path):
+    command = [sys.executable, "-m", "mini_trainer.process_data", "--inptu-file", "3"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.BAD_INPUT, done.stderr
+    assert "unknown option --inptu-file; did you mean --input-file?" in done.stderr
+
+
+def test_a_module_that_hides_one_of_ours_is_named(tmp_path):
+    (tmp_path / "corpus.py").write_text("")
+    environment = ENV | {"PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
+    command = [sys.executable, "-c", "import corpus, mini_trainer.sampler"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"imports the module corpus by that name, which another one has here ({tmp_path}/corpus.py)" in done.stderr
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -339,10 +523,10 @@ def chats(tmp_path_factory) -> dict[str, str]:
     )  # fmt: skip
 
 
-def call(torchrun_args: dict, training_args: dict, **changes) -> subprocess.Popen:
+def call(torchrun_args: dict, training_args: dict, *, environment: dict | None = None, **changes) -> subprocess.Popen:
     command = [sys.executable, "-c", SCRIPT, json.dumps(torchrun_args), json.dumps(training_args | changes)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=ENV, stdout=pipe, stderr=subprocess.STDOUT, text=True, process_group=0)
+    pipe, env = subprocess.PIPE, ENV | (environment or {})
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, process_group=0)
 
 
 @pytest.mark.long

@@ -437,3 +437,22 @@ def test_missing_metrics_are_said(start, finished, tmp_path):
     metrics = output_dir / "training_metrics_0.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
     assert any("the lines of steps 2 to 3 are missing" in message for message in start(output_dir, max_steps=4))
+
+
+@pytest.mark.parametrize("place", ["_internal_data_processing", "tokenized/train", "."])
+def test_data_inside_of_the_output_directory_is_no_other_run(place, start, tmp_path):
+    """As training_hub has it; a file that is not the data's is still refused."""
+    run = tmp_path / "run"
+    (run / place).mkdir(parents=True)
+    names = [f"data{part}.arrow" for part in ("", ".validation")]
+    data = [write_samples(run / place / name, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)) for name in names]
+    given = dict(data_path=(str(data[0]),), validation_data_path=(str(data[1]),), max_steps=1)
+    other = run / place / "notes.txt" if place == "." else run / "notes.txt"
+    other.write_text("of another program")
+    with pytest.raises(ValueError, match="is not an empty directory"):
+        start(run, **given)
+    other.unlink()
+    start(run, **given)
+    before = read_rows(run)
+    start(run, **given | dict(max_steps=2))
+    assert len(read_rows(run)) == 2 and read_rows(run)[0] == before[0] and data[0].exists()

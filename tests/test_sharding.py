@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from model.blocks import find_blocks
 from model.sharding import prepare_backward
 from optim.optimizers import build_optimizer, local_gradients
 from options import OptimizationOptions, ShardingOptions
+from pretrained.parts import find_blocks
 from ranks.world import count_shards
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import print_plan, train_on
-from scored_data import score_here, write_data
+from peft import LoraConfig, PeftModel, get_peft_model
+from scored_data import TOP_K, score_here, write_data
 from small_runs import read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
@@ -232,6 +233,32 @@ def test_files_hold_the_teachers_most_probable_tokens(models, world, tmp_path):
         np.testing.assert_allclose(records["nll"], -top.values, rtol=1e-3)
         np.testing.assert_allclose(np.exp(-records["tail"].astype(float)), 1 - top.values.exp().sum(1), rtol=5e-3)
         np.testing.assert_allclose(records["target"], -log_q.gather(1, labels[:, None])[:, 0], rtol=1e-3)
+
+
+def test_an_adapter_on_its_base_is_a_teacher(models, world, tmp_path):
+    """As peft runs it; with more tokens than the base has it is refused, as by generate.py."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(load(models[1]), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight.data.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    path = write_data(tmp_path / "data.arrow", models[0])
+    score_here(world, tmp_path / "adapter", path)
+    data, teacher = TokenizedData(path), PeftModel.from_pretrained(load(models[1]), tmp_path / "adapter").eval()
+    file = ScoreFile(data, "teacher")
+    for row in range(len(data.lengths)):
+        logits = read_logits(teacher, data.read(row))[0].detach()
+        top = logits.log_softmax(1).topk(TOP_K, dim=1)
+        np.testing.assert_array_equal(file[row]["ids"], top.indices)
+        np.testing.assert_allclose(file[row]["nll"], -top.values, rtol=1e-3)
+    assert not torch.equal(read_logits(load(models[1]), data.read(0))[0], read_logits(teacher, data.read(0))[0])
+    train_on(1, world, **make_options(tmp_path, models))
+    with pytest.raises(ValueError, match=r"was made with other teacher"):
+        score_here(world, models[1], path)
+    tokenizer = AutoTokenizer.from_pretrained(models[1])
+    tokenizer.add_tokens([f"<|added_{i}|>" for i in range(VOCAB_SIZE + 1 - len(tokenizer))])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"289 entries, the model 288 embeddings: merge the adapter"):
+        score_here(world, tmp_path / "adapter", path)
 
 
 def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, monkeypatch):

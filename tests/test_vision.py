@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from breadth import long, wide
-from in_process import train_here, train_on
+from in_process import print_plan, train_here, train_on
 from PIL import Image
 from processes import flags
 from safetensors.torch import load_file
@@ -55,6 +55,7 @@ from options import (
 )
 from osft import OSFTLinear
 from pretrained.parts import list_parts
+from ranks.ending import ExitCode
 from tools.merge_adapter import merge_adapter
 
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
@@ -455,3 +456,19 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
     assert open_image(cmyk, directory=Path()).mode == "RGB"
     image_id = AutoConfig.from_pretrained(models["llava"]).image_token_id
     assert all((found.read(row)["labels"] != image_id).all() for row in range(len(fine)))
+
+
+@pytest.mark.parametrize("objective", ["preference", "kto", "reward", "sequence-classification"])
+def test_objectives_of_texts_refuse_data_with_images(objective, world, elsewhere, tmp_path):
+    """Once, with what to change, in a run and in a plan, which lists all problems."""
+    model = save_vision_model(tmp_path, "qwen2-vl")
+    data = tokenize(make_rows(tmp_path), model, tmp_path)
+    options = dict(model_name_or_path=str(model), data_path=[str(data)], output_dir=str(tmp_path / "run"),
+                   objective=objective, batch_size=4, max_tokens_per_gpu=256, max_steps=1)  # fmt: skip
+    message = f"--objective {objective}: learns from texts alone, but the data has images"
+    with pytest.raises(ValueError, match=message) as raised:
+        train_here(world, **options)
+    code, printed = elsewhere(print_plan, options | dict(dry_run=True, plan_world_size=2))
+    assert code == ExitCode.BAD_INPUT
+    for text in (str(raised.value), printed):
+        assert text.count(message) == 1 and "give --objective causal-lm, or data that was tokenized for" in text

@@ -121,3 +121,29 @@ def test_old_averages_go_with_their_exports(inputs, world, tmp_path):
     exports = dict(keep_exports=1, min_samples_per_checkpoint=8, weight_average="ema", ema_decay=0.5)
     run = train(world, inputs, tmp_path, **exports)
     assert sorted(path.name for path in (run / "hf_format").iterdir()) == ["average_samples_40", "samples_40"]
+
+
+def test_one_that_is_switched_on_at_a_resume_begins_at_the_restored_weights(inputs, world, tmp_path):
+    """With tail, inside its window: the restored weights stand for the step that it has missed."""
+    for name, shares in (
+        ("decay", CASES["decay"][1][2:]),
+        ("tail", [1, 1 / 2, 1 / 3]),
+        ("late tail", [1 / 2, 1 / 3, 1 / 4]),
+    ):
+        options = CASES[name.removeprefix("late ")][0] | ({"tail_steps": 4} if name == "late tail" else {})
+        run = train(world, inputs, tmp_path / name, max_steps=2)
+        train(world, inputs, tmp_path / name, **options, allow_changed_options=True)
+        steps = read_steps(run)
+        for key in (key for key in steps[-1] if key.startswith("average/")):
+            weights = [step[key.replace("average/", "model/")] for step in steps]
+            assert np.array_equal(steps[-1][key], average_of(weights[2:], weights[1], shares)), key
+
+
+def test_an_early_stop_before_the_last_steps_is_said_to_leave_no_average(inputs, world, tmp_path, caplog):
+    options = dict(validation_data_path=[inputs["data_path"]], validate_every_steps=1, early_stopping_patience=1,
+                   export_best=False, learning_rate=0.0, weight_average="tail", tail_steps=2)  # fmt: skip
+    run = train(world, inputs, tmp_path, **options)
+    assert [path.name for path in (run / "hf_format").iterdir()] == ["samples_16"]
+    (warning,) = (record.message for record in caplog.records if "--weight-average" in record.message)
+    assert "no average is exported" in warning and "the last 2 steps of its full length" in warning
+    assert "which begin after step 3." in warning

@@ -27,14 +27,21 @@ from families.text import TextFamily
 from families.vision import VisionLanguageFamily
 from lifecycle.choosing import choose_adapter_method
 from lifecycle.export import ExportParts, write_export
-from methods.adapter_files import ADAPTER_WEIGHTS, PREFIX, read_config
+from methods.adapter_files import (
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    TOKENIZER_CONFIG,
+    find_beside,
+    read_config,
+    read_generation_config,
+)
 from methods.full import Full
-from model.blocks import find_blocks
 from model.config import ModelSource, load_config, load_generation_config
 from model.method import MetaModel
 from model.weights import read_weights
 from options.choices import check_choices
 from pretrained.files import find_model, find_weights
+from pretrained.parts import find_blocks
 from pretrained.text_tower import is_multimodal, text_config
 from ranks.devices import DTYPES
 from ranks.messages import say
@@ -48,7 +55,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")
 
-    # Find the adapter's base model, and the tokenizer that it was trained with.
+    # Find the adapter's base model, and the tokenizer and stop tokens that it was trained with.
     config = read_config(adapter, flag="--adapter")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(
@@ -64,11 +71,9 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     find_weights(name, model_dir)
     family = TextFamily()
     model_config = load_config(model_dir, family, trust_remote_code=options.trust_remote_code)
-    generation_config = load_generation_config(model_dir, model_config)
-    with_tokenizer = [path for path in (adapter, adapter.parent) if (path / "tokenizer_config.json").is_file()]
-    tokenizer = load_tokenizer(
-        str(with_tokenizer[0] if with_tokenizer else model_dir), trust_remote_code=options.trust_remote_code
-    )
+    generation_config = read_generation_config(adapter) or load_generation_config(model_dir, model_config)
+    tokenizer_dir = find_beside(adapter, TOKENIZER_CONFIG) or model_dir
+    tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=options.trust_remote_code)
     text = text_config(model_config)
     text.vocab_size = max(text.vocab_size, len(tokenizer))
 

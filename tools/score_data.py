@@ -34,10 +34,11 @@ from corpus.fetched import bring_here
 from corpus.mixture import Mixture
 from corpus.pairs import check_rows, mark_trained, read_pair
 from corpus.reader import TokenizedData
+from disk import hash_json
 from evaluation.data_sets import build_scorer
 from families.packed_row import check_positions
 from families.text import TextFamily
-from inference.models import FoundModel, check_answering, find_answering_model
+from inference.models import FoundModel, check_answering, check_num_rows, find_answering_model
 from inference.openai_engine import OpenAIEngine
 from inference.prompt_scores import PromptScorer
 from lifecycle.inputs import hash_reference
@@ -139,6 +140,7 @@ class LocalScorer:
             flag="--model-name-or-path",
         )
         check_answering(found)
+        check_num_rows(found, found.config.get_text_config(decoder=True).vocab_size)
         for data in read:
             check_data(data, found)
         num_ids = count_ids(found, read)
@@ -146,7 +148,7 @@ class LocalScorer:
             raise ValueError(f"--top-k {options.top_k}: the tokenizer has {num_ids} tokens")
         identity = found.identify()
         self.identity = {
-            "teacher": identity.get("adapter_sha256", "") + identity["fingerprint"],
+            "teacher": hash_teacher(identity),
             "tokenizer": fingerprint_tokenizer(found.tokenizer),
             "num_ids": num_ids,
             "dtype": options.dtype,
@@ -181,6 +183,13 @@ class LocalScorer:
         return self.objective.read_predictions(scores.predictions) if self.world.rank == 0 else np.empty(0)
 
 
+def hash_teacher(identity: dict[str, Any]) -> str:
+    """The model's fingerprint; with an adapter, a hash of both."""
+    if "adapter_sha256" not in identity:
+        return identity["fingerprint"]
+    return hash_json([identity["fingerprint"], identity["adapter_sha256"]])
+
+
 def count_ids(found: FoundModel, read: Sequence[Mixture]) -> int:
     """Rows of the head that stand for tokens of the tokenizer or the data; those after them are padding."""
     largest = max((data.sources[0].sidecar or {}).get("max_token_id", 0) for data in read)
@@ -203,7 +212,7 @@ class ServerScorer:
         self.scorer = PromptScorer(engine, top_k=options.top_k)
         sidecar = read[0].sources[0].sidecar or {}
         self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
-                         "num_ids": 0, "dtype": "server"}  # fmt: skip
+                         "num_ids": 0, "dtype": "server", "served_weights": engine.look_up().get("root")}  # fmt: skip
 
     @property
     def key(self) -> str:
