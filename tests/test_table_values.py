@@ -341,7 +341,7 @@ def test_text_that_is_no_list_of_messages(text, reason, model, tmp_path):
         tokenize(model, tmp_path / "in.csv")
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", '[{"a": 1}]', "[", '["role"]', "[]"])
+@pytest.mark.parametrize("text", ["[{'role': 'user'}] is Python", "[1, 2]", '[{"a": 1}]', "[", '["role"]', "[]"])
 def test_texts_that_only_look_like_lists_stay_texts(text):
     row = {"prompt": text, "completion": text}
     fields = read_fields(row, "completion", paths=OWN_NAMES, tally=Counter())
