@@ -6,7 +6,7 @@
 | sharegpt   | conversations (from, value), system, tools    | chat                                             |
 | alpaca     | instruction, input, output, system, history   | chat; instruction, blank line, input is the user |
 | completion | prompt, and completion or generation          | text whose completion is trained                 |
-|            | the same, lists of messages; tools            | chat whose completion is trained                 |
+|            | the same, lists of messages; system, tools    | chat whose completion is trained                 |
 | document   | document or text                              | text that is all trained                         |
 """
 
@@ -130,7 +130,7 @@ def read_fields(
     refuse_ignored(row, data_format, paths)
     row = drop_ignored(row, paths.ignored, tally)
     answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
-    also_read = (*also_read, "tools") if answered else also_read
+    also_read = (*also_read, *OF_CHATS) if answered else also_read
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
@@ -366,7 +366,8 @@ def read_conversation(row: Fields, names: tuple[str, ...]) -> Chat:
     """Reads {"prompt": [...], "completion": [...]}, lists of messages: only the assistant's of the completion are
     trained."""
     prompt, answer = (require_list(parse_turns(row, names), name) for name in names)
-    chat = build_chat([*prompt, *answer], {"tools": row.get("tools")})
+    prompt = read_system(row) + prompt
+    chat = build_chat([*prompt, *answer], row)
     check_prompt(chat.messages[: len(prompt)])
     if any(message.get("train") for message in chat.messages[: len(prompt)]):
         raise ValueError("has 'train': true in a message of the prompt: only the completion's messages are trained")
@@ -440,6 +441,7 @@ def read_template_args(row: Fields) -> Fields | None:
     given = read_embedded_json(given, f"{TEMPLATE_ARGS!r}") if isinstance(given, str) and given.strip() else given
     if not isinstance(given, dict | None) and given != "":
         raise ValueError(f"{TEMPLATE_ARGS!r} is {quote(given)}, expected an object of arguments")
+    refuse_non_json(given, repr(TEMPLATE_ARGS))
     return given or None
 
 

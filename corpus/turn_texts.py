@@ -21,7 +21,7 @@ def parse_turns(row: Fields, names: Iterable[str] = ANSWERS) -> Fields:
         text = row.get(name)
         if not begins_list(text):
             continue
-        if PRINTED.match(text):
+        if PRINTED.match(text) and text.rstrip().endswith("]"):
             raise ValueError(f"{name!r} is a list of messages as Python prints it, not JSON: write it by json.dumps")
         parsed[name] = read_embedded_json(text, repr(name)) if name in TURNS else parse_if_turns(text)
     return row | parsed if parsed else row

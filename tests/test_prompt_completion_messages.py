@@ -59,6 +59,9 @@ def test_forms_that_mean_the_same():
     assert named == expected
     with_tools = read({"prompt": PROMPT, "completion": COMPLETION, "tools": json.dumps(TOOLS)})
     assert (with_tools.messages, with_tools.tools) == (expected.messages, TOOLS)
+    beside = {"system": "Be brief.", "unmask": True, "chat_template_kwargs": {"enable_thinking": False}}
+    chat = read({"prompt": PROMPT[1:], "completion": COMPLETION} | beside)
+    assert (chat.messages, chat.unmask, chat.template_args) == (expected.messages, True, {"enable_thinking": False})
     assert read({"prompt": "How many? ", "completion": "Five"}) == Completion("How many? ", "Five")
 
 
@@ -84,8 +87,8 @@ def test_columns_and_keys_that_change_the_training_signal():
     with pytest.raises(RefusedColumn, match=r"completion\.score"):
         read(row)
     assert read(row, FieldPaths(ignored=("completion.score",))) == read({"prompt": PROMPT, "completion": COMPLETION})
-    with pytest.raises(RefusedColumn, match="unmask"):
-        read({"prompt": PROMPT, "completion": COMPLETION, "unmask": True})
+    with pytest.raises(RefusedColumn, match="mask"):
+        read({"prompt": PROMPT, "completion": COMPLETION, "assistant_masks": [1]})
     with pytest.raises(RefusedColumn, match="tools"):
         read({"prompt": "How many?", "completion": "Five", "tools": TOOLS})
 

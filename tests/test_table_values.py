@@ -182,7 +182,7 @@ def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_pat
     bare = [{"messages": row["messages"]} for row in rows]
     pq.write_table(pa.Table.from_pylist(bare), tmp_path / "in.parquet")
     tokenize(model, tmp_path / "in.parquet")
-    assert "3 of 3 rows: nulls within 'arguments' are left out" in capsys.readouterr().out
+    assert "3 of 3 rows: nulls within 'arguments' are left out (first in.parquet:1)" in capsys.readouterr().out
     complete = [{"messages": calling({"city": "Lima"})}, {"messages": calling({"city": "Rome"})}]
     pq.write_table(pa.Table.from_pylist(complete), tmp_path / "in.parquet")
     tokenize(model, tmp_path / "in.parquet")
@@ -341,7 +341,7 @@ def test_text_that_is_no_list_of_messages(text, reason, model, tmp_path):
         tokenize(model, tmp_path / "in.csv")
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", '[{"a": 1}]', "[", '["role"]', "[]"])
+@pytest.mark.parametrize("text", ["[{'role': 'user'}] is Python", "[1, 2]", '[{"a": 1}]', "[", '["role"]', "[]"])
 def test_texts_that_only_look_like_lists_stay_texts(text):
     row = {"prompt": text, "completion": text}
     fields = read_fields(row, "completion", paths=OWN_NAMES, tally=Counter())
@@ -356,7 +356,7 @@ def test_cells_that_pandas_prints_for_missing_values_are_noted(model, tmp_path, 
     frame.to_csv(tmp_path / "in.csv", index=False, na_rep="nan")
     tokenize(model, tmp_path / "in.csv")
     said = capsys.readouterr().out
-    assert "the cell in the column 'completion' is the text 'nan', which pandas" in said
+    assert "the cell in the column 'completion' is the text 'nan' (first in.csv:3), which pandas" in said
     assert "the cell in the column 'completion' is the text 'None'" in said
     assert "column 'note' is" not in said
 
