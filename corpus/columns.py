@@ -48,8 +48,8 @@ HINTS = {
     "rejected": "--format preference reads chosen and rejected answers",
     "label": "--format classification reads labels",
     "labels": "--format classification reads labels",
-    "image": "--images reads images",
-    "images": "--images reads images",
+    "image": "--images reads images of chats",
+    "images": "--images reads images of chats",
     "system": "a system prompt can be a message of its own",
     "system_prompt": "a system prompt can be a message of its own",
 }

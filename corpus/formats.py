@@ -274,7 +274,9 @@ def refuse_images(chat: Chat) -> None:
     for number, message in enumerate(chat.messages, start=1):
         if IMAGE_PART in list_parts(message):
             where = f"message {number} ({message['role']})"
-            raise ValueError(f"{where} has the content part {quote(IMAGE_PART)}: process_data.py --images reads images")
+            raise ValueError(
+                f"{where} has the content part {quote(IMAGE_PART)}: process_data.py --images reads images of chats"
+            )
 
 
 def describe_keys(name: str) -> str:

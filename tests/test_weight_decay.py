@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+from in_process import train_here
 from peft import LoraConfig, inject_adapter_in_model
+from small_runs import OPTIONS, load_checkpoint, make_inputs
 from tiny_classifiers import CLASSIFIERS
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, save_model
 from tiny_vision import VISION_MODELS
@@ -148,3 +150,22 @@ def test_adapters_on_some_blocks_have_these_blocks_rates():
     model.lm_head.weight.requires_grad_(True)
     with pytest.raises(ValueError, match="--layer-lr-decay: no trained parameter belongs to a numbered block"):
         choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
+
+
+def test_a_checkpoint_of_another_grouping_resumes_with_the_rule_of_now(world, tmp_path):
+    """As of a version that decayed the biases of gpt-oss's experts: the third step is AdamW's from their moments."""
+    inputs = make_inputs(tmp_path, "gpt_oss_sinks")
+    run = inputs | OPTIONS | dict(output_dir=str(tmp_path / "run"), save_final_checkpoint=True)
+    train_here(world, **run, max_steps=2, learning_rate_for=["*_proj_bias=:0.5"])
+    train_here(world, **run, max_steps=3, allow_changed_options=True)
+    before, after = (load_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{step}") for step in (2, 3))
+    biases = [name for name in after if name.startswith("model/") and name.endswith("_proj_bias")]
+    matrices = [name for name in after if name.startswith("model/") and "q_proj.weight" in name]
+    assert len(biases) == 4 and len(matrices) == 2
+    for decay, names in ((0.0, biases), (OPTIONS["weight_decay"], matrices)):
+        for name in names:
+            key = name.removeprefix("model/")
+            mean, square = (after[f"optimizer/{kind}/{key}"] for kind in ("exp_avg", "exp_avg_sq"))
+            step = mean / (1 - 0.9**3) / ((square / (1 - 0.95**3)).sqrt() + 1e-8)
+            expected = before[name] * (1 - OPTIONS["learning_rate"] * decay) - OPTIONS["learning_rate"] * step
+            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-7, msg=name)

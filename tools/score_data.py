@@ -140,7 +140,8 @@ class LocalScorer:
             flag="--model-name-or-path",
         )
         check_answering(found)
-        check_num_rows(found, found.config.get_text_config(decoder=True).vocab_size)
+        if found.adapter is not None:
+            check_num_rows(found, found.config.get_text_config(decoder=True).vocab_size)
         for data in read:
             check_data(data, found)
         num_ids = count_ids(found, read)
