@@ -37,10 +37,10 @@ REMARKS = {
     " (--thinking-prefix train-as-prompted)",
     UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
     " (--strict-reasoning refuses such rows)",
-    LOST_NULLS: "nulls within {prompted} are left out: Parquet also has them where a row lacks a key that others have;"
-    " to keep those that a row has, write {prompted} as JSON text",
-    MISSING_CELL: "the cell in the column {prompted} is the text {rendered}, which pandas and Python print for missing"
-    " values; it is read as that text: leave such cells empty if nothing is there",
+    LOST_NULLS: "nulls within {prompted} are left out (first {place}): Parquet also has them where a row lacks a key"
+    " that others have; to keep those that a row has, write {prompted} as JSON text",
+    MISSING_CELL: "the cell in the column {prompted} is the text {rendered} (first {place}), which pandas and Python"
+    " print for missing values; it is read as that text: leave such cells empty if nothing is there",
     DIVIDED: "the tokenizer makes one token of the text before an answer and of the answer's beginning; they are"
     " encoded apart, as at inference, and the answer is trained whole",
     CONTROL: "the texts have the control token {rendered}, which the model reads, and where it is trained writes, as"
