@@ -8,7 +8,8 @@ BPE, unigram with word marks, byte-level BPE with merges across spaces), every c
 process_data.py. The judge sees token ids and labels only:
 
 wrong         a word of somebody else is trained; a word of the assistant is written and not trained; the answer is not
-              written; the token ids are not those of `apply_chat_template`
+              written; the token ids are not those of `apply_chat_template`, or, where an answer would not begin
+              with a token of its own, of the same text
 refused       by reason; "template" where no row of any kind is accepted
 stop          the row's last trained token is a special token
 prompt        whether `apply_chat_template(..., add_generation_prompt=True)` of the messages before the last trained
@@ -352,7 +353,6 @@ def judge(script: Script, masked: TokenizedChat, tokenizer: Any) -> Verdict:
     ids, labels = masked.input_ids, masked.labels
     runs = list_runs(labels)
     trained = "\x00".join(decode(ids[start:end]) for start, end in runs)
-    with_one_before = "\x00".join(decode(ids[max(0, start - 1) : end]) for start, end in runs)
     whole = decode(ids)
     wrong, remarks = [], []
     if (other := compare_ids(script, ids, tokenizer)) is not None:
@@ -372,10 +372,7 @@ def judge(script: Script, masked: TokenizedChat, tokenizer: Any) -> Verdict:
             else:
                 remarks.append(f"{word.kind} is left out by the template")
         elif is_own and word.text not in trained:
-            if word.text in with_one_before:
-                remarks.append("the first token is shared with the prompt")
-            else:
-                wrong.append(f"{word.kind} of {name_role(script, word)} is not trained")
+            wrong.append(f"{word.kind} of {name_role(script, word)} is not trained")
     has_stop = bool(runs) and ids[runs[-1][1] - 1] in tokenizer.all_special_ids_of_added
     prompt = compare_prompt(script, masked, runs, tokenizer)
     return Verdict(None, tuple(dict.fromkeys(wrong)), prompt, has_stop, tuple(dict.fromkeys(remarks)))
@@ -407,7 +404,9 @@ def list_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def as_given(messages: Sequence[dict[str, Any]], *, as_parts: bool = False, as_text: bool = False) -> list[dict]:
+def as_given(
+    messages: Sequence[dict[str, Any]], *, as_parts: bool = False, as_text: bool = False, as_json: bool = False
+) -> list[dict]:
     """What a user would hand to `apply_chat_template`; reasoning by both of its names."""
     given = []
     for message in copy.deepcopy(list(messages)):
@@ -420,11 +419,14 @@ def as_given(messages: Sequence[dict[str, Any]], *, as_parts: bool = False, as_t
             message["content"] = [{"type": "text", "text": content}]
         if as_text and isinstance(content, list):
             message["content"] = "".join(part["text"] for part in content)
+        for call in message.get("tool_calls") or () if as_json else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         given.append(message)
     return given
 
 
-FORMS = ({}, {"as_parts": True}, {"as_text": True})  # the same messages, with contents in another form
+# The same messages, with contents or arguments in another form.
+FORMS = ({}, {"as_parts": True}, {"as_text": True}, {"as_json": True})
 
 
 def apply(tokenizer: Any, script: Script, messages: Sequence[dict], form: dict, **how: Any) -> Any:
@@ -435,11 +437,22 @@ def apply(tokenizer: Any, script: Script, messages: Sequence[dict], form: dict, 
 
 
 def compare_ids(script: Script, ids: list[int], tokenizer: Any) -> str | None:
-    for form in FORMS:
-        given = apply(tokenizer, script, script.messages, form, return_dict=True)
-        if given is not None and given["input_ids"] == ids:
-            return next((f"contents are given {key}" for key in form), None)
-    return "other token ids"
+    form, is_divided = find_form(script, ids, tokenizer)
+    if form is None:
+        return "other token ids"
+    if is_divided:
+        return "an answer's beginning is encoded apart"
+    return next((f"contents are given {key}" for key in form), None)
+
+
+def find_form(script: Script, ids: list[int], tokenizer: Any) -> tuple[dict | None, bool]:
+    """The form of the messages that gives these token ids, or others of the same text; and whether they are others."""
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False, skip_special_tokens=False)
+    rendered = [(form, apply(tokenizer, script, script.messages, form, return_dict=True)) for form in FORMS]
+    rendered = [(form, given["input_ids"]) for form, given in rendered if given is not None]
+    exact = next((form for form, given in rendered if given == ids), None)
+    same = next((form for form, given in rendered if decode(given) == decode(ids)), None)
+    return (same, True) if exact is None else (exact, False)
 
 
 def compare_prompt(script: Script, masked: TokenizedChat, runs: list[tuple[int, int]], tokenizer: Any) -> str:
@@ -447,10 +460,9 @@ def compare_prompt(script: Script, masked: TokenizedChat, runs: list[tuple[int, 
     if not turns or not runs:
         return "nothing of the assistant is trained"
     before = script.messages[: turns[-1]]
-    for form in FORMS:
-        given = apply(tokenizer, script, script.messages, form, return_dict=True)
-        if given is not None and given["input_ids"] == masked.input_ids:
-            break
+    form, _ = find_form(script, masked.input_ids, tokenizer)
+    if form is None:
+        return "other token ids"
     prompt = apply(tokenizer, script, before, form, add_generation_prompt=True, return_dict=True)
     if prompt is None:
         return "the template refuses the prompt"
