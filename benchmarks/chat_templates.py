@@ -419,8 +419,10 @@ def as_given(
             message["content"] = [{"type": "text", "text": content}]
         if as_text and isinstance(content, list):
             message["content"] = "".join(part["text"] for part in content)
-        for call in message.get("tool_calls") or () if as_json else ():
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False) if as_json else arguments
         given.append(message)
     return given
 

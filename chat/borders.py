@@ -109,8 +109,10 @@ class BorderEncoder:
         as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `wholes`."""
         first, *others = candidates
         ids = list(chain.from_iterable(part.ids for part in parts))
-        before = self.decode(ids)
-        wanted = (before + text, before + self.decode(first.ids), *map(self.decode, wholes))
+        before, alone = self.decode(ids), self.decode(first.ids)
+        wanted = {before + text, *map(self.decode, wholes)}
+        if leading_space(alone) == leading_space(text):  # not with a space mark of its own
+            wanted.add(before + alone)
         for part in (first, *others):
             if self.decode([*ids, *part.ids]) in wanted:
                 return part
@@ -134,6 +136,10 @@ class BorderEncoder:
 def encode(text: str, encoder: ByteEncoder, *, adds_special: bool = False) -> Any:
     (encoding,) = encoder.encode([text], add_special_tokens=adds_special)
     return encoding
+
+
+def leading_space(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
 
 
 def list_continuations(part: Part, text: str, encoder: ByteEncoder) -> Iterator[Part]:

@@ -47,6 +47,13 @@ def make_metaspace() -> Tokenizer:
     return train(tokenizer, trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False))
 
 
+def make_marked() -> Tokenizer:
+    """Its decoder writes a space for every mark, also where a text begins."""
+    tokenizer = make_metaspace()
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    return tokenizer
+
+
 def make_unigram() -> Tokenizer:
     """As T5's: the normalizer makes spaces of line breaks."""
     tokenizer = Tokenizer(models.Unigram())
@@ -56,7 +63,7 @@ def make_unigram() -> Tokenizer:
     return train(tokenizer, trainer)
 
 
-MAKERS = {each.__name__: each for each in (make_bytes, make_sentencepiece, make_metaspace, make_unigram)}
+MAKERS = {each.__name__: each for each in (make_bytes, make_sentencepiece, make_metaspace, make_marked, make_unigram)}
 
 
 def wrap(name: str) -> PreTrainedTokenizerFast:
