@@ -11,7 +11,7 @@ from chat.examples import ASSISTANT, Chat, Completion
 from continual.running import Runner
 from continual.settings import SetSettings, Settings, Task, splits_off
 from corpus.files import find_sources
-from corpus.formats import Example, FieldPaths, read_examples
+from corpus.formats import TEMPLATE_ARGS, Example, FieldPaths, read_examples
 from corpus.outputs import DataSetFiles, Outputs
 from corpus.rows import read_formatted_chunks
 from corpus.split import falls_into_validation
@@ -132,7 +132,8 @@ def as_row(prompt: Prompt, answer: str) -> dict[str, Any]:
         return {"prompt": prompt.text, "completion": answer}
     earlier = [message | ({"train": False} if message["role"] == ASSISTANT else {}) for message in prompt.messages]
     row = {"messages": [*earlier, {"role": ASSISTANT, "content": answer}]}
-    return row | ({} if prompt.tools is None else {"tools": prompt.tools})
+    own = {"tools": prompt.tools, TEMPLATE_ARGS: prompt.template_args}
+    return row | {key: value for key, value in own.items() if value is not None}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

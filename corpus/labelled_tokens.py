@@ -7,6 +7,7 @@ from typing import Any
 from chat.examples import Chat
 from chat.labels import IGNORED
 from chat.rendering import Patience, catch_error, check_length, one_line, prepare_for
+from chat.templates import check_template_args
 from chat.texts import check_unicode
 from corpus.labelled import Content, Labelled, TextPair, Words
 from corpus.labels import Labels, count_classes
@@ -107,9 +108,11 @@ class LabelledTokenizer:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or use rows with a text"
             )
+        args = chat.template_args or {}
+        check_template_args(self.tokenizer, args)
         with self.patience.render():
             messages = prepare_for(self.tokenizer, chat.messages)
-            text = self.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False)
+            text = self.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False, **args)
         return check_unicode(check_length(text))
 
     def encode(self, texts: Sequence[Any], *, is_words: bool, adds_special: bool) -> list[Any]:

@@ -128,7 +128,8 @@ class OpenAIEngine:
         return f"--base-url {self.address}, --model {self.model}"
 
     def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
-        """Sends one request. `top_k` is not in OpenAI's API; other servers accept it as an extra parameter."""
+        """Sends one request. `top_k` and the template's arguments are not in OpenAI's API; other servers
+        accept them as extra parameters."""
         sampling = self.sampling
         common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
         common["max_tokens"] = sampling.max_new_tokens
@@ -136,8 +137,11 @@ class OpenAIEngine:
             common["seed"] = seed % 2**31  # a range that all servers accept
         if sampling.top_p is not None:
             common["top_p"] = sampling.top_p
-        if sampling.top_k is not None:
-            common["extra_body"] = {"top_k": sampling.top_k}
+        extra = {} if sampling.top_k is None else {"top_k": sampling.top_k}
+        if prompt.template_args:
+            extra["chat_template_kwargs"] = prompt.template_args
+        if extra:
+            common["extra_body"] = extra
         if prompt.messages is None:
             return self.call(lambda: self.client.completions.create(prompt=prompt.text, **common))
         tools = {"tools": prompt.tools} if prompt.tools else {}

@@ -25,6 +25,7 @@ from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ONLY_FOR_MASKING
 from chat.placeholders import make_outline, split_at_placeholders
 from chat.rendering import prepare_for, template_errors
+from chat.templates import check_template_args
 from corpus.files import Folder, Row, Source, describe_skipped, find_sources, iterate_rows, read_chunks
 from corpus.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
 from corpus.turn_texts import parse_turns
@@ -45,6 +46,7 @@ class Prompt:
     messages: list[Message] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
+    template_args: dict[str, Any] | None = None
     references: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     right_choice: int | None = None
@@ -182,7 +184,7 @@ def split_chat(chat: Chat, row: Fields) -> Prompt:
         references = (join_content(last),)
         if not messages:
             raise ValueError("has only an assistant message, so there is nothing to answer")
-    return Prompt(row=row, messages=messages, tools=chat.tools, references=references)
+    return Prompt(row=row, messages=messages, tools=chat.tools, template_args=chat.template_args, references=references)
 
 
 def join_content(message: Message) -> str:
@@ -219,17 +221,22 @@ def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
             f"{prompt.place}: a chat, but the tokenizer has no chat template: give prompts as text, or use a chat model"
         )
     try:
+        check_template_args(tokenizer, prompt.template_args or {})
         check_completeness(prompt, tokenizer)
         with template_errors():
-            return apply_template(prompt.messages, prompt.tools, tokenizer), True
+            return apply_template(prompt, prompt.messages, prompt.tools, tokenizer), True
     except ValueError as error:
         raise ValueError(f"{prompt.place}: {error}") from None
 
 
-def apply_template(messages: list[Message], tools: Tools, tokenizer: Any) -> str:
-    """Renders a conversation, up to and including the generation prompt."""
+def apply_template(prompt: Prompt, messages: list[Message], tools: Tools, tokenizer: Any) -> str:
+    """Renders these messages with the prompt's arguments, up to and including the generation prompt."""
     return tokenizer.apply_chat_template(
-        prepare_for(tokenizer, messages), tools=tools, add_generation_prompt=True, tokenize=False
+        prepare_for(tokenizer, messages),
+        tools=tools,
+        add_generation_prompt=True,
+        tokenize=False,
+        **(prompt.template_args or {}),
     )
 
 
@@ -237,8 +244,8 @@ def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
     """ValueError, as in process_data.py, if the template omits the tools or a non-assistant message."""
     outline = make_outline(prompt.messages)
     with template_errors():
-        text = apply_template(outline.messages, prompt.tools, tokenizer)
-    if prompt.tools and not reads_tools(outline.messages, text, tokenizer):
+        text = apply_template(prompt, outline.messages, prompt.tools, tokenizer)
+    if prompt.tools and not reads_tools(prompt, outline.messages, text, tokenizer):
         raise ValueError("the chat template leaves out the tools: remove them, or describe them in the system message")
     written = set(split_at_placeholders(text)[0])
     for i, leaf in enumerate(outline.leaves):
@@ -247,11 +254,11 @@ def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
             raise ValueError(f"the chat template leaves out the content of message {leaf.message + 1} ({role})")
 
 
-def reads_tools(messages: list[Message], text: str, tokenizer: Any) -> bool:
+def reads_tools(prompt: Prompt, messages: list[Message], text: str, tokenizer: Any) -> bool:
     """Whether the template uses the tools: without them it renders something other than `text`, or fails."""
     try:
         with template_errors():
-            return apply_template(messages, None, tokenizer) != text
+            return apply_template(prompt, messages, None, tokenizer) != text
     except ValueError:
         return True
 
