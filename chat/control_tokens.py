@@ -73,7 +73,8 @@ class ControlTokens:
         return hidden, texts
 
     def locate(self, rendered: str, hidden: str, texts: Sequence[str]) -> list[tuple[int, int]]:
-        """Where each of the texts is in a rendered row, of which `hidden` is the rendering with them hidden.
+        """Where each of the texts is in a rendered row, of which `hidden` is the rendering with them hidden; with spaces
+        before it, which many vocabularies join with words.
 
         Raises ValueError if the template writes one of them otherwise than as it is.
         """
@@ -86,7 +87,7 @@ class ControlTokens:
                     f"the chat template does not write a text with the control token {self.find([text])!r} as it is, so"
                     " it cannot be encoded as text: use --control-tokens keep or refuse"
                 )
-            places.append((start, end))
+            places.append((len(rendered[:start].rstrip(" ")), end))
             last = end
         if hidden[last:] != rendered[last:]:
             raise ValueError("the chat template writes the row otherwise with other texts in place of control tokens")

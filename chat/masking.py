@@ -115,7 +115,7 @@ class ChatMasker:
         self.tokenizer, self.expander = tokenizer, expander
         self.contents, self.given_stop_ids = contents, stop_token_ids
         check_template_args(tokenizer, contents.template_args)
-        self.others: dict[str, ChatMasker] = {}  # by the arguments that rows have for themselves
+        self.others: dict[str, ChatMasker | ValueError] = {}  # by the arguments that rows have for themselves
         self.allows_missing_stop, self.appends_stop = allow_missing_stop_token, append_stop_token
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
@@ -155,36 +155,39 @@ class ChatMasker:
         results: dict[int, TokenizedChat | ValueError] = {}
         for (kind, _), indices in groups.items():
             own = [rows[i] for i in indices]
-            if kind is Chat:
-                masker = self if not own[0].template_args else catch_error(self.find_other, own[0].template_args)
-                if isinstance(masker, ValueError):
-                    masked = [masker] * len(own)
-                else:
-                    masked = masker.mask_chats(own, appends_stop=self.appends_stop, divides=divides)
-            else:
-                masked = self.texts.mask(own)
+            masked = self.mask_alike(own, divides=divides) if kind is Chat else self.texts.mask(own)
             results.update(zip(indices, masked, strict=True))
         return [results[i] for i in range(len(rows))]
 
-    def find_other(self, template_args: Mapping[str, Any]) -> "ChatMasker":
-        """The masker of rows with arguments of their own; ValueError if the template cannot be used with them."""
-        key = json.dumps(template_args, sort_keys=True)
+    def mask_alike(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
+        """`mask` for chats with the same arguments of the template."""
+        args = chats[0].template_args
+        if not args:
+            return self.mask_chats(chats, appends_stop=self.appends_stop, divides=divides)
+        key = json.dumps(args, sort_keys=True)
         if key not in self.others:
-            if len(self.others) >= MAX_NUM_OTHERS:
-                raise ValueError(f"chat_template_kwargs: more than {MAX_NUM_OTHERS} different ones")
-            other = ChatMasker(
-                self.tokenizer,
-                stop_token_ids=self.given_stop_ids,
-                allow_missing_stop_token=self.stops.may_be_missing,
-                append_stop_token=self.appends_stop,
-                expander=self.expander,
-                thinking_prefix="train-as-prompted" if self.matcher.as_prompted else "as-rendered",
-                strict_reasoning=self.strict_reasoning,
-                contents=replace(self.contents, template_args={**self.contents.template_args, **template_args}),
-            )
-            other.check_template()
-            self.others[key] = other
-        return self.others[key]
+            self.others[key] = catch_error(self.make_other, args)
+        other = self.others[key]
+        if isinstance(other, ValueError):
+            return [other] * len(chats)
+        return other.mask_chats(chats, appends_stop=self.appends_stop, divides=divides)
+
+    def make_other(self, template_args: Mapping[str, Any]) -> "ChatMasker":
+        """The masker of rows with arguments of their own; ValueError if the template cannot be used with them."""
+        if len(self.others) >= MAX_NUM_OTHERS:
+            raise ValueError(f"chat_template_kwargs: more than {MAX_NUM_OTHERS} different ones")
+        other = ChatMasker(
+            self.tokenizer,
+            stop_token_ids=self.given_stop_ids,
+            allow_missing_stop_token=self.allows_missing_stop,
+            append_stop_token=self.appends_stop,
+            expander=self.expander,
+            thinking_prefix="train-as-prompted" if self.matcher.as_prompted else "as-rendered",
+            strict_reasoning=self.strict_reasoning,
+            contents=replace(self.contents, template_args={**self.contents.template_args, **template_args}),
+        )
+        other.check_template()
+        return other
 
     def mark_chat(self, located: Located, chat: PreparedChat) -> Located:
         """A chat, with the places of texts that are to be encoded without control tokens."""
@@ -197,11 +200,6 @@ class ChatMasker:
             hidden = self.render_one(messages, tools=chat.tools)
             places = self.control.locate(located.text, hidden.text, texts)
         return mark_control(located, token, places, mode=self.control.mode)
-
-    def require_eos(self) -> int:
-        if self.tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
-        return self.tokenizer.eos_token_id
 
     def label(self, encoding: Any, located: Located, *, divides: bool = False) -> TokenizedChat:
         """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
