@@ -144,7 +144,7 @@ def describe_usage(head: ModelCardData, repository: str | None, *, has_template:
     where = repository if repository is not None and "/" in repository else "."
     task = head.pipeline_tag
     call = COMPLETE if task == "text-generation" and not has_template else CALLS.get(task, TEXT)
-    begin, end = f'model = pipeline("{task}", model="{where}")', f"print(model({call}"
+    begin, end = f'model = pipeline("{task}", model="{where}")', f"print(model({call})"
     if head.library_name != "peft":
         return f"from transformers import pipeline\n\n{begin}\n{end}"
     if task not in CALLS:
