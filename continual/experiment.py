@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from continual.checking import check_experiments
 from continual.compare import describe_comparison
 from continual.context import Context
 from continual.data import Prepared, prepare
@@ -41,6 +40,8 @@ def run_experiments(several: list[Settings], runner: Runner) -> None:
 
 def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
     """Runs the experiments one after the other, then compares them."""
+    from continual.checking import check_experiments  # torch takes seconds: faults of the settings are found before
+
     orders = settle_all(several, root)
     sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
     prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
