@@ -202,8 +202,9 @@ class RunControl:
         self.progress(f"the step after {steps_done}")
 
     def flags(self) -> int:
-        """This rank's flags, for the step's reduction."""
-        return self.marks.flags
+        """This rank's flags, for the step's reduction; rank 0 says for all when --max-time is over."""
+        is_over = self.max_seconds is not None and time.monotonic() - self.started >= self.max_seconds
+        return self.marks.flags | (Flag.MAX_TIME if is_over and self.rank == 0 else 0)
 
     def step_done(self, step: int) -> None:
         """Records that `step` steps are complete; after the first one, the ordinary --hang-timeout applies."""
@@ -274,8 +275,6 @@ class RunControl:
         if self.has_torchrun and self.verdict_due is None and (os.getppid() != PARENT or not self.parent_started_this):
             name = f"pid {PARENT} on" if self.parent_started_this else "of"
             self._report(self._cause(ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
-        if self.rank == 0 and self.max_seconds is not None and now - self.started >= self.max_seconds:
-            self._raise_flag(Flag.MAX_TIME)
         if clock - self.last_heartbeat >= SECONDS_PER_HEARTBEAT:
             self.last_heartbeat, own = clock, self.peers[self.rank]
             still = clock - own.moved
