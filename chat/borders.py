@@ -60,7 +60,7 @@ class BorderEncoder:
 
     def __init__(self, tokenizer: Any, encoder: ByteEncoder, control: ControlTokens) -> None:
         self.encoder, self.control = encoder, control
-        self.backend, self.eos_token_id = encoder.backend, tokenizer.eos_token_id
+        self.backend, self.eos = encoder.backend, (tokenizer.eos_token_id, tokenizer.eos_token)
 
     def divide(self, text: str, starts: Sequence[int], *, plain: Sequence[tuple[int, int]] = ()) -> JoinedEncoding:
         """The encodings of the text's parts, which begin at the `starts`; the `plain` parts [start, end) are encoded as
@@ -122,12 +122,7 @@ class BorderEncoder:
         )
 
     def count_ending(self, ids: Sequence[int], text: str) -> int:
-        """Last tokens with which the tokenizer ends a text by itself."""
-        return int(len(ids) > 1 and ids[-1] == self.eos_token_id and not text.endswith(self.eos_token))
-
-    @cached_property
-    def eos_token(self) -> str:
-        return self.backend.id_to_token(self.eos_token_id)
+        return count_ending(ids, text, *self.eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)
@@ -136,6 +131,11 @@ class BorderEncoder:
 def encode(text: str, encoder: ByteEncoder, *, adds_special: bool = False) -> Any:
     (encoding,) = encoder.encode([text], add_special_tokens=adds_special)
     return encoding
+
+
+def count_ending(ids: Sequence[int], text: str, eos_token_id: int | None, eos_token: str | None) -> int:
+    """Last tokens with which the tokenizer ends a text by itself: one eos token that the text does not have."""
+    return int(len(ids) > 1 and ids[-1] == eos_token_id and not text.endswith(eos_token))
 
 
 def leading_space(text: str) -> str:

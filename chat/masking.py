@@ -145,7 +145,7 @@ class ChatMasker:
 
     def mask(self, rows: Sequence[Example], *, divides: bool = False) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable. `divides`: a chat's prompt, up to the
-        first passage that is trained, is always encoded alone.
+        first passage that is trained, has the tokens that it has alone.
 
         Raises ValueError if no row is usable: no chat template, or no end-of-text token.
         """
@@ -201,14 +201,15 @@ class ChatMasker:
             places = self.control.locate(located.text, hidden.text, texts)
         return mark_control(located, token, places, mode=self.control.mode)
 
-    def label(self, encoding: Any, located: Located, *, divides: bool = False) -> TokenizedChat:
+    def label(self, encoding: Any, located: Located, prompt_ids: Sequence[int] = ()) -> TokenizedChat:
         """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
-        them; with `divides` the first one always."""
+        them, and the first one if that text alone has other tokens: `prompt_ids`, if they are known."""
         starts = [passage.start for passage in located.passages if passage.start > 0]
         joined = [start for start in starts if spans_border(encoding, start)]
         if joined:
             located = replace(located, remarks=(*located.remarks, Remark(DIVIDED)))
-        divided = sorted({*joined, *starts[:1]}) if divides else joined
+        is_prompted = encoding.ids[: len(prompt_ids)] == list(prompt_ids)
+        divided = joined if is_prompted else sorted({*joined, *starts[:1]})
         if (joined or located.plain) and located.pictures is not None:
             raise ValueError("a row with images is tokenized whole, but its answers or control tokens need it in parts")
         if (divided or located.plain) and located.pictures is None:
@@ -239,8 +240,18 @@ class ChatMasker:
         located = [catch_error(self.put_images, found, chat) for found, chat in zip(located, prepared, strict=True)]
         # The template writes the special tokens.
         encodings = encode_each(self.encoder, [text_of(found) for found in located], add_special_tokens=False)
-        label = partial(self.label, divides=divides)
-        return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
+        prompts = self.encode_prompts(located) if divides else [()] * len(located)
+        return [catch_error(self.label, *each) for each in zip(encodings, located, prompts, strict=True)]
+
+    def encode_prompts(self, located: Sequence[Located | ValueError]) -> list[Sequence[int]]:
+        """The tokens of each row's text before its first passage; rows that share it, such as pairs, share them."""
+        texts = [
+            "" if isinstance(found, ValueError) or not found.passages else found.text[: found.passages[0].start]
+            for found in located
+        ]
+        unique = list(dict.fromkeys(texts))
+        encoded = dict(zip(unique, self.encoder.encode(unique, add_special_tokens=False), strict=True))
+        return [encoded[text].ids for text in texts]
 
     @cached_property
     def appender(self) -> StopAppender:

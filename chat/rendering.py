@@ -217,10 +217,15 @@ def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
     return found != "" and LIST_AS_IT_STANDS.search(before) is None
 
 
+def template_text(tokenizer: Any) -> str:
+    """The template, or all named ones, as a key of caches."""
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else repr(template)
+
+
 def takes_parts(tokenizer: Any) -> bool:
     """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
-    template = tokenizer.chat_template
-    return find_form(tokenizer, template if isinstance(template, str) else repr(template))
+    return find_form(tokenizer, template_text(tokenizer))
 
 
 @lru_cache(maxsize=8)
@@ -240,8 +245,7 @@ def find_form(tokenizer: Any, _template: str) -> bool:
 
 def takes_calls_as_text(tokenizer: Any) -> bool:
     """Whether the template takes the arguments of calls as JSON text, not as an object."""
-    template = tokenizer.chat_template
-    return find_form_of_calls(tokenizer, template if isinstance(template, str) else repr(template))
+    return find_form_of_calls(tokenizer, template_text(tokenizer))
 
 
 @lru_cache(maxsize=8)

@@ -27,8 +27,8 @@ from ranks.terminal import shows_progress
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
 SEARCHED_TOKENS = 1 << 22  # tokens searched at once
 NUM_OPEN_BATCHES = 4096  # record batches whose columns are held, some kilobytes each
-# Types of the sidecar's entries that training reads.
 FORMAT_VERSION = 3  # of tokenized data sets; sidecars without one are made by hand
+# Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
                  "stop_token_id": int, "sources": list}  # fmt: skip
 INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types

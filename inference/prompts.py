@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chat.borders import count_ending
 from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ONLY_FOR_MASKING
 from chat.placeholders import make_outline, split_at_placeholders
@@ -286,8 +287,7 @@ def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
     ids = tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
     if is_rendered:
         return ids
-    ends_itself = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
-    return ids[:-1] if ends_itself else ids
+    return ids[: len(ids) - count_ending(ids, text, tokenizer.eos_token_id, tokenizer.eos_token)]
 
 
 def drop_non_finite(value: Any) -> Any:

@@ -101,10 +101,10 @@ def check_packing(
     method.check_start(packed_model, pack(sequences))
 
     # Hidden states and loss are the model's own.
-    with in_high_precision(model):
-        packed = pack(sequences)
-        hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
-        loss = packed_model(packed)
+    with in_high_precision(model) as changes:
+        if changes:
+            hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
+        loss = packed_model(pack(sequences))
         loss = sum_parts(loss + sum(packed_model.extra_losses.values()), world.row_group).item()
         if packed_model.backend != OWN:
             set_attention(model, "eager")

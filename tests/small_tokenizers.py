@@ -26,7 +26,7 @@ def make_bytes() -> Tokenizer:
 
 
 def make_sentencepiece() -> Tokenizer:
-    """As Llama 2's: a space goes before every text."""
+    """Like Llama 2's, which puts a space before every text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -55,7 +55,7 @@ def make_marked() -> Tokenizer:
 
 
 def make_unigram() -> Tokenizer:
-    """As T5's: the normalizer makes spaces of line breaks."""
+    """Like T5's, whose normalizer turns line breaks into spaces."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Replace("\n", " ")
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()

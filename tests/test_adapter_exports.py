@@ -157,7 +157,7 @@ def test_a_generation_config_that_cannot_be_read_is_refused_by_name(base, tmp_pa
 
 
 def test_vllm_reads_the_adapters_files(base, world, tmp_path, monkeypatch):
-    """By a stand-in for the package."""
+    """Uses a stand-in for the package."""
     adapter, prompts = save_adapter(base, tmp_path / "adapter"), write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a b"}])
     asked = install_vllm(monkeypatch)
     ask(world, tmp_path / "plain.jsonl", prompts, model=str(adapter), engine="vllm")
@@ -213,7 +213,7 @@ def test_an_adapter_scores_data_as_peft_does(base, world, tmp_path):
 
 @pytest.mark.parametrize("ignored", [{"temperature": 0.6, "top_p": 0.9}, wide({"num_beams": 1, "length_penalty": 0.3})])
 def test_settings_that_transformers_ignores_do_not_stop_an_export(ignored, base, world, tmp_path):
-    """As in the files of published models: a temperature without do_sample."""
+    """Published models have such files: a temperature without do_sample."""
     model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     config = {"eos_token_id": 2, "do_sample": False} | ignored
     (model / "generation_config.json").write_text(json.dumps(config))

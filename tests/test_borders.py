@@ -1,4 +1,4 @@
-"""Prompts and answers are tokenized apart, whatever the vocabulary does with spaces and line breaks."""
+"""Prompts and answers are tokenized apart with vocabularies that treat spaces and line breaks in different ways."""
 
 import pytest
 from small_tokenizers import MAKERS, wrap

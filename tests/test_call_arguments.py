@@ -157,7 +157,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", ["trl:deepseekv3", "trl:qwen3"])
 def test_prompts_are_the_text_that_is_trained(name):
-    """Of generate.py and evaluate_model.py: with transformers' rendering of the form that the template takes."""
+    """generate.py and evaluate_model.py prompt with transformers' rendering of the form that the template takes."""
     if name not in TEMPLATES:
         pytest.skip("needs trl")
     tokenizer = make_masker(name).tokenizer
