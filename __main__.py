@@ -34,6 +34,7 @@ SCRIPTS = {
     ),
     "continual": ("tools/continual.py", "tasks in, a model trained on one after the other out: what is forgotten"),
     "sweep": ("tools/sweep.py", "options to vary in, runs with each of their values and the best of them out"),
+    "verify": ("tools/verify.py", "data sets, models or runs in, and whether they are still what was written"),
     "board": ("tools/board.py", "a directory of runs in, a live table of them and their curves out, in a browser"),
     "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
@@ -51,6 +52,7 @@ OPTIONS = {
     "plot-metrics": "PlotOptions",
     "export-gguf": "ExportGgufOptions",
     "board": "BoardOptions",
+    "verify": "VerifyOptions",
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
 COMPLETION = "completion"  # the word that is no script: prints what a shell needs to complete the others

@@ -28,6 +28,7 @@ from options import (
     PlotOptions,
     SweepOptions,
     TrainOptions,
+    VerifyOptions,
     flag_name,
     flatten_options,
     iterate_fields,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 MOST_NODES = 100_000  # values of a YAML file, with its aliases expanded
 
 # Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions, SweepOptions)
+WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions, SweepOptions, VerifyOptions)
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:

@@ -85,16 +85,20 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
+def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = True) -> Iterator[bool]:
     """Lets one process at a time into the block; yields False where the file system has no locks. `flags`: to open the
-    file with."""
+    file with. BlockingIOError if another process is in it, unless this one waits."""
     import fcntl
 
     file, has_lock = os.open(path, flags, 0o666), False
     try:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
             has_lock = True
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
         yield has_lock
     finally:
         os.close(file)

@@ -23,6 +23,7 @@ from typing import Any
 
 from corpus.fetched import bring_here
 from corpus.mixture import Mixture
+from corpus.reader import verify_data
 from evaluation.data_sets import check_set, collect_set, measure_sets, open_set
 from evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
 from evaluation.models import Named, list_models, name_files
@@ -35,7 +36,7 @@ from options.problems.packages import require
 from ranks.agreement import compare_ranks
 from ranks.messages import say
 from ranks.program import describe_program
-from ranks.world import World, call_with_world
+from ranks.world import World, call_on_each_node, call_with_world
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:
@@ -60,6 +61,8 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
             check_answering(one)
         for data in data_sets.values():
             check_set(data, one)
+    if not options.skip_verification:
+        call_on_each_node(world, lambda: verify_files(found, data_sets))
     # Measures one model after the other on all sets, then collects the results side by side.
     outcomes = []
     for model, own in zip(models, found, strict=True):
@@ -82,6 +85,15 @@ def find_model(model: Named, options: EvaluateOptions) -> FoundModel | None:
         return None
     revision = None if Path(model.name).is_dir() else options.model_revision
     return find_answering_model(model.name, revision=revision, trust_remote_code=options.trust_remote_code)
+
+
+def verify_files(found: list[FoundModel | None], data_sets: dict[str, Mixture]) -> None:
+    """Checks what will be read against the hashes recorded when it was written."""
+    for model in found:
+        if model is not None:
+            model.verify()
+    for data in data_sets.values():
+        verify_data(*data.sources)
 
 
 def measure(

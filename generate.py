@@ -64,6 +64,8 @@ def open_model(options: GenerateOptions, world: World) -> Engine:
             revision=options.model_revision,
             trust_remote_code=options.trust_remote_code,
         )
+        if not options.skip_verification:
+            found.verify()
     return open_engine(found, options.model, options.engines, options.sampling, device=world.device)
 
 

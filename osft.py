@@ -18,7 +18,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from corpus.reader import TokenizedData
+from contents import verify_file
+from corpus.reader import TokenizedData, verify_data
 from disk import hash_file
 from methods.osft_bases import (
     BASES_FILE,
@@ -108,6 +109,13 @@ class OSFT(Method):
         known = read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
         own = [] if self.calibration_data is None else [hash_file(self.calibration_data.path)["sha256"]]
         return [*sorted({*known, *own}), *earlier]
+
+    def verify_files(self) -> None:
+        if self.calibration_data is not None:
+            verify_data(self.calibration_data)
+        if self.options.osft_bases not in (None, NEW):
+            bases = Path(self.options.osft_bases)
+            verify_file(bases)
 
     def list_read_files(self) -> dict[str, Path]:
         data = self.calibration_data

@@ -53,7 +53,15 @@ from plan.auto_settings import settle_auto_options
 from ranks.agreement import compare_ranks
 from ranks.devices import peak_flops
 from ranks.ending import ExitCode, log
-from ranks.world import World, call_on_rank0, connect_lifeline, divide_world, init_world, setup_logging
+from ranks.world import (
+    World,
+    call_on_each_node,
+    call_on_rank0,
+    connect_lifeline,
+    divide_world,
+    init_world,
+    setup_logging,
+)
 from sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
 
 
@@ -67,7 +75,9 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         log.warning(f"warning: {warning}")
     inputs.errors.raise_all()
     compare_ranks(world, lambda: describe_inputs(inputs, options))
-    call_on_rank0(world, lambda: inputs.find_weights(options.model))
+    call_on_rank0(world, lambda: inputs.find_weights(options))
+    if not options.skip_verification:
+        call_on_each_node(world, inputs.verify)
     run.claim(inputs)
     validations = Validations(options.validation, inputs, world, control, previous=run.previous.get("validation"))
 

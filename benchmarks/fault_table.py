@@ -38,7 +38,8 @@ from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lifecycle.checkpoint_files import read_manifest, write_manifest
+from contents import write_manifest
+from lifecycle.checkpoint_files import read_manifest
 
 NUM_STEPS, EVERY, BATCH_SIZE = 420, 5, 8
 SECONDS_TO_BE_GONE, HANG_TIMEOUT = 10, 6

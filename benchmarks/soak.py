@@ -300,7 +300,7 @@ class Soak:
     def is_scored(self, kind: str) -> bool:
         """Whether every row of the data sets has its reference's numbers."""
         paths = [*self.inputs[kind]["data_path"], self.inputs[kind]["validation_data_path"]]
-        found = [file for path in paths for file in path.parent.glob(f"{path.name}.reference-*.npy")]
+        found = [file for path in paths for file in path.parent.glob(f"{path.name}.reference-*.npz")]
         return len(found) == len(paths) and not any(np.isnan(np.load(file)).any() for file in found)
 
     def wait_for(self, moment: str, job: Job | ForkedJob, reference: Reference) -> bool:
@@ -413,7 +413,7 @@ def make_preference_inputs(root: Path, kind: str) -> dict[str, object]:
 
 def forget_reference(root: Path) -> None:
     """Removes what earlier runs have scored, so that the next one scores everything."""
-    for path in root.glob("*.reference-*.npy"):
+    for path in root.glob("*.reference-*.npz"):
         path.unlink()
 
 

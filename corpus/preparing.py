@@ -65,7 +65,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
             allow_missing_stop_token=options.rows.allow_missing_stop_token,
             append_stop_token=options.rows.append_stop_token,
             thinking_prefix=options.rows.thinking_prefix,
-            strict_reasoning=options.rows.strict_reasoning,
+            strict_reasoning=options.contents.strict_reasoning,
             expander=open_expander(model_dir, options),
             contents=Contents(options.contents.control_tokens, parse_template_args(options.contents.template_args)),
         )
@@ -167,7 +167,7 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
         "--allow-missing-stop-token": options.rows.allow_missing_stop_token,
         "--append-stop-token": options.rows.append_stop_token,
         "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
-        "--strict-reasoning": options.rows.strict_reasoning,
+        "--strict-reasoning": options.contents.strict_reasoning,
         "--template-args": bool(options.contents.template_args),
     }
     for flag, is_given in useless.items():

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
+from contents import check_recorded
 from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from corpus.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
 from disk import read_object
@@ -21,6 +22,7 @@ from objectives.columns import Columns, RowFacts, check_sample
 from objectives.data_kinds import COLUMNS, read_task
 from objectives.token_columns import IMAGES_COLUMN
 from options.urls import is_url
+from ranks.ending import log
 from ranks.terminal import shows_progress
 
 # Columns that are read from data sets of every kind.
@@ -30,7 +32,7 @@ NUM_OPEN_BATCHES = 4096  # record batches whose columns are held, some kilobytes
 FORMAT_VERSION = 3  # of tokenized data sets; sidecars without one are made by hand
 # Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
-                 "stop_token_id": int, "sources": list}  # fmt: skip
+                 "stop_token_id": int, "sources": list, "file": dict}  # fmt: skip
 INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types
 
 
@@ -349,6 +351,9 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
         )
     if not all(isinstance(made, dict) and {"file", "sha256"} <= made.keys() for made in sidecar.get("sources") or []):
         raise ValueError(f"{path}: sources does not list files with their sha256: tokenize the data again")
+    recorded = find_recorded_file(sidecar)
+    if recorded and not (isinstance(recorded.get("size"), int) and isinstance(recorded.get("sha256"), str)):
+        raise ValueError(f"{path}: file does not record the data set's size and sha256: tokenize the data again")
     return sidecar
 
 
@@ -360,6 +365,15 @@ def check_sidecar(sidecar: dict[str, Any] | None, data_path: str | Path, *, num_
             f" {data_path} has {num_samples:,}; tokenize the data again with process_data.py"
         )
     return sidecar
+
+
+def verify_data(data: TokenizedData) -> None:
+    """Checks the data set's file against the hash in its sidecar; the log says if there is none."""
+    recorded = find_recorded_file(data.sidecar)
+    if not recorded:
+        log.info(f"{data.path}: no {data.path.name}.meta.json records its hash: it is used unverified")
+        return
+    check_recorded(data.path, recorded, record=f"{data.path}.meta.json")
 
 
 def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:
@@ -374,5 +388,4 @@ def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:
 
 def find_recorded_file(sidecar: dict[str, Any] | None) -> dict[str, Any]:
     """Size and SHA-256 of the data set's file according to its sidecar; empty if an older version wrote it."""
-    recorded = (sidecar or {}).get("file")
-    return recorded if isinstance(recorded, dict) else {}
+    return (sidecar or {}).get("file") or {}

@@ -70,7 +70,7 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "append_stop_token": options.rows.append_stop_token,
         "ignore_columns": list(options.rows.ignore_columns),
         "thinking_prefix": options.rows.thinking_prefix,
-        "strict_reasoning": options.rows.strict_reasoning,
+        "strict_reasoning": options.contents.strict_reasoning,
         "control_tokens": options.contents.control_tokens,
         "template_args": list(options.contents.template_args),
         "as_chat": options.contents.as_chat,

@@ -25,10 +25,11 @@ from methods.adapter_files import (
     hash_adapter,
     is_adapter,
     read_generation_config,
+    verify_adapter,
 )
 from model.fingerprints import fingerprint_model
 from objectives.columns import SEQUENCES, TOKENS
-from pretrained.files import find_model, find_weights
+from pretrained.files import find_model, find_weights, verify_weights
 from pretrained.finite import check_finite
 from ranks.devices import DTYPES
 from ranks.terminal import shows_progress
@@ -65,6 +66,12 @@ class FoundModel:
         endings = {"ForSequenceClassification": SEQUENCES, "ForTokenClassification": TOKENS}
         found = [endings[end] for name in self.config.architectures or () for end in endings if name.endswith(end)]
         return found[0] if found else None
+
+    def verify(self) -> None:
+        """Checks its files against the hashes recorded at their export; ValueError for other weights."""
+        verify_weights(self.directory)
+        if self.adapter is not None:
+            verify_adapter(self.adapter)
 
     def identify(self) -> dict[str, Any]:
         """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""

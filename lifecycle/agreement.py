@@ -6,11 +6,12 @@ reads them, or their hashes are verified on reading.
 
 from pathlib import Path
 
+from contents import hash_once
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, find_recorded_file
 from disk import hash_json
 from lifecycle.inputs import RunInputs
-from model.fingerprints import fingerprint_config_files, fingerprint_data, fingerprint_file, fingerprint_tokenizer_state
+from model.fingerprints import fingerprint_config_files, fingerprint_data, fingerprint_tokenizer_state
 from options import MAY_DIFFER, TrainOptions
 from ranks.agreement import DIGITS, Groups, Items
 from ranks.program import describe_program
@@ -44,7 +45,7 @@ def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
         "data": {
             name: items
             for option, data in inputs.data_sets.items()
-            for name, items in describe_sets(data, option).items()
+            for name, items in describe_sets(data, option, is_verified=not options.skip_verification).items()
         },
         "model": {
             "tokenizer": fingerprint_tokenizer_state(inputs.tokenizer)[:DIGITS],
@@ -59,20 +60,17 @@ def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
     }
 
 
-def describe_sets(data: Mixture, flag: str) -> Items:
+def describe_sets(data: Mixture, flag: str, *, is_verified: bool) -> Items:
     """Descriptions of data sets by their position in `flag`, since their paths can differ between ranks."""
     return {
         f"{flag}, data set {i}, {name}": value
         for i, source in enumerate(data.sources, start=1)
-        for name, value in describe_data(source).items()
+        for name, value in describe_data(source, is_verified=is_verified).items()
     }
 
 
-def describe_data(data: TokenizedData) -> Items:
-    """A data set's samples, and its content by the sidecar's hash and by sampled blocks of the file.
-
-    The sidecar alone could belong to another file; the sampled blocks alone would miss a change between them.
-    """
+def describe_data(data: TokenizedData, *, is_verified: bool) -> Items:
+    """A data set's samples and content, as this node reads it: the whole file unless its verification is skipped."""
     sidecar = data.sidecar or {}
     known = {key: value for key, value in sidecar.items() if key not in UNREAD_KEYS}
     known["tokenizer_dir"] = sidecar.get("tokenizer_dir") is not None  # its name follows the data set's
@@ -80,6 +78,7 @@ def describe_data(data: TokenizedData) -> Items:
     return {
         "samples": f"{len(data.kept):,} of {len(data.lengths):,}",
         "size": f"{data.path.stat().st_size:,} bytes",
+        "SHA-256": hash_once(data.path)[:DIGITS] if is_verified else "skipped",
         "SHA-256 in the sidecar": str(find_recorded_file(sidecar).get("sha256", "not recorded"))[:DIGITS],
         "SHA-256 of sampled blocks": found[:DIGITS],
         "other keys of the sidecar": hash_json(known)[:DIGITS] if sidecar else "no sidecar",
@@ -87,4 +86,4 @@ def describe_data(data: TokenizedData) -> Items:
 
 
 def describe_file(path: Path) -> str:
-    return f"{path.stat().st_size:,} bytes, {fingerprint_file(path)[:DIGITS]}"
+    return f"{path.stat().st_size:,} bytes, {hash_once(path)[:DIGITS]}"

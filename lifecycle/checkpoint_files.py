@@ -9,8 +9,6 @@ A checkpoint is written under a temporary name and renamed when complete, so one
 at that time. Nothing is ever unpickled, and names in the manifest are only compared, never opened.
 """
 
-import hashlib
-import json
 import os
 import re
 import stat
@@ -22,12 +20,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from disk import hash_json, read_json
+from contents import MANIFEST, load_manifest
 from lifecycle.tensor_files import DTYPES, encode_header
 from lifecycle.write_pool import WritePool
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 STATE = "state.json"
 DAMAGED = "damaged_"  # name prefix of damaged checkpoints
 STEP_NAME, SHARD_NAME = r"step_\d+", r"rank_(\d+)\.safetensors"
@@ -54,21 +50,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> di
         pool.drop()
 
 
-def write_json(path: Path, value: Any) -> dict[str, Any]:
-    """Writes and flushes a new JSON file; returns its entry for the manifest."""
-    data = json.dumps(value, indent=1).encode()
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Writes manifest.json, with a checksum of its own content."""
-    write_json(directory / MANIFEST, manifest | {"sha256": hash_json(manifest)})
-
-
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Reads the manifest, and checks it against its own checksum and the names and sizes of the directory's files.
 
@@ -78,11 +59,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ValueError("there is no such directory")
     if (directory / MANIFEST).is_symlink():
         raise ValueError(f"{MANIFEST} is not a regular file")
-    manifest = read_json(directory / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != hash_json(manifest):
-        raise ValueError(f"{MANIFEST} is damaged")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
+    manifest = load_manifest(directory)
     check_manifest(manifest)
     found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(directory)}
     del found[MANIFEST]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from contents import FORMAT, write_json, write_manifest
 from disk import (
     commit,
     describe_failed_write,
@@ -26,7 +27,6 @@ from disk import (
 from lifecycle.checkpoint_files import (
     DAMAGED,
     DTYPES,
-    FORMAT,
     STATE,
     STEP_NAME,
     TensorReader,
@@ -40,8 +40,6 @@ from lifecycle.checkpoint_files import (
     set_aside,
     shard_name,
     step_of,
-    write_json,
-    write_manifest,
     write_tensors,
 )
 from lifecycle.record import is_checkpoint_of

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from contents import FORMAT, write_manifest
 from disk import describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
 from families.family import Family
-from lifecycle.checkpoint_files import FORMAT, write_manifest
 from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
 from lifecycle.write_pool import WritePool

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from corpus.by_row import find_top_row
 from corpus.mixture import Mixture
+from corpus.reader import verify_data
 from disk import hash_json
 from families.family import Family
 from lifecycle.callbacks import Classes
@@ -20,8 +21,9 @@ from model.fingerprints import fingerprint_data, fingerprint_model
 from model.method import Method
 from objectives.objective import SELF, Objective
 from options import DataOptions, ModelOptions, TrainOptions
-from pretrained.files import find_weights
+from pretrained.files import find_weights, verify_weights
 from sampler import Batching, RunPosition, draw_batches
+from scoring.score_files import ScoreFile
 
 Result = TypeVar("Result")
 
@@ -70,6 +72,7 @@ class RunInputs:
     objective: Objective | None = None
     other_models: dict[str, ModelSource] = field(default_factory=dict)  # that it reads and does not train, by option
     teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
+    scores: list[ScoreFile] = field(default_factory=list)  # those of a teacher that the run reads
     batching: Batching | None = None  # None without data, or if a sample is longer than a batch
     num_steps: int | None = None  # None: no end
     origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
@@ -132,10 +135,21 @@ class RunInputs:
         models = [] if self.model_dir is None else [(options.model_name_or_path, self.model_dir)]
         return models + [(other.name, other.directory) for other in self.other_models.values()]
 
-    def find_weights(self, options: ModelOptions) -> None:
+    def find_weights(self, options: TrainOptions) -> None:
         """Downloads and checks the weights of all its models. Rank 0."""
-        for name, directory in self.list_models(options):
+        for name, directory in self.list_models(options.model):
             find_weights(name, directory)
+            if not options.skip_verification:
+                verify_weights(directory)
+
+    def verify(self) -> None:
+        """Checks the other files that every node reads against the hashes recorded with them."""
+        for data in self.data_sets.values():
+            for source in data.sources:
+                verify_data(source)
+        for scores in self.scores:
+            scores.verify()
+        self.method.verify_files()
 
     def identify_reference(self, options: TrainOptions) -> str | None:
         """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -116,16 +117,29 @@ def assume_reference(inputs: RunInputs) -> None:
 
 def locate_values(source: TokenizedData, key: str) -> Path:
     digest = hash_json([key, digest_data(source)])
-    return source.path.with_name(f"{source.path.name}.reference-{digest[:16]}.npy")
+    return source.path.with_name(f"{source.path.name}.reference-{digest[:16]}.npz")
 
 
 def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32
     """What is known of each row; NaN for the others."""
-    values = []
-    for source in data.sources:
-        path, size = locate_values(source, key), len(source.lengths)
-        values.append(np.load(path) if path.exists() else np.full((size, 2), np.nan, np.float32))
-    return np.concatenate(values)
+    return np.concatenate([read_file(locate_values(source, key), len(source.lengths)) for source in data.sources])
+
+
+def read_file(path: Path, num_rows: int) -> np.ndarray:  # (rows, 2) fp32
+    """The values in a file, whose checksum numpy compares; NaN for all if it is missing or damaged."""
+    unknown = np.full((num_rows, 2), np.nan, np.float32)
+    if not path.exists():
+        return unknown
+    try:
+        with np.load(path) as file:
+            values = file["values"]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        log.warning(f"warning: {path}: damaged ({error}): its rows are scored again")
+        return unknown
+    if values.shape != unknown.shape or values.dtype != unknown.dtype:
+        log.warning(f"warning: {path}: has {values.dtype} {values.shape}, not {num_rows} rows: scored again")
+        return unknown
+    return values
 
 
 def find_missing(data: Mixture, values: np.ndarray) -> np.ndarray:
@@ -149,7 +163,7 @@ def write_values(data: Mixture, values: np.ndarray, key: str) -> None:
     for source, own in zip(data.sources, np.split(values, ends), strict=True):
         try:
             with written_aside(locate_values(source, key)) as (aside,), aside.open("wb") as file:
-                np.save(file, own)
+                np.savez(file, values=own)
         except OSError as error:
             log.warning(f"warning: the reference's log-probabilities cannot be kept for later runs: {error}")
             return

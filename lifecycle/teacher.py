@@ -47,7 +47,7 @@ def open_scores(inputs: RunInputs, objective: Objective) -> Objective:
             log.info(f"validation: no teacher's scores of {', '.join(without)}: measured by the cross-entropy alone")
         else:
             files += add_scores(held_out, name, held_out.sources)
-    inputs.teacher = hash_json([file.sidecar for file in files])
+    inputs.teacher, inputs.scores = hash_json([file.sidecar for file in files]), files
     return objective.with_scores([file.sidecar for file in files])
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from contents import verify_model
 from disk import hash_file, read_object
 from methods.adapter_settings import ADAPTER_CONFIG, check_settings
 from model.weights import grow_rows
@@ -61,6 +62,11 @@ def read_generation_config(adapter: Path | None) -> GenerationConfig | None:
 def hash_adapter(directory: Path) -> dict[str, str]:
     """SHA-256 of config and weights, by file name."""
     return {name: hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+
+
+def verify_adapter(directory: Path) -> None:
+    """Checks an adapter's files against the hashes of its export (`verify_model`)."""
+    verify_model(directory, [ADAPTER_WEIGHTS])
 
 
 def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:

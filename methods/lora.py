@@ -22,6 +22,7 @@ from methods.adapter_files import (
     hash_adapter,
     read_adapter,
     read_config,
+    verify_adapter,
     write_adapter,
 )
 from methods.adapter_settings import ADAPTER_CONFIG
@@ -110,6 +111,10 @@ class LoRA(Method):
         if self.options.lora_adapter is None:
             return []
         return list(hash_adapter(Path(self.options.lora_adapter)).values())
+
+    def verify_files(self) -> None:
+        if self.options.lora_adapter is not None:
+            verify_adapter(Path(self.options.lora_adapter))
 
     def list_read_files(self) -> dict[str, Path]:
         if self.options.lora_adapter is None:

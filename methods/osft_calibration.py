@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
@@ -22,6 +21,7 @@ from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file, written_aside
+from methods.hashed_tensors import load_hashed, save_hashed
 from methods.osft_subspaces import find_targets, weight_shape
 from model.blocks import iterate_owners
 from objectives.objective import Objective
@@ -106,7 +106,7 @@ def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
 
 def read_statistics(path: Path) -> Statistics:
     with open_statistics(path) as (file, about):
-        return Statistics({name: file.get_tensor(name) for name in file.keys()}, **about)  # noqa: SIM118
+        return Statistics(load_hashed(file), **about)
 
 
 def read_data_hashes(path: Path) -> list[str]:
@@ -120,7 +120,7 @@ def write_statistics(statistics: Statistics, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(path) as (aside,):
-            save_file(statistics.covariances, aside, metadata={"about": json.dumps(about)})
+            save_hashed(statistics.covariances, aside, metadata={"about": json.dumps(about)})
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--osft-statistics {path}: cannot be written: {error}") from None
 

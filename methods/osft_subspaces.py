@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from disk import written_aside
+from methods.hashed_tensors import load_hashed, save_hashed
 from model.blocks import find_linear_layers
 from ranks.ending import log
 from ranks.terminal import show_progress
@@ -200,13 +200,14 @@ def write_subspace(file: Path, subspace: dict[str, Tensor]) -> None:
     """Writes a cache file atomically, so that runs can share a cache."""
     try:
         with written_aside(file) as (aside,):
-            save_file(subspace, aside)
+            save_hashed(subspace, aside)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--osft-cache-dir: cannot write {file}: {error}") from None
 
 
 def read_subspace(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
+        with safe_open(file, "pt") as stored:
+            return load_hashed(stored)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--osft-cache-dir: cannot read {file}: {error}; remove it") from None

@@ -11,26 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from contents import fingerprint_file
 from corpus.by_row import RowRange, Rows, iterate_chunks
 from disk import hash_json
 
 # Files, besides weights and tokenizer, that affect a model's computation or the preparation of its images.
 CONFIG_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
-BLOCK_BYTES = 4096
-NUM_BLOCKS = 1024  # blocks read from every large file
-
-
-def fingerprint_file(path: Path) -> str:
-    """SHA-256 of a file's size and content; for large files, of 1,024 evenly spaced blocks of 4 KiB."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    num_blocks = -(-size // BLOCK_BYTES)
-    chosen = np.linspace(0, num_blocks - 1, min(num_blocks, NUM_BLOCKS)).astype(int)
-    with open(path, "rb") as file:
-        for block in chosen:
-            file.seek(int(block) * BLOCK_BYTES)
-            digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def fingerprint_model(model_name_or_path: str) -> str:

@@ -72,6 +72,9 @@ class Method:
         """Files that every rank reads itself, by the option that names them. Default: none."""
         return {}
 
+    def verify_files(self) -> None:
+        """Checks the files that it reads against the hashes recorded when they were written. Default: none."""
+
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         """Analyzes a fully trainable model before the run's own is built. Default: nothing."""
 

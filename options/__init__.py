@@ -57,6 +57,7 @@ from .tools import (
     SamplingOptions,
     ScoreDataOptions,
     SweepOptions,
+    VerifyOptions,
 )
 from .training import (
     DATA_SETS,

@@ -105,8 +105,6 @@ class RowOptions:
     """If the template's generation prompt has text that rendered rows lack, such as <think>: as-rendered trains answers
     as the template renders rows; train-as-prompted trains the last answer of each row after the prompt's own text,
     starting with the text that closes the reasoning."""
-    strict_reasoning: bool = False
-    """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
     max_sample_num_tokens: int | None = None
     """Drop and count samples with more tokens than this."""
     truncate: bool = False
@@ -178,6 +176,8 @@ class ContentOptions:
     template_args: tuple[str, ...] = ()
     """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
     chat_template_kwargs override them. Use the same for inference."""
+    strict_reasoning: bool = False
+    """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
     as_chat: bool = False
     """With --format completion: make a chat of each row, the prompt as the user's message."""
     system_field: str | None = None

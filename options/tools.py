@@ -56,6 +56,8 @@ class GenerateOptions:
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use the model without comparing its files to the hashes recorded when they were written."""
     prompts: tuple[str, ...] = ()
     """Files or directories of prompts: rows as process_data.py reads them, or lines of text (.txt). Default: a chat in
     the terminal."""
@@ -97,6 +99,8 @@ class EvaluateOptions:
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
     """Run code that comes with the models; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use models and data sets without comparing their files to the hashes recorded when they were written."""
     format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
     """Format of the tasks' rows. Default: detected for each row."""
     max_tokens_per_gpu: int = 8192
@@ -138,6 +142,8 @@ class ScoreDataOptions:
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use models and data sets without comparing their files to the hashes recorded when they were written."""
     engine: Literal["hf", "openai"] = "hf"
     """hf: transformers, in this process or under torchrun; openai: a server that returns prompt_logprobs (vLLM)."""
     base_url: str | None = None
@@ -164,6 +170,8 @@ class MergeAdapterOptions:
     """Branch, tag or commit of a model on the hub. Default: the adapter's, or the main branch."""
     trust_remote_code: bool = False
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use the model and the adapter without comparing their files to the hashes recorded when they were written."""
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
     value is read from the environment."""
@@ -184,6 +192,8 @@ class MergeModelsOptions:
     base: str | None = None
     """Directory of the common base model: the result is the base plus the weighted sum of the models' differences from
     it (task vectors)."""
+    skip_verification: bool = False
+    """Use the models without comparing their files to the hashes recorded when they were written."""
     config: str | None = None
     """YAML file with any of these options; flags override it."""
 
@@ -199,6 +209,8 @@ class ExportGgufOptions:
     dtype: Literal["bf16", "f16", "f32", "q8_0"] = "bf16"
     """Data type of the matrices: q8_0, 8 bits in blocks of 32; smaller types are made from such a file by llama.cpp's
     llama-quantize."""
+    skip_verification: bool = False
+    """Use the model without comparing its files to the hashes recorded when they were written."""
     config: str | None = None
     """YAML file with any of these options; flags override it."""
 
@@ -220,6 +232,14 @@ class ImportConfigOptions:
         Literal["axolotl", "llama-factory", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward"] | None
     ) = None
     """Trainer that the file is for; trl is its SFT trainer. Default: detected from its keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Compare stored files to the hashes recorded when they were written."""
+
+    path: tuple[str, ...]
+    """Data sets, scores, exports, checkpoints, runs, or directories that contain any of these."""
 
 
 @dataclass(frozen=True, kw_only=True)

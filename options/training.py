@@ -48,6 +48,8 @@ class TrainOptions:
     data_cache_dir: str = DATA_CACHE_DIR
     """Cache directory for tokenized rows, by their content, and for copies of data sets at URLs. Must be visible to
     every node, unless all data is named by --data-path and the like."""
+    skip_verification: bool = False
+    """Use models, data sets and scores without comparing their files to the hashes recorded when they were written."""
     model: ModelOptions
     data: DataOptions = field(default_factory=DataOptions)
     rows: RowOptions = field(default_factory=RowOptions)

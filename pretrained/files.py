@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from contents import verify_model
 from disk import read_object
 from ranks.ending import log
 
@@ -63,6 +64,13 @@ def find_weights(model_name_or_path: str, model_dir: str) -> None:
         download(model_name_or_path, revision=path.name, patterns=["model*.safetensors"])
     check_model_links(path)
     check_weights(path)
+
+
+def verify_weights(model_dir: str) -> None:
+    """Checks a model's files against the hashes of its export (`verify_model`)."""
+    path = Path(model_dir)
+    names = list_weights(path)
+    verify_model(path, names if names == [WEIGHTS] else [INDEX, *names])
 
 
 def download(repo: str, *, revision: str | None, patterns: list[str], flag: str = MODEL_FLAG) -> Path:

@@ -16,12 +16,20 @@ from typing import Any
 
 import numpy as np
 
+from contents import check_recorded
 from corpus.by_row import RunningSums
 from corpus.reader import TokenizedData
-from disk import read_object, written_aside
+from disk import hash_file, read_object, written_aside
 from model.fingerprints import fingerprint_data
 from objectives.soft_targets import make_even_records, make_record_type
+from options.problems.tools import MOST_TOP_K
+from ranks.ending import log
 
+# Types of the sidecar's entries.
+SIDECAR_TYPES = {"data": str, "teacher": str, "tokenizer": str, "top_k": int, "temperature": float | int,
+                 "num_ids": int, "dtype": str, "num_tokens": int, "loss": float, "tail": float,
+                 "max_token_id": int}  # fmt: skip
+FILE_TYPES = {"size": int, "sha256": str}
 PART_BYTES = 32 << 20  # of records that are computed before they are written
 SERVED = "served_weights"  # the field that a server does not always say
 
@@ -114,7 +122,7 @@ class ScoreWriter:
     def finish(self) -> dict[str, Any]:
         """Puts the complete file in its place; returns the sidecar."""
         found = asdict(self.identity) | {"teacher_name": self.teacher}
-        found |= summarize_scores(self.part, self.identity.top_k)
+        found |= summarize_scores(self.part, self.identity.top_k) | {"file": hash_file(self.part)}
         with written_aside(self.sidecar) as (aside,):
             aside.write_text(json.dumps(found, indent=2) + "\n")
         self.part.replace(self.path)
@@ -131,6 +139,20 @@ def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> No
         raise ValueError(f"{sidecar}: was made with other {', '.join(other).replace('_', ' ')}; {advice}")
 
 
+def read_score_sidecar(path: Path) -> dict[str, Any]:
+    """The sidecar of complete scores; ValueError naming the entry that is missing or of another kind."""
+    sidecar = read_object(path)
+    recorded = sidecar.get("file", {})
+    for entries, kinds in ((sidecar, SIDECAR_TYPES), (recorded, FILE_TYPES if recorded != {} else {})):
+        for key, kind in kinds.items():
+            value = entries.get(key) if isinstance(entries, dict) else entries
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{path}: {key} is {value!r:.80}, which score-data does not write: score again")
+    if not 1 <= sidecar["top_k"] <= MOST_TOP_K:
+        raise ValueError(f"{path}: top_k is {sidecar['top_k']}, allowed: 1 to {MOST_TOP_K}: score again")
+    return sidecar
+
+
 class ScoreFile:
     """The complete scores of a data set: `file[row]` are its records (trained tokens,)."""
 
@@ -142,7 +164,8 @@ class ScoreFile:
                 f"{self.path}: there are no scores of {data.path}: mini-trainer score-data --data-path {data.path}"
                 f" --name {name} --model-name-or-path TEACHER makes them"
             )
-        self.sidecar = read_object(self.path.with_name(f"{self.path.name}.json"))
+        self.sidecar_path = self.path.with_name(f"{self.path.name}.json")
+        self.sidecar = read_score_sidecar(self.sidecar_path)
         self.record_type, self.trained = make_record_type(self.sidecar["top_k"]), count_trained(data)
         self.num_records = data.num_loss_tokens  # (rows,)
         if self.sidecar["data"] != digest_data(data):
@@ -150,6 +173,13 @@ class ScoreFile:
         expected = self.trained.total * self.record_type.itemsize
         if self.path.stat().st_size != expected:
             raise ValueError(f"{self.path}: has {self.path.stat().st_size:,} bytes, expected {expected:,}: score again")
+
+    def verify(self) -> None:
+        """Checks the file against the hash in its sidecar; the log says if an older version recorded none."""
+        if "file" not in self.sidecar:
+            log.info(f"{self.path}: its sidecar records no hash: it is used unverified")
+            return
+        check_recorded(self.path, self.sidecar["file"], record=str(self.sidecar_path))
 
     def __getitem__(self, row: int) -> np.ndarray:
         size, start = self.record_type.itemsize, self.trained.before(row) * self.record_type.itemsize

@@ -12,6 +12,7 @@ from program import ROOT, list_dependencies, list_sources, name_packages
 LAYERS = [
     {"options", "disk", "packers", "pages"},
     {"ranks", "batch_packer"},
+    {"contents"},
     {"chat", "command_line", "api", "pretrained"},
     {"families"},
     {"objectives"},

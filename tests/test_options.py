@@ -350,6 +350,7 @@ COMPLETE = {
     "sweep": ["recipes/sweep.yaml"],  # which is read first
     "board": ["b"],
     "plot-metrics": ["r", "--output", "o.html"],
+    "verify": ["chats.arrow"],
 }
 # Ctrl-C at the first import of a library that takes long.
 INTERRUPTED_IMPORT = """

@@ -146,7 +146,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit_and_reads_its_referen
     train_on(1, world, **make_options(tmp_path / "whole", models))
     options = make_options(tmp_path / "parts", models)
     train_on(1, world, **options | dict(max_steps=1))
-    (stored,) = (tmp_path / "parts").glob("pairs.arrow.reference-*.npy")
+    (stored,) = (tmp_path / "parts").glob("pairs.arrow.reference-*.npz")
     written = stored.stat().st_mtime_ns
     train_on(1, world, **options | dict(reuse_reference_only=True))
     assert read_rows(tmp_path / "parts" / "run") == read_rows(tmp_path / "whole" / "run")
@@ -158,13 +158,13 @@ def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, t
     with pytest.raises(ValueError, match=r"--reuse-reference-only: 24 samples"):
         train_on(1, world, **options | dict(reuse_reference_only=True))
     train_on(1, world, **options)
-    (stored,) = tmp_path.glob("pairs.arrow.reference-*.npy")
-    known = np.load(stored)
+    (stored,) = tmp_path.glob("pairs.arrow.reference-*.npz")
+    known = np.load(stored)["values"]
     part = known.copy()
     part[5:] = np.nan  # as a run leaves it that is killed while it scores
-    np.save(stored, part)
+    np.savez(stored, values=part)
     train_on(1, world, **options | dict(output_dir=str(tmp_path / "again")))
-    np.testing.assert_allclose(np.load(stored), known, rtol=1e-6)
+    np.testing.assert_allclose(np.load(stored)["values"], known, rtol=1e-6)
     with pytest.raises(ValueError, match="24 samples"):
         train_on(1, world, **options | dict(output_dir=str(tmp_path / "x"), reference_model=str(models[1]),
                                             reuse_reference_only=True))  # fmt: skip
@@ -177,14 +177,15 @@ def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, 
     other = write_pairs(tmp_path / "other.arrow", models[0], seed=7)
     options |= dict(data_path=(*options["data_path"], str(other)))
     train_on(1, world, **options)
-    paths = [*tmp_path.glob("pairs.arrow.reference-*.npy"), *tmp_path.glob("other.arrow.reference-*.npy")]
-    known = [np.load(path) for path in paths]
+    paths = [*tmp_path.glob("pairs.arrow.reference-*.npz"), *tmp_path.glob("other.arrow.reference-*.npz")]
+    known = [np.load(path)["values"] for path in paths]
     for num_known in (10, 24, 34):
         for path, values, first in zip(paths, known, (0, len(known[0])), strict=True):
-            np.save(path, np.where(first + np.arange(len(values))[:, None] < num_known, values, np.nan))
+            part = np.where(first + np.arange(len(values))[:, None] < num_known, values, np.nan)
+            np.savez(path, values=part)
         train_on(1, world, **options | dict(output_dir=str(tmp_path / f"after_{num_known}")))
         for path, values in zip(paths, known, strict=True):
-            np.testing.assert_array_equal(np.load(path), values)
+            np.testing.assert_array_equal(np.load(path)["values"], values)
 
 
 def test_parts_of_the_scoring_do_not_depend_on_what_is_known(monkeypatch):

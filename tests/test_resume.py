@@ -17,8 +17,9 @@ from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, load_checkp
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
+from contents import write_json, write_manifest
 from disk import put_in_place
-from lifecycle.checkpoint_files import count_shards, remove_shards, shard_name, write_json, write_manifest
+from lifecycle.checkpoint_files import count_shards, remove_shards, shard_name
 from lifecycle.checkpointing import NoValidCheckpoint
 
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     pause_collector()
 
 from options.choices import check_choices
-from pretrained.files import MODEL_FLAG
+from pretrained.files import MODEL_FLAG, verify_weights
 from ranks.ending import ending_with_message
 from ranks.messages import say
 
@@ -43,6 +43,8 @@ def export_gguf(options: ExportGgufOptions) -> None:
         raise ValueError(f"--output {output}: must end in .gguf")
     if output.exists():
         raise ValueError(f"--output {output}: already exists; choose a new one")
+    if not options.skip_verification:
+        verify_weights(str(model_dir))
     num_bytes, notes = write_gguf(model_dir, output, options.dtype)
     for note in notes:
         say(f"note: {note}")

@@ -34,13 +34,14 @@ from methods.adapter_files import (
     find_beside,
     read_config,
     read_generation_config,
+    verify_adapter,
 )
 from methods.full import Full
 from model.config import ModelSource, load_config, load_generation_config
 from model.method import MetaModel
 from model.weights import read_weights
 from options.choices import check_choices
-from pretrained.files import find_model, find_weights
+from pretrained.files import find_model, find_weights, verify_weights
 from pretrained.parts import find_blocks
 from pretrained.text_tower import is_multimodal, text_config
 from ranks.devices import DTYPES
@@ -69,6 +70,9 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     revision = options.model_revision or (config.revision if is_own else None)
     model_dir = find_model(name, revision=revision, trust_remote_code=options.trust_remote_code)
     find_weights(name, model_dir)
+    if not options.skip_verification:
+        verify_weights(model_dir)
+        verify_adapter(adapter)
     family = TextFamily()
     model_config = load_config(model_dir, family, trust_remote_code=options.trust_remote_code)
     generation_config = read_generation_config(adapter) or load_generation_config(model_dir, model_config)

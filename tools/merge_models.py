@@ -21,6 +21,7 @@ if __name__ == "__main__":
     pause_collector()
 
 from model.merging import merge_into, open_models
+from pretrained.files import verify_weights
 from ranks.ending import ending_with_message
 from ranks.messages import say
 
@@ -31,6 +32,9 @@ def merge_models(options: MergeModelsOptions) -> None:
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")
     models, base = open_models(options.model, options.base)
+    if not options.skip_verification:
+        for model in [*models, *([] if base is None else [base])]:
+            verify_weights(str(model.directory))
     weights = options.weights or (1 / len(models),) * len(models)
     merge_into(output_dir, models, weights, base)
     parts = " + ".join(f"{weight:g} x {model.name}" for weight, model in zip(weights, models, strict=True))

@@ -23,7 +23,8 @@ if __name__ == "__main__":
     pause_collector()
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -33,8 +34,8 @@ from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.fetched import bring_here
 from corpus.mixture import Mixture
 from corpus.pairs import check_rows, mark_trained, read_pair
-from corpus.reader import TokenizedData
-from disk import hash_json
+from corpus.reader import TokenizedData, verify_data
+from disk import hash_json, locked
 from evaluation.data_sets import build_scorer
 from families.packed_row import check_positions
 from families.text import TextFamily
@@ -62,7 +63,7 @@ from ranks.devices import DTYPES
 from ranks.messages import say
 from ranks.program import describe_program
 from ranks.terminal import show_progress
-from ranks.world import World, call_on_rank0, call_with_world
+from ranks.world import World, call_on_each_node, call_on_rank0, call_with_world
 from scoring.data_scores import score_data
 from scoring.score_files import ScoreIdentity, ScoreWriter, digest_data, locate_scores
 
@@ -81,18 +82,45 @@ def score(options: ScoreDataOptions, world: World) -> None:
     for data, seen in zip(sets, read, strict=True):
         call_on_rank0(world, lambda data=data, seen=seen: check_aligned(data, seen))
     scorer = OPENERS[options.engine](options, read, world)
+    if not options.skip_verification:
+        call_on_each_node(world, lambda: verify_files(scorer, [*sets, *(read if options.teacher_data else ())]))
     for data, seen in zip(sets, read, strict=True):
         SCORES[data.task.objective](data, seen, scorer, options, world)
 
 
+def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
+    """Checks what will be read against the hashes recorded when it was written."""
+    scorer.verify()
+    for data in sets:
+        verify_data(*data.sources)
+
+
 def score_tokens(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
     """Writes a teacher's scores of one data set, or continues them."""
-    writer = open_writer(data, seen, scorer, options)
-    if writer.is_complete:
-        announce(world, f"{writer.path}: there already, by the same teacher")
-        return
-    announce(world, describe_size(data, writer))
-    write_scores(writer, functools.partial(scorer.score, seen), world)
+    with written_alone(locate_scores(data.sources[0].path, options.name), world):
+        writer = open_writer(data, seen, scorer, options)
+        if writer.is_complete:
+            announce(world, f"{writer.path}: there already, by the same teacher")
+            return
+        announce(world, describe_size(data, writer))
+        write_scores(writer, functools.partial(scorer.score, seen), world)
+
+
+@contextmanager
+def written_alone(path: Path, world: World) -> Iterator[None]:
+    """Lets one program at a time write the scores at `path`; ValueError in another. All ranks call this."""
+    with ExitStack() as held:
+        call_on_rank0(world, lambda: hold_scores(path, held))
+        yield
+
+
+def hold_scores(path: Path, held: ExitStack) -> None:
+    try:
+        held.enter_context(locked(path.with_name(f".{path.name}.lock"), waits=False))
+    except BlockingIOError:
+        raise ValueError(
+            f"{path}: another process is writing these scores: wait for it to end, or choose another --name"
+        ) from None
 
 
 def score_answers(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
@@ -119,6 +147,9 @@ class Scorer(Protocol):
 
     identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
     key: str  # of its log-probabilities as a reference (lifecycle.inputs.hash_reference)
+
+    def verify(self) -> None:
+        """Checks the model's files against the hashes recorded with them."""
 
     def build(self, objective: Objective) -> PackedModel:
         """The model with another objective; ValueError for a server. All ranks call this."""
@@ -156,6 +187,9 @@ class LocalScorer:
         }
         family = TextFamily().complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
         self.objective = TopTokens(family, top_k=options.top_k, temperature=options.temperature, num_ids=num_ids)
+
+    def verify(self) -> None:
+        self.found.verify()
 
     @property
     def key(self) -> str:
@@ -214,6 +248,9 @@ class ServerScorer:
         sidecar = read[0].sources[0].sidecar or {}
         self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
                          "num_ids": 0, "dtype": "server", "served_weights": engine.look_up().get("root")}  # fmt: skip
+
+    def verify(self) -> None:
+        """Nothing: the server has loaded it."""
 
     @property
     def key(self) -> str:

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "continual": (groups.ContinualOptions, dict(paths="tasks.yaml")),
     "sweep": (groups.SweepOptions, dict(config_file="sweep.yaml")),
     "plot-metrics": (groups.PlotOptions, dict(runs="runs/a", output="curves.html")),
+    "verify": (groups.VerifyOptions, dict(path="chats.arrow")),
     "merge-adapter": (groups.MergeAdapterOptions, dict(adapter="runs/a", output_dir="merged")),
     "merge-models": (groups.MergeModelsOptions, dict(model=("a", "b"), output_dir="mixed")),
     "export-gguf": (groups.ExportGgufOptions, dict(model_name_or_path="M", output="model.gguf")),

@@ -155,7 +155,7 @@ def find_classification_problems(o: RowOptions) -> list[str]:
         *("label_type", "label_names", "labels_from"),
     )
     is_classification = o.format == "classification"
-    only_language = ("allow_missing_stop_token", "append_stop_token", "thinking_prefix", "strict_reasoning")
+    only_language = ("allow_missing_stop_token", "append_stop_token", "thinking_prefix")
     useless = only_language if is_classification else only_classification
     useless = [name for name in useless if not (name == "label_field" and o.format == "feedback")]
     given = [flag_name(name) for name in useless if name in list_changed(o)]
