@@ -47,6 +47,8 @@ class TokenizedData:
         recorded = read_sidecar(path)
         self.task = read_task(recorded, named=f"{path}.meta.json")
         self.kind = COLUMNS[self.task.objective]
+        if self.path.is_file():
+            check_size(recorded, self.path)
         self._files, index = open_files(self.path, self.kind, named=f"{option} {path}")
         self._maps = [file.map for file in self._files] + ([] if index.map is None else [index.map])
         self.lengths = index.lengths
@@ -72,7 +74,6 @@ class TokenizedData:
                 " row out, or tokenize the data again with process_data.py"
             )
         self.sidecar = check_sidecar(recorded, path, num_samples=len(self.lengths))
-        check_size(recorded, self.path)
         self.release_pages()
 
     def _list_batches(self) -> list[pa.RecordBatch]:
@@ -249,6 +250,8 @@ def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
         raise ValueError(f"{named}: must end in .arrow, .parquet or .jsonl")
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{named}: not a regular file")
         if not path.stat().st_size:
             raise ValueError(f"{named}: holds no samples")
         files = list(map(ArrowFile, [path] if path.suffix == ".arrow" else convert_to_arrow(path, kind)))

@@ -275,7 +275,8 @@ def test_a_sidecar_beside_data_that_was_changed_in_place_is_noticed(root, world,
     content[place] ^= 1
     data.write_bytes(content)
     assert list_differences(before, describe(root, world, data_path=str(data))) == {
-        "data: --data-path, data set 1, SHA-256 of sampled blocks"
+        "data: --data-path, data set 1, SHA-256",
+        "data: --data-path, data set 1, SHA-256 of sampled blocks",
     }
 
 

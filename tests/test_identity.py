@@ -184,7 +184,7 @@ ROUNDING = (  # the numbers are the same but for their rounding
 )
 LENGTH = tuple(option.name for option in dataclasses.fields(EndOptions))  # see "number of steps"
 OUTPUT = (  # what is measured, written and said
-    *("output_dir", "logging_level", *WITHOUT_NUMBERS),
+    *("output_dir", "logging_level", "skip_verification", *WITHOUT_NUMBERS),
     *(
         option.name
         for group in (ValidationOptions, CheckpointOptions, ExportOptions, TrackingOptions, HubOptions, CallbackOptions)

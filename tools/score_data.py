@@ -60,6 +60,7 @@ from options.problems.given import list_changed
 from pretrained.files import name_model
 from ranks.agreement import compare_ranks
 from ranks.devices import DTYPES
+from ranks.ending import ExitCode, RunError
 from ranks.messages import say
 from ranks.program import describe_program
 from ranks.terminal import show_progress
@@ -118,9 +119,8 @@ def hold_scores(path: Path, held: ExitStack) -> None:
     try:
         held.enter_context(locked(path.with_name(f".{path.name}.lock"), waits=False))
     except BlockingIOError:
-        raise ValueError(
-            f"{path}: another process is writing these scores: wait for it to end, or choose another --name"
-        ) from None
+        message = f"{path}: another process is writing these scores: wait for it to end, or choose another --name"
+        raise RunError(ExitCode.LOCKED, message) from None
 
 
 def score_answers(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:

@@ -29,6 +29,8 @@ SCORES, SIDECAR = ".scores.json", ".meta.json"
 
 def verify(options: VerifyOptions) -> None:
     """Prints one line for each file or directory with recorded hashes; ValueError if any is damaged."""
+    if not options.path:
+        raise ValueError("give what to verify: data sets, scores, exports, checkpoints, runs or directories of these")
     num_damaged = 0
     for path in options.path:
         for record in find_records(Path(path)):
