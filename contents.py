@@ -22,7 +22,7 @@ from ranks.ending import log
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of manifests
-CARD = "README.md"
+COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of config, tokenizer, code
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024  # blocks read from every large file
 MEMORY_DIR = "~/.cache/mini_trainer/verified"
@@ -142,8 +142,8 @@ def list_recorded(directory: Path) -> tuple[dict[str, Any], Path] | None:
 
 def is_foreign(manifest: Path) -> bool:
     """Whether the file is missing, or another program's."""
-    if not manifest.exists():
-        return True
+    if not manifest.is_file():
+        return not manifest.exists()
     try:
         return {"files", "sha256"}.isdisjoint(read_object(manifest))
     except ValueError:
@@ -166,8 +166,8 @@ def verify_model(directory: Path, weights: Collection[str]) -> None:
         raise ValueError(f"{directory / unlisted[0]}: is not listed in {manifest}, so it was added later: {ADVICE}")
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(lambda name: check_recorded(directory / name, recorded[name], record=str(manifest)), weights))
-    companions = (name for name in sorted(recorded) if not is_weights(name) and "/" not in name and name != CARD)
-    edited = [name for name in companions if is_changed(directory / name, recorded[name])]
+    companions = (name for name in sorted(recorded) if name.endswith(COMPANIONS) and not is_weights(name))
+    edited = [name for name in companions if "/" not in name and is_changed(directory / name, recorded[name])]
     if edited:
         log.warning(f"warning: {directory}: differs from its {MANIFEST}: {', '.join(edited)}")
 
