@@ -436,7 +436,7 @@ def test_missing_metrics_are_said(start, finished, tmp_path):
     output_dir = copy_until(finished, 3, tmp_path / "run")
     metrics = output_dir / "training_metrics_0.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
-    assert any("the lines of steps 2 to 3 are missing" in message for message in start(output_dir, max_steps=4))
+    assert any("the lines of steps 2-3 are missing" in message for message in start(output_dir, max_steps=4))
 
 
 @pytest.mark.parametrize("place", ["_internal_data_processing", "tokenized/train", "."])
