@@ -145,7 +145,7 @@ def list_data_in(output_dir: Path, options: TrainOptions) -> set[str]:
 
 def is_own_file(path: Path) -> bool:
     """Whether a start that was ended before it wrote its options, or a killed write, may have left this file."""
-    return path.name in OWN_FILES or path.name.startswith(f".{EXIT_FILE}.") or is_part(path)
+    return path.name in OWN_FILES or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}")) or is_part(path)
 
 
 def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
