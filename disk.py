@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
     finally:
         for aside in asides:
             remove(aside)
+
+
+def is_part(path: Path) -> bool:
+    """Whether a file is one that `written_aside` writes to, of any target."""
+    return path.name.startswith(".") and path.name.endswith(".part")
 
 
 def remove_parts(target: Path) -> None:
@@ -234,6 +239,42 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object, but {JSON_TYPES[type(content)]}")
     return content
+
+
+def read_fields(path: Path, kinds: Mapping[str, Any], *, written_by: str, advice: str = "") -> dict[str, Any]:
+    """The object in a JSON file that has these keys, of these types; ValueError naming the file and the other keys."""
+    try:
+        content = read_object(path)
+    except ValueError as error:
+        raise ValueError(f"{error}{advice}") from None
+    if wrong := list_wrong(content, kinds):
+        raise ValueError(f"{path}: not as {written_by} writes it (see {', '.join(wrong)}){advice}")
+    return content
+
+
+def list_wrong(content: dict[str, Any], kinds: Mapping[str, Any]) -> list[str]:
+    """The keys that an object lacks, or has with a value of another type."""
+    return [name for name, kind in kinds.items() if name not in content or not isinstance(content[name], kind)]
+
+
+def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Yields number, text and content of each complete line of a run's metrics file; None for a damaged line. Yields
+    nothing if there is no file.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):  # the last line is incomplete after a kill, and while it is written
+                    yield number, line, parse_metrics(line)
+
+
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """The metrics of a step or a validation; None if the line is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int and "loss" in row else None
 
 
 def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:

@@ -1,13 +1,14 @@
 """Runs the scripts as child processes: streams their output, forwards Ctrl-C, and leaves no process behind."""
 
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..disk import identify_file
+from ..disk import identify_file, read_metrics
 from ..ranks.children import run_child
 from ..ranks.ending import EXIT_FILE, ExitCode
 from .arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
@@ -126,7 +127,6 @@ def list_exports(output_dir: Path) -> list[Path]:
 
 
 def read_last_metrics(output_dir: Path) -> dict[str, Any] | None:
-    """The metrics file's last line."""
-    path = output_dir / "training_metrics_0.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1]) if lines else None
+    """The metrics file's last line that is not damaged."""
+    rows = (row for _, _, row in read_metrics(output_dir / "training_metrics_0.jsonl") if row is not None)
+    return next(iter(deque(rows, maxlen=1)), None)

@@ -5,8 +5,11 @@ sweep that nobody disturbed.
 
 A halving search of 12 runs over learning rate, batch size and schedule, on the quickstart's chats and a tiny model, two
 at a time. SIGKILL hits the sweep, a trial, or the sweep and all its trials, in turn, at random moments while trials
-train; trials whose sweep is gone have to end by themselves. Then the table of trials, the winner, and the metrics and
-validations of every run (without times) must be the same, to the bit. Exits with 1, and keeps the directory, if not.
+train; trials whose sweep is gone have to end by themselves. With --rewind, half of the kills of the sweep are followed
+by an older journal, as a restored snapshot has it: cut after any line, or none. Then the table of trials, the winner,
+and the metrics and validations of every run (without times) must be the same, to the bit; sweeps are run until there
+were enough kills. --forked spares all processes Python's imports, as the tests do: then a killed sweep takes its trials
+with it, and kills come at any moment, not only while trials train. Exits with 1, and keeps the directory, if not.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
 
 import yaml
+from fork_server import share_server, start_server, use_server
 from processes import ENV, is_alive, list_children
 
 TIMES = ("seconds", "time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second",
@@ -75,6 +80,51 @@ def make_settings(root: Path, *, num_steps: int) -> Path:
     return path
 
 
+class ForkedSweep:
+    """A sweep without Python's imports, whose trials have none either; as a process of subprocess.Popen."""
+
+    def __init__(self, settings: Path):
+        arguments = (settings, settings.parent / "sweep.log", share_server())
+        self.process = start_server().Process(target=drive, args=arguments)
+        self.process.start()
+        self.pid, self.root = self.process.pid, settings.parent / "sweep"
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode
+
+    def list_trials(self) -> list[int]:
+        """The processes that hold the locks of trials."""
+        found = [read_pid(path) for path in self.root.glob("trial_*/run/.lock")]
+        return [pid for pid in found if pid is not None and is_alive(pid)]
+
+
+def read_pid(lock: Path) -> int | None:
+    try:
+        return json.loads(lock.read_text())["pid"]
+    except (OSError, ValueError):
+        return None
+
+
+def drive(settings: Path, log: Path, shared: dict[str, str]) -> None:
+    """In a forked process: runs the sweep as tools/sweep.py does, with forked trials."""
+    use_server(shared)
+    from sweep_runs import ForkedPool
+
+    import tools.sweep
+    from lifecycle.stages import ending_experiment
+    from options import SweepOptions
+
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    tools.sweep.Pool = ForkedPool
+    with ending_experiment():
+        tools.sweep.sweep(SweepOptions(config_file=str(settings)))
+
+
 def start(settings: Path) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "__main__.py"), "sweep", str(settings)]
     with (settings.parent / "sweep.log").open("a") as log:
@@ -86,9 +136,9 @@ def count_steps(root: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in root.glob("sweep/trial_*/run/training_metrics_0.jsonl"))
 
 
-def kill(sweep: subprocess.Popen, root: Path, target: str, rng: random.Random) -> str | None:
+def kill(sweep: subprocess.Popen, root: Path, target: str, rng: random.Random, most_steps: int) -> str | None:
     """Waits until trials have trained for some steps more, and kills; returns what was hit, None if it had ended."""
-    goal, deadline = count_steps(root) + rng.randint(3, 40), time.monotonic() + SECONDS_TO_TRAIN
+    goal, deadline = count_steps(root) + rng.randint(1, most_steps), time.monotonic() + SECONDS_TO_TRAIN
     while count_steps(root) < goal or not list_children(sweep.pid):
         if sweep.poll() is not None or time.monotonic() > deadline:
             return None
@@ -107,19 +157,51 @@ def kill(sweep: subprocess.Popen, root: Path, target: str, rng: random.Random) -
     return f"{target} killed with {len(trials)} trials running, after {count_steps(root)} steps in all"
 
 
-def run(root: Path, num_kills: int, rng: random.Random) -> None:
-    """Runs the sweep to its end through so many kills."""
-    sweep, num_done = start(root / "sweep.yaml"), 0
-    while num_done < num_kills:
-        said = kill(sweep, root, TARGETS[num_done % len(TARGETS)], rng)
+def rewind(journal: Path, rng: random.Random) -> str:
+    """Puts an older journal in place of this one, or none; returns what was done."""
+    lines = journal.read_bytes().splitlines(keepends=True)
+    kept = lines[: rng.randint(0, len(lines))]
+    journal.write_bytes(b"".join(kept))
+    if not kept:
+        journal.unlink()
+    return f"; the journal loses {len(lines) - len(kept)} of {len(lines)} lines"
+
+
+def kill_forked(sweep: ForkedSweep, target: str, rng: random.Random, most_seconds: float) -> str | None:
+    """Waits for a random time, and kills; returns what was hit, None if it had ended."""
+    seconds = rng.uniform(0.5, most_seconds)
+    sweep.process.join(seconds)
+    trials = sweep.list_trials()
+    if sweep.poll() is not None:
+        return None
+    target = target if trials else "sweep"
+    for pid in trials[:1] if target == "trial" else [sweep.pid]:
+        os.kill(pid, signal.SIGKILL)
+    if target != "trial":
+        sweep.wait()
+    return f"{target} killed with {len(trials)} trials running, {seconds:.1f} s after the last"
+
+
+def run(root: Path, kills: range, rng: random.Random, options: argparse.Namespace) -> int:
+    """Runs the sweep to its end through at most so many kills; returns the number of the last one."""
+    begin = ForkedSweep if options.forked else start
+    sweep, number, journal = begin(root / "sweep.yaml"), kills.start, root / "sweep" / "study.journal"
+    while number < kills.stop:
+        target = TARGETS[number % len(TARGETS)]
+        if options.forked:
+            said = kill_forked(sweep, target, rng, options.most_seconds)
+        else:
+            said = kill(sweep, root, target, rng, options.most_steps)
         if said is None:
-            sys.exit(f"the sweep ended after {num_done} kills, before the next one; {root} is kept")
-        num_done += 1
-        say(f"kill {num_done}: {said}")
+            break
         if sweep.poll() is not None:
-            sweep = start(root / "sweep.yaml")
+            said += rewind(journal, rng) if options.rewind and journal.exists() and rng.random() < 0.5 else ""
+            sweep = begin(root / "sweep.yaml")
+        number += 1
+        say(f"kill {number}: {said}")
     if sweep.wait() != 0:
         sys.exit(f"the sweep failed: {(root / 'sweep.log').read_text()[-2000:]}")
+    return number
 
 
 def read(root: Path) -> dict[str, object]:
@@ -150,21 +232,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-kills", type=int, default=3)
     parser.add_argument("--num-steps", type=int, default=90, help="of a whole run")
+    parser.add_argument("--most-steps", type=int, default=40, help="of all trials between two kills")
+    parser.add_argument("--rewind", action="store_true", help="put older journals in place")
+    parser.add_argument("--forked", action="store_true", help="spare processes Python's imports")
+    parser.add_argument("--most-seconds", type=float, default=8.0, help="between two kills, with --forked")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="sweep_kills_"))
     say(f"in {root}")
     make_settings(root, num_steps=options.num_steps)
     rng = random.Random(options.seed)
-    run(root, 0, rng)
+    run(root, range(0), rng, options)
     (root / "sweep").rename(root / "undisturbed")
     whole = read(root / "undisturbed")
     say(f"undisturbed: {len(whole['trials'])} trials; best: {describe_best(whole)}")
-    run(root, options.num_kills, rng)
-    killed = read(root / "sweep")
-    say(f"killed {options.num_kills} times; best: {describe_best(killed)}")
-    differing = [name for name in sorted(whole.keys() | killed.keys()) if whole.get(name) != killed.get(name)]
-    say(f"files compared: {len(whole)}; differing: {len(differing)} {' '.join(differing)}".rstrip())
+    num_kills, differing = 0, []
+    while num_kills < options.num_kills and not differing:
+        shutil.rmtree(root / "sweep", ignore_errors=True)
+        num_kills = run(root, range(num_kills, options.num_kills), rng, options)
+        killed = read(root / "sweep")
+        say(f"killed {num_kills} times; best: {describe_best(killed)}")
+        differing = [name for name in sorted(whole.keys() | killed.keys()) if whole.get(name) != killed.get(name)]
+        say(f"files compared: {len(whole)}; differing: {len(differing)} {' '.join(differing)}".rstrip())
     differing += train_again(root / "sweep")
     say(f"the best one trained again without rungs: differing: {len(differing)}")
     print((root / "sweep.log").read_text().rpartition("\ntrial_")[2].partition("\n")[2].rpartition("\ncurves: ")[0])

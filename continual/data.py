@@ -15,7 +15,7 @@ from corpus.formats import TEMPLATE_ARGS, Example, FieldPaths, read_examples
 from corpus.outputs import DataSetFiles, Outputs
 from corpus.rows import read_formatted_chunks
 from corpus.split import falls_into_validation
-from disk import written_aside
+from disk import read_fields, read_object, written_aside
 from inference.prompts import Prompt, split_chat
 from lifecycle.stages import Stage
 from objectives.columns import CAUSAL_LM
@@ -60,7 +60,7 @@ def open_set(one: SetSettings, kind: str, path: str, settings: Settings, folder:
     """A data set of process-data under the set's name, from such a set or from rows."""
     files = DataSetFiles(Path(path).absolute())
     if files.sidecar.is_file():
-        objective = json.loads(files.sidecar.read_text()).get("objective", CAUSAL_LM)
+        objective = read_object(files.sidecar).get("objective", CAUSAL_LM)
         if objective != CAUSAL_LM:
             raise ValueError(f"{one.name}: {kind} {path} is for {objective}; allowed: data of language models")
         return link_set(files, folder / kind, name=f"{one.name}_{kind}")
@@ -98,7 +98,7 @@ def link_set(files: DataSetFiles, folder: Path, *, name: str) -> Path:
 
 
 def count_samples(data: Path) -> int:
-    return json.loads(DataSetFiles(data).sidecar.read_text())["num_samples"]
+    return read_fields(DataSetFiles(data).sidecar, {"num_samples": int}, written_by="process-data")["num_samples"]
 
 
 def read_questions(task: Task, settings: Settings) -> Iterator[Prompt]:

@@ -15,7 +15,7 @@ from continual.page import write_page
 from continual.running import Runner
 from continual.sequence import run_sequence
 from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_statistics, draw_orders
-from disk import read_object
+from disk import read_fields
 from lifecycle.file_names import PARAMS_FILE
 from lifecycle.stages import Record, hash_files, list_changes, write_record
 from ranks.messages import say
@@ -156,7 +156,7 @@ def settle(settings: Settings, path: Path, now: Record) -> list[list[str]]:
         orders = draw_orders(names, settings.orders)
         write_record(path, now | {"orders": orders})
         return orders
-    before = read_object(path)
+    before = read_record(path)
     orders = before.pop("orders")
     num_before = len(before["settings"]["tasks"])
     kept = json.loads(json.dumps(now))
@@ -172,6 +172,21 @@ def settle(settings: Settings, path: Path, now: Record) -> list[list[str]]:
     orders = [order + names[num_before:] for order in orders]
     write_record(path, now | {"orders": orders})
     return orders
+
+
+def read_record(path: Path) -> Record:
+    """The record of an experiment's settings; ValueError names the file and a key that has been changed."""
+    advice = "; restore it, or choose another output_dir"
+    kinds = {"settings": dict, "files": dict, "model": str, "orders": list}
+    record = read_fields(path, kinds, written_by="mini-trainer continual", advice=advice)
+    tasks = record["settings"].get("tasks")
+    is_whole = isinstance(tasks, list) and all(isinstance(task, dict) for task in tasks)
+    names = sorted(str(task.get("name")) for task in tasks) if is_whole else []
+    has_orders = all(isinstance(order, list) and sorted(map(str, order)) == names for order in record["orders"])
+    if not is_whole or not has_orders:
+        wrong = "orders" if is_whole else "settings.tasks"
+        raise ValueError(f"{path}: not as mini-trainer continual writes it (see {wrong}){advice}")
+    return record
 
 
 def describe_settings(settings: Settings, *, left_out: Iterable[str] = ()) -> Record:

@@ -10,6 +10,7 @@ import numpy as np
 
 from continual.matrix import Cell, Experiment
 from continual.measuring import read_harness
+from disk import list_wrong
 
 KIND = "score"  # losses have no answers
 SMALLEST_FALL = 0.5  # of the scale, which for a right answer that is now wrong is 1
@@ -93,8 +94,11 @@ def open_answers(path: Path, name: str) -> Sequence[bytes | Answer]:
 
 def parse_answer(line: bytes | Answer, name: str) -> Answer:
     if isinstance(line, dict):
-        return {"place": f"document {line['index']}", "references": [line["reference"]]} | line
+        return {"place": f"document {line['index']}", "references": [line.get("reference")]} | line
     try:
-        return json.loads(line)
-    except ValueError as error:
+        answer = json.loads(line)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is damaged: {error}") from None
+    if not isinstance(answer, dict) or (wrong := list_wrong(answer, {"scores": dict})):
+        raise ValueError(f"{name}: is damaged: {f'see {wrong[0]}' if isinstance(answer, dict) else 'not an object'}")
+    return answer

@@ -12,10 +12,12 @@ from continual.data import Prepared
 from continual.matrix import Cell, Row
 from continual.running import Runner
 from continual.settings import CHOICE_METRICS, SetSettings, Settings, Values
+from disk import list_wrong, read_object
 from evaluation.kept import read_lines
 from lifecycle.stages import Stage
 
 SCORE, LOSS = "score", "loss"  # kinds of a row
+LOSSES = {"num_targets": int | float, "loss_sum": int | float}
 OF_TESTS = ("format", "engine", "base_url", "api_key_env", "concurrency")
 FEW_RESAMPLES = {"num_resamples": 100}  # of evaluate's own intervals, which nothing here reads
 
@@ -85,24 +87,38 @@ def keep_common(options: Values) -> Values:
 
 
 def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
-    """Each question's score, or each sample's mean loss with its number of trained tokens."""
-    (samples,) = (folder / "samples").iterdir()
+    """Each question's score, or each sample's mean loss with its number of trained tokens; ValueError names a file that
+    is not as evaluate writes it."""
+    found = list((folder / "samples").iterdir())
+    if len(found) != 1:
+        raise ValueError(f"{folder / 'samples'}: has {len(found)} models, allowed: one; remove {folder}")
+    samples, advice = found[0], f"remove {folder} to measure again"
     if kind == LOSS:
-        lines = [line for line in read_lines(samples / f"{one.name}_held_out.losses.jsonl") if line["num_targets"] > 0]
+        path = samples / f"{one.name}_held_out.losses.jsonl"
+        lines = [line for line in read_lines(path, LOSSES, advice=advice) if line["num_targets"] > 0]
         weights = np.array([line["num_targets"] for line in lines], float)
         return Cell("loss", np.array([line["loss_sum"] for line in lines]) / weights, weights)
     path = samples / ("lm_eval.json" if one.lm_eval is not None else f"{one.name}.scores.jsonl")
-    lines = read_harness(path) if one.lm_eval is not None else read_lines(path)
-    metric = one.metric or next(iter(lines[0]["scores"]))
-    if metric not in lines[0]["scores"]:
-        raise ValueError(f"{one.name}: metric: given {metric!r}, allowed: {', '.join(lines[0]['scores'])}")
+    lines = read_harness(path) if one.lm_eval is not None else read_lines(path, {"scores": dict}, advice=advice)
+    scores = lines[0]["scores"] if lines else {}
+    metric = one.metric or next(iter(scores), "")
+    if scores and metric not in scores:
+        raise ValueError(f"{one.name}: metric: given {metric!r}, allowed: {', '.join(scores)}")
+    if not scores or not all(isinstance(line["scores"].get(metric), int | float) for line in lines):
+        raise ValueError(f"{path}: is damaged: a line without a number as {metric}; {advice}")
     values = np.array([line["scores"][metric] for line in lines], float)
     return Cell(metric, values, None, os.path.relpath(path, root))
 
 
 def read_harness(path: Path) -> list[dict[str, Any]]:
-    """The samples of a task of the harness; of a group of tasks, of all of them."""
-    found = json.loads(path.read_text())
+    """The samples of a task of the harness; of a group of tasks, of all of them. ValueError names a damaged file."""
+    found = read_object(path)
+    for name, samples in found.items():
+        is_whole = isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples)
+        if not is_whole or any(list_wrong(sample, {"index": int, "scores": dict}) for sample in samples):
+            raise ValueError(
+                f"{path}: not as evaluate writes it (see {name}); remove {path.parents[2]} to measure again"
+            )
     return [sample for task in sorted(found) for sample in sorted(found[task], key=lambda sample: sample["index"])]
 
 

@@ -8,6 +8,7 @@ from chat.placeholders import REASONING_KEYS
 from continual.context import Context
 from continual.data import OF_ROWS, tokenize, write_rows
 from continual.settings import Task, Values
+from evaluation.kept import read_lines
 from inference.answers import Line
 from lifecycle.stages import Stage
 
@@ -27,6 +28,16 @@ def answer_prompts(
     if options.get("temperature", 0) != 0:
         options["seed"] = seed
     context.runner.run(Stage(program="generate", folder=folder, options=options))
+
+
+def read_answers(path: Path, num_prompts: int) -> list[Line]:
+    """The answers to so many prompts; ValueError names a damaged file and line."""
+    advice = "remove it, and generate.done beside it, to answer again"
+    lines = read_lines(path, {"index": int, "answer": str, "finish_reason": str | None}, advice=advice)
+    for number, line in enumerate(lines, start=1):
+        if not 0 <= line["index"] < num_prompts:
+            raise ValueError(f"{path}: line {number} is damaged: see index; {advice}")
+    return lines
 
 
 def find_reference(row: DataRow) -> str:

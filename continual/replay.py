@@ -10,7 +10,7 @@ from pathlib import Path
 
 from continual.context import Context, Model
 from continual.data import as_row, count_samples, read_questions, write_rows
-from continual.own_answers import ANSWERS, PROMPTS, DataRow, answer_prompts, replace_answer, tokenize_own
+from continual.own_answers import ANSWERS, PROMPTS, DataRow, answer_prompts, read_answers, replace_answer, tokenize_own
 from continual.settings import Replay, Task, Values, leave_teacher_out
 from evaluation.kept import read_lines
 from evaluation.metrics import score_answer
@@ -89,7 +89,7 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
     """Rows of the answers that are not empty, ended by themselves, and score enough."""
     rows, asked, kept = read_lines(prompts), read_prompts([str(prompts)], None), []
     labels = sorted({reference for prompt in asked for reference in prompt.references})
-    for line in read_lines(answers):
+    for line in read_answers(answers, len(rows)):
         prompt, answer = asked[line["index"]], line["answer"]
         score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:

@@ -15,10 +15,9 @@ from typing import Any
 
 from continual.context import Context, Model
 from continual.data import as_row, read_questions, write_rows
-from continual.own_answers import ANSWERS, answer_prompts, find_reference, replace_answer, tokenize_own
+from continual.own_answers import ANSWERS, answer_prompts, find_reference, read_answers, replace_answer, tokenize_own
 from continual.settings import SelfDistillation, Task, Values, needs_end
 from disk import hash_file, remove, written_aside
-from evaluation.kept import read_lines
 from evaluation.models import EXPORTS
 from inference.answers import is_empty
 from inference.prompts import join_content
@@ -90,7 +89,8 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
     rows = {"student": folder / "student.jsonl", "teacher": folder / "teacher.jsonl"}
     if not rows["teacher"].is_file():
         template = settings.self_distillation.demonstration
-        pairs = [pair for pair in (pair_rows(part, line, template) for line in read_lines(answers)) if pair]
+        lines = read_answers(answers, len(part))
+        pairs = [pair for pair in (pair_rows(part, line, template) for line in lines) if pair]
         if not pairs:
             raise ValueError(f"{answers}: every answer is empty, so there is nothing to learn from")
         if len(pairs) < len(part):

@@ -1,10 +1,11 @@
 """Stores results with a record of how they were made, so that they are not computed again."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from disk import read_object, written_aside
+from disk import list_wrong, read_object, written_aside
 
 
 def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
@@ -19,13 +20,31 @@ def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
     return True
 
 
-def read_lines(path: Path) -> list[Any]:
-    """The values of a JSONL file; ValueError names a file that is damaged."""
+def read_lines(
+    path: Path, kinds: Mapping[str, Any] | None = None, *, advice: str = "remove it to measure again"
+) -> list[Any]:
+    """The values of a JSONL file, with `kinds` objects with these keys, of these types; ValueError names a file and a
+    line that is damaged."""
     try:
         # Bytes, because splitlines splits text also at line separators within answers.
-        return [json.loads(line) for line in path.read_bytes().splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is damaged: {error}; remove it to measure again") from None
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; {advice}") from None
+    values = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            values.append(parse_line(line, kinds))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: line {number} is damaged: {error}; {advice}") from None
+    return values
+
+
+def parse_line(line: bytes, kinds: Mapping[str, Any] | None) -> Any:
+    value = json.loads(line)
+    wrong = [] if kinds is None else list_wrong(value, kinds) if isinstance(value, dict) else list(kinds)
+    if wrong:
+        raise ValueError(f"see {', '.join(wrong)}")
+    return value
 
 
 def write_made(path: Path, text: str, made_by: dict[str, Any]) -> None:

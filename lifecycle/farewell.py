@@ -1,12 +1,12 @@
 """The last lines of a run: its results, and the commands that use or continue it."""
 
 import importlib.util
-import json
 import logging
 import shlex
 from pathlib import Path
 from typing import Any
 
+from disk import parse_metrics
 from lifecycle.exports import Exports
 from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
 from options import TrainOptions
@@ -29,7 +29,7 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
     first, last = read_ends(output_dir / METRICS_FILE)
     _, validation = read_ends(output_dir / VALIDATION_FILE)
     result = [f"{message}: {position.step:,} steps" if message == "done" else f"{message}\n{position.step:,} steps"]
-    if last:
+    if first and last:
         result.append(f"loss {first['loss']:.4f} -> {last['loss']:.4f}")
     if validation and validation["step"] == position.step and validation["loss"] is not None:
         result.append(f"validation {validation['loss']:.4f}")
@@ -46,14 +46,14 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
 
 
 def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first and the last line of a file of JSON lines; empty if there is none."""
+    """The first and the last line of a metrics file; empty if there is none, or if it is damaged."""
     if not path.is_file():
         return {}, {}
     with path.open("rb") as file:
         first = file.readline()
         file.seek(max(0, path.stat().st_size - MOST_BYTES_OF_LINE))
         last = (file.read().splitlines() or [first])[-1]
-    return json.loads(first or "{}"), json.loads(last or "{}")
+    return parse_metrics(first) or {}, parse_metrics(last) or {}
 
 
 def describe_trial(model: Path, exports: Exports) -> list[str]:

@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoModelForImageTextToText
 
 from corpus.by_row import sum_values
+from disk import read_metrics
 from lifecycle.inputs import RunInputs
 from lifecycle.record import read_params
 from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
@@ -96,13 +97,8 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
 
 
 def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics file up to `last_step`; none if there is no file."""
-    if path.exists():
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                if row["step"] <= last_step:
-                    yield row
+    """Yields the rows of a metrics file up to `last_step`, but not damaged ones; none if there is no file."""
+    return (row for _, _, row in read_metrics(path) if row is not None and row["step"] <= last_step)
 
 
 def describe_head(name: str, options: TrainOptions, inputs: RunInputs, measured: dict[str, float]) -> ModelCardData:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.order import PERMUTATION, name_rule
-from disk import hash_json, read_object, written_aside
+from disk import hash_json, is_part, read_fields, written_aside
 from lifecycle.file_names import PARAMS_FILE
 from lifecycle.local_data import flatten_with_urls
 from model.fingerprints import fingerprint_data, fingerprint_model
@@ -126,30 +126,26 @@ def check_unused(options: TrainOptions, identity: dict[str, Any]) -> None:
 
 def read_params(output_dir: Path) -> dict[str, Any]:
     """Content of training_params.json; ValueError naming the file if train.py has not written it so."""
-    path = output_dir / PARAMS_FILE
-    params = read_object(path)
     kinds = {"options": dict, "identity": dict, "starts": list, "versions": dict, "finished": str | None}
-    wrong = [name for name, kind in kinds.items() if name not in params or not isinstance(params[name], kind)]
-    if wrong:
-        raise ValueError(f"{path}: not as train.py writes it (see {', '.join(wrong)})")
-    return params
+    return read_fields(output_dir / PARAMS_FILE, kinds, written_by="train.py")
 
 
 def list_data_in(output_dir: Path, options: TrainOptions) -> set[str]:
-    """Names of entries of `output_dir` that are the run's data sets, or directories that hold them.
+    """Names of entries of `output_dir` that are the run's data sets and OSFT's cache, or directories that hold them.
 
     Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
     """
     values, root = flatten_options(options), output_dir.absolute()
-    given = (values[name] for name in DATA_SETS)
+    given = (values[name] for name in (*DATA_SETS, "osft_cache_dir"))
     paths = [path for value in given for path in ((value,) if isinstance(value, str) else value or ())]
-    inside = (Path(path).absolute() for path in paths if not is_url(path))
-    return {path.relative_to(root).parts[0] for path in inside if path.is_relative_to(root) and path != root}
+    inside = [Path(path).expanduser().absolute() for path in paths if not is_url(path)]
+    cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
+    return {*cached, *(path.relative_to(root).parts[0] for path in inside if root in path.parents)}
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether a start that was ended before it wrote its options may have left this file."""
-    return path.name in OWN_FILES or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}"))
+    """Whether a start that was ended before it wrote its options, or a killed write, may have left this file."""
+    return path.name in OWN_FILES or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}")) or is_part(path)
 
 
 def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disk import hash_file, hash_json, is_running, read_object, written_aside
+from disk import hash_file, hash_json, is_running, read_fields, written_aside
 from lifecycle.file_names import PARAMS_FILE
 from ranks.ending import ExitCode, RunError, exit_with_message
 from ranks.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
@@ -55,7 +55,9 @@ class Stage:
         """Whether it has run with these options; ValueError if it has run with others and cannot continue."""
         if not self.file("done").is_file():
             return False
-        is_same = json.loads(self.file("done").read_text())["options"] == hash_json(self.text)
+        advice = f"; remove it to run {self.program} again, which keeps what is complete"
+        done = read_fields(self.file("done"), {"options": str}, written_by="mini-trainer", advice=advice)
+        is_same = done["options"] == hash_json(self.text)
         if not is_same and self.program not in CAN_GROW:
             raise ValueError(f"{self.file('yaml')}: was run with other options before; choose another output directory")
         return is_same
@@ -69,8 +71,11 @@ class Stage:
         record = Path(self.options["output_dir"], PARAMS_FILE) if self.program == "train" else None
         if record is None or not record.is_file() or not self.file("yaml").is_file():
             return False
-        found = read_object(record)  # of its last start, which may have had another end
-        is_same = found["options"]["max_steps"] == self.options.get("max_steps")
+        kinds = {"options": dict, "finished": str | None}
+        advice = f"; remove {record.parent} to train again"
+        # Of its last start, which may have had another end.
+        found = read_fields(record, kinds, written_by="train.py", advice=advice)
+        is_same = found["options"].get("max_steps") == self.options.get("max_steps")
         return is_same and self.file("yaml").read_text(encoding="utf-8") == self.text and bool(found["finished"])
 
 
@@ -121,7 +126,7 @@ def wait_for_lock(output_dir: Path) -> RunLock:
             raise RunError(ExitCode.IO, f"output_dir: {output_dir}: cannot be written in: {error.strerror}") from None
         except RunError:
             holder = read_holder(output_dir / LOCK_FILE)
-            died_here = holder and holder["boot_id"] == read_boot_id() and not is_running(holder["pid"])
+            died_here = holder and holder.get("boot_id") == read_boot_id() and not is_running(holder.get("pid", 0))
             if not died_here or time.monotonic() > deadline:
                 raise
             if is_first:

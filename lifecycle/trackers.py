@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from disk import read_object, written_aside
+from disk import read_metrics, read_object, written_aside
 from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, Sink
 from ranks.ending import log
 from ranks.messages import hide_secrets
@@ -204,13 +204,12 @@ class EarlierSteps:
 
 
 def read_entries(path: Path, size: int, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
-    """Yields the lines of the first `size` bytes."""
-    with path.open("rb") as lines:
-        for line in lines:
-            size -= len(line)
-            if size < 0:
-                return
-            metrics = json.loads(line)
+    """Yields the lines of the first `size` bytes, but not damaged ones."""
+    for _, line, metrics in read_metrics(path):
+        size -= len(line)
+        if size < 0:
+            return
+        if metrics is not None:
             yield metrics["step"], name_metrics(metrics)
 
 

@@ -3,14 +3,16 @@
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from disk import read_metrics, sync_file, written_aside
 from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
 from lifecycle.time_left import TimeLeft
 from ranks.devices import describe_duration
 from ranks.ending import log
+from ranks.messages import describe_numbers
 
 SECONDS_BETWEEN_LINES = 2.0  # on the console
 
@@ -83,12 +85,17 @@ class MetricsFile(Sink):
 
     def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):
         path = output_dir / METRICS_FILE
-        num_kept = keep_steps(path, first_step)
-        if num_kept < first_step:
-            log.warning(f"warning: {path}: the lines of steps {num_kept + 1} to {first_step} are missing")
+        missing = sorted(set(range(1, first_step + 1)).difference(keep_rows(path, last_step=first_step)))
+        if missing:  # the checkpoint has their updates
+            log.warning(f"warning: {path}: the lines of {describe_numbers('step', missing)} are missing")
         self.file = path.open("a", encoding="utf-8")
         self.validation_file, self.validation_path = None, output_dir / VALIDATION_FILE
-        keep_lines(self.validation_path, num_validations)
+        num_kept = len(keep_rows(self.validation_path, last_step=first_step, most=num_validations))
+        if num_kept < num_validations:
+            log.warning(
+                f"warning: {self.validation_path}: {num_validations - num_kept} of {num_validations} validations before"
+                f" step {first_step + 1} are missing"
+            )
 
     def write(self, metrics: dict[str, Any]) -> None:
         """OSError naming the file if it cannot be written."""
@@ -149,31 +156,35 @@ def write_line(metrics: dict[str, Any], file: TextIO) -> None:
         raise OSError(f"cannot write {file.name}: {error}") from None
 
 
-def keep_lines(path: Path, count: int) -> None:
-    """Truncates a file after its first `count` lines, if it exists."""
-    if path.exists():
-        with path.open("rb+") as file:
-            file.truncate(sum(len(line) for line, _ in zip(file, range(count), strict=False)))
-
-
-def keep_steps(path: Path, num_steps: int) -> int:
-    """Truncates a metrics file after the line of step `num_steps`, or the last before it; returns that line's step.
-
-    Later lines are from after the checkpoint, or incomplete.
+def keep_rows(path: Path, *, last_step: int, most: int | None = None) -> list[int]:
+    """Removes from a metrics file the lines after `last_step`, or after `most` lines, as from after the checkpoint, and
+    damaged ones, with a warning. Returns the steps of the others.
     """
-    end, last_step = 0, 0
-    if path.exists():
-        with path.open("rb+") as file:
-            for line in file:
-                try:
-                    step = json.loads(line)["step"] if line.endswith(b"\n") else None
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    step = None
-                if step != last_step + 1 or step > num_steps:
-                    break
-                end, last_step = end + len(line), step
-            file.truncate(end)
-    return last_step
+    steps, damaged, late = [-1], [], []  # the steps kept, and the numbers of the other lines
+    size, is_prefix = 0, True  # bytes of the lines kept, and whether these are the first ones
+    for number, line, row in read_metrics(path):
+        if len(steps) - 1 + len(damaged) == most or (row is not None and row["step"] > last_step):
+            late.append(number)
+        elif row is None or row["step"] <= steps[-1]:
+            damaged.append(number)
+        else:
+            steps.append(row["step"])
+            size, is_prefix = size + len(line), not (damaged or late)
+    if damaged:
+        said = "is damaged, or repeats an earlier step" if len(damaged) == 1 else "are damaged, or repeat earlier steps"
+        log.warning(f"warning: {path}: {describe_numbers('line', damaged)} {said}: removed")
+    if not is_prefix:
+        remove_lines(path, {*damaged, *late})
+    elif path.exists():
+        os.truncate(path, size)  # also of an incomplete line
+    return steps[1:]
+
+
+def remove_lines(path: Path, numbers: Collection[int]) -> None:
+    with written_aside(path) as (aside,):
+        with aside.open("wb") as file:
+            file.writelines(line for number, line, _ in read_metrics(path) if number not in numbers)
+        sync_file(aside)
 
 
 def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_left: float | None) -> str:

@@ -59,13 +59,17 @@ class CleanFormatter(logging.Formatter):
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Formats ascending ranks: "rank 3", "ranks 0-7, 9"."""
+    return describe_numbers("rank", ranks)
+
+
+def describe_numbers(name: str, numbers: Sequence[int]) -> str:
+    """Formats ascending numbers of something: "rank 3", "ranks 0-7, 9"."""
     runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([rank])
+            runs.append([number])
     names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:MOST_RUNS]]
     more = f" and {sum(map(len, runs[MOST_RUNS:]))} more" if len(runs) > MOST_RUNS else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}{more}"
+    return f"{name}{'s' * (len(numbers) > 1)} {', '.join(names)}{more}"

@@ -7,11 +7,10 @@ which ones continue.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from disk import read_object, remove
+from disk import read_fields, read_metrics, remove
 from lifecycle.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
 from lifecycle.stages import Record, Stage, describe_code, hash_files, list_changes, write_record
 from options import TrainOptions, group_options
@@ -29,15 +28,15 @@ from sweep.results import (
 )
 from sweep.running import Pool
 from sweep.settings import Settings, Values, describe_settings, describe_values, list_files
-from sweep.study import Study
+from sweep.study import Study, is_number
 
 RECORD, STORAGE = "sweep.json", "study.journal"
 WRITTEN = (STORAGE, PARAMS_FILE, "trial_0", RESULTS, CURVES, BEST)  # are not written over without a record
 MOST_STARTS = 4  # of a trial in a row that were ended from outside before it is given up
 # Ends from outside: the trial is started again.
 ENDED_FROM_OUTSIDE = (ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED, ExitCode.HANG, ExitCode.INTERRUPTED)
-# Ends that any other trial would come to: the sweep stops.
-ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED)
+# Ends that say nothing of the trial's options: the sweep stops, and the trial is not recorded.
+ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED, ExitCode.NO_VALID_CHECKPOINT)
 
 
 def run_sweep(settings: Settings, drawn: list[Values], pool: Pool, *, more_is_better: bool) -> None:
@@ -57,11 +56,13 @@ def settle(settings: Settings, drawn: list[Values]) -> None:
     path = settings.root / RECORD
     now: Record = {"settings": describe_settings(settings), "files": hash_files(list_files(settings, drawn))}
     if path.exists():
-        before = read_object(path)
+        advice = "; restore it, or choose another output_dir"
+        before = read_fields(path, {"settings": dict, "files": dict}, written_by="mini-trainer sweep", advice=advice)
         kept = json.loads(json.dumps(now))
-        can_grow = settings.search == "random" and before["settings"]["search"] == "random"
-        if can_grow and settings.num_trials > before["settings"]["num_trials"]:
-            kept["settings"]["num_trials"] = before["settings"]["num_trials"]
+        num_before = before["settings"].get("num_trials")
+        can_grow = settings.search == "random" == before["settings"].get("search") and isinstance(num_before, int)
+        if can_grow and settings.num_trials > num_before:
+            kept["settings"]["num_trials"] = num_before
         if changes := list_changes(before, kept):
             raise ValueError(
                 f"{settings.root} belongs to a sweep with other settings:\n  " + "\n  ".join(changes) + "\nundo the"
@@ -81,6 +82,7 @@ class Sweep:
 
     def run(self) -> None:
         """Runs all rungs, and says which trial is the best."""
+        self.check_failed()
         counts = count_trials(len(self.study.list_trials()), self.settings)
         for rung, num_next in zip(self.settings.rungs, [*counts[1:], None], strict=True):
             self.run_rung(rung)
@@ -92,8 +94,8 @@ class Sweep:
         """Runs the trials that are in a rung and have no result there yet."""
         waiting = [one.number for one in self.study.list_trials() if not one.has_ended and rung not in one.results]
         for number in list(waiting):
-            if self.make_stage(number, rung).has_ended:  # a kill came before that was recorded
-                self.study.start(number)  # the journal may have lost its last lines
+            if self.has_reached(number, rung):  # a kill came before that was recorded, or the journal is an older one
+                self.study.start(number)
                 self.record(number, rung)
                 waiting.remove(number)
 
@@ -102,6 +104,7 @@ class Sweep:
 
         def start(number: int) -> Stage:
             stage = self.make_stage(number, rung)
+            check_can_start(stage)
             self.study.start(number)
             trial = self.study.read(number)
             until = "" if rung is None or rung == self.settings.rungs[-1] else f", until step {rung}"
@@ -123,6 +126,30 @@ class Sweep:
     def find_folder(self, number: int) -> Path:
         return self.settings.root / self.study.read(number).name
 
+    def has_reached(self, number: int, rung: int | None) -> bool:
+        """Whether a trial's run has ended at the rung, or has gone on from it to a later one."""
+        stage = self.make_stage(number, rung)
+        if stage.has_ended or not stage.file("yaml").is_file():
+            return stage.has_ended
+        later = [self.make_stage(number, one).text for one in self.settings.rungs if rung is not None and one > rung]
+        run = self.find_folder(number) / "run"
+        is_there = stage.file("yaml").read_text(encoding="utf-8") in later and (run / PARAMS_FILE).is_file()
+        return is_there and (is_finished(run) or count_steps(run / METRICS_FILE) >= rung)
+
+    def check_failed(self) -> None:
+        """ValueError if a trial that failed has a result after all: the journal is of another state of the runs."""
+        last = self.settings.rungs[-1]
+        for one in self.study.list_trials():
+            if one.state == "failed" and self.has_reached(one.number, last) and self.read_result(one.number, last):
+                raise self.study.refuse(f"{one.name} has failed, but its run has ended with a result")
+
+    def read_result(self, number: int, rung: int | None) -> dict[str, Any] | None:
+        """The best validation of a trial's run until the rung; None if none has a number as the metric."""
+        try:
+            return read_best(self.find_folder(number) / "run" / VALIDATION_FILE, self.settings.metric, until=rung)
+        except ValueError as error:
+            raise ValueError(f"{error}; remove {self.find_folder(number)} to train the trial again") from None
+
     def end(self, number: int, rung: int | None, code: int, last_words: str) -> bool:
         """Records the end of a trial's process; False if it has to be started again."""
         if code == ExitCode.DONE:
@@ -134,20 +161,23 @@ class Sweep:
             if self.num_starts[number] < MOST_STARTS:
                 say(f"trial_{number}: ended from outside ({name_code(code)}); starting it again")
                 return False
-        if code in ENDS_OF_ALL:
-            raise RunError(describe_code(code), f"trial_{number}: {self.add_log(number, last_words)}")
-        self.fail(number, f"{name_code(code)}: {last_words or 'without output'}")
+        why = f"{name_code(code)}: {last_words or 'without output'}"
+        run = self.find_folder(number) / "run"
+        if code in ENDS_OF_ALL or (code == ExitCode.FAILED and not run.exists()):  # it ended before train had begun
+            raise RunError(describe_code(code), f"trial_{number}: {self.add_log(number, why)}")
+        self.fail(number, why)
         return True
 
     def record(self, number: int, rung: int | None) -> None:
         """Records the result of a run that has reached the rung: its best validation so far."""
         run = self.find_folder(number) / "run"
-        best = read_best(run / VALIDATION_FILE, self.settings.metric)
+        best = self.read_result(number, rung)
         if best is None:
             return self.fail(number, f"no validation has a number as {self.settings.metric}")
-        model = read_object(run / PARAMS_FILE)["identity"]["model"]
-        self.check_model(number, model)
-        self.study.note(number, step=best["step"], steps=count_steps(run / METRICS_FILE), model=model)
+        identity = read_fields(run / PARAMS_FILE, {"identity": dict}, written_by="train.py")["identity"]
+        self.check_model(number, model := identity.get("model"))
+        steps = count_steps(run / METRICS_FILE, until=rung)
+        self.study.note(number, step=best["step"], steps=steps, model=model)
         result = best[self.settings.metric]
         if rung == self.settings.rungs[-1]:
             self.study.complete(number, result)
@@ -200,7 +230,13 @@ class Sweep:
         write_results(self.settings, [*ranked, *failed])
         say(describe_table(self.settings, [*ranked, *failed]))
         if not ranked:
-            raise RunError(ExitCode.FAILED, f"all {len(trials)} trials failed; the last words of each are above")
+            raise RunError(ExitCode.FAILED, f"all {len(trials)} trials failed; {self.study.advise_again()}")
+        if ranked[0].state != "complete":  # a pruned one was worse than those that failed after it
+            raise RunError(
+                ExitCode.FAILED,
+                f"no best trial: none of {len(trials)} has completed, {len(failed)} failed and the others were pruned"
+                f" before; {self.study.advise_again()}",
+            )
         say(write_curves(self.settings, ranked))
         say(describe_best(self.settings, ranked[0], self.pool.num_processes))
 
@@ -240,17 +276,45 @@ def limit_to_rung(options: Values, rung: int, *, is_last: bool) -> Values:
     return changes
 
 
-def read_best(path: Path, metric: str) -> dict[str, Any] | None:
-    """The last validation that its run called the best; None if there is none."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    best = [line for line in lines if line["is_best"]]
-    return best[-1] if best and math.isfinite(best[-1][metric]) else None
+def check_can_start(stage: Stage) -> None:
+    """ValueError if train would refuse to start because the run has ended without a checkpoint, which says nothing of
+    the trial."""
+    run = Path(stage.options["output_dir"])
+    has_ended = (run / PARAMS_FILE).is_file() and is_finished(run)
+    if has_ended and not any((run / "checkpoints").glob("*step_*")):
+        raise ValueError(
+            f"{run}: holds a run that has ended, not as {stage.file('yaml')} says, and no checkpoint to continue from;"
+            f" remove {stage.folder} to train the trial again"
+        )
 
 
-def count_steps(path: Path) -> int:
-    """Number of steps of a run."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
+def is_finished(run: Path) -> bool:
+    advice = f"; remove {run.parent} to train the trial again"
+    params = read_fields(run / PARAMS_FILE, {"finished": str | None}, written_by="train.py", advice=advice)
+    return params["finished"] is not None
+
+
+def read_best(path: Path, metric: str, *, until: int | None) -> dict[str, Any] | None:
+    """The last validation, at most after `until` steps, that its run called the best; None if no validation was.
+
+    ValueError, naming file and line, for a damaged line, and if there is no validation.
+    """
+    rows = []
+    for number, _, row in read_metrics(path):
+        if row is None or not isinstance(row.get("is_best"), bool):
+            raise ValueError(f"{path}: line {number} is damaged")
+        if until is None or row["step"] <= until:
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: has no validation{'' if until is None else f' until step {until}'}")
+    best = [row for row in rows if row["is_best"] and is_number(row.get(metric))]
+    return best[-1] if best else None
+
+
+def count_steps(path: Path, *, until: int | None = None) -> int:
+    """Number of steps of a run, at most `until`."""
+    steps = max((row["step"] for _, _, row in read_metrics(path) if row is not None), default=0)
+    return steps if until is None else min(steps, until)
 
 
 def name_code(code: int) -> str:

@@ -1,11 +1,13 @@
 """Trials in optuna's storage: their values, results and ends, and how their values are drawn.
 
-All writes are single lines of optuna's journal: a kill leaves each trial as it was, or as it is now.
+All writes are single lines of optuna's journal: a kill leaves each trial as it was, or as it is now. Results are also
+in the runs, so an older journal, or none, loses nothing but the failures.
 """
 
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +23,14 @@ from optuna.distributions import (
 from optuna.samplers import RandomSampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal._storage import JournalStorageReplayResult
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from sweep.settings import Parameter, Settings, Values, list_grid, show_value
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 NAME = "sweep"  # of the study in its storage
+REMOVE = "remove this file: results are then read from the runs, and failed trials run again"
 
 
 class NoLock:
@@ -115,6 +119,7 @@ class Study:
 
     def __init__(self, path: Path, settings: Settings, *, more_is_better: bool):
         """Opens the storage, or makes it."""
+        self.path = path
         check_journal(path)
         self.parameters = {one.name: one for one in settings.parameters}
         self.storage = JournalStorage(JournalFileBackend(str(path), lock_obj=NoLock()))
@@ -129,7 +134,7 @@ class Study:
         there = self.list_trials()
         distributions = {name: make_distribution(one) for name, one in self.parameters.items()}
         if [one.values for one in there] != [*drawn[: len(there)]]:
-            raise ValueError("the storage has trials with other values; choose another output_dir")
+            raise self.refuse("has trials with other values")
         for values in drawn[len(there) :]:
             labels = {name: make_label(value) for name, value in values.items()}
             trial = create_trial(state=TrialState.WAITING, params=labels, distributions=distributions)
@@ -142,17 +147,23 @@ class Study:
         return self.describe(self.study.get_trials(deepcopy=False)[number])
 
     def describe(self, one: FrozenTrial) -> Trial:
-        values = {name: read_label(self.parameters[name], one.params[name]) for name in self.parameters}
-        results = dict(one.intermediate_values)
-        last = results[max(results)] if results else None
-        return Trial(
-            number=one.number,
-            values=values,
-            state=STATES[one.state],
-            results=results,
-            result=one.value if one.value is not None else last,
-            facts=one.user_attrs,
-        )
+        """The trial; ValueError if the journal's lines do not make a whole one."""
+        state, results = STATES[one.state], dict(one.intermediate_values)
+        values = {name: read_label(self.parameters[name], one.params.get(name)) for name in self.parameters}
+        last = [results[max(results)]] if results else []
+        found = (one.values or []) if state == "complete" else last
+        facts = {name: value for name, value in one.user_attrs.items() if name != "error" or state == "failed"}
+        has_facts = not found or all(type(facts.get(name)) is int for name in ("step", "steps"))
+        if not all(map(is_number, [*results.values(), *found])) or not has_facts or (state == "complete" and not found):
+            raise self.refuse(f"trial_{one.number} is {state} without a number as its result")
+        return Trial(number=one.number, values=values, state=state, results=results,
+                     result=found[0] if found else None, facts=facts)  # fmt: skip
+
+    def refuse(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path}: {problem}; {REMOVE}")
+
+    def advise_again(self) -> str:
+        return f"their last words are above; to run them again, remove {self.path} and start the same command again"
 
     def find_id(self, number: int) -> int:
         return self.study.get_trials(deepcopy=False)[number]._trial_id
@@ -193,18 +204,23 @@ class Study:
         return -result if self.more_is_better else result
 
 
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def check_journal(path: Path) -> None:
     """Removes a line of the journal that was not written to its end, as on a full disk; ValueError for any other
-    damaged line."""
+    damaged line, and for one that optuna cannot read."""
     if not path.exists():
         return
-    content = path.read_bytes()
+    content, replay = path.read_bytes(), JournalStorageReplayResult("")
     *lines, rest = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}: line {number} is damaged ({error}); choose another output_dir") from None
+            replay.apply_logs([json.loads(line)])
+        except Exception as error:  # of any type: optuna checks nothing
+            problem = f"{type(error).__name__}: {error}".strip(" :")
+            raise ValueError(f"{path}: line {number} is damaged ({problem}); {REMOVE}") from None
     if rest:
         with path.open("r+b") as file:
             file.truncate(len(content) - len(rest))

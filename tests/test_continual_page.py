@@ -241,6 +241,8 @@ def damage(path: Path) -> None:
     [
         (Path.unlink, "cannot be read"),
         (damage, "is damaged"),
+        (lambda path: path.write_text("{}\n" * 40), "is damaged: see scores"),
+        (lambda path: path.write_text("3\n" * 40), "is damaged: not an object"),
         (lambda path: path.write_text(path.read_text() * 2), "has 80 answers, but 40 scores were measured"),
         (lambda path: path.write_text("".join(path.read_text().splitlines(True)[::-1])), "has another score"),
     ],

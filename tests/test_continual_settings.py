@@ -1,5 +1,7 @@
 """Wrong files of `mini-trainer continual`: each is refused with one message that names the file and the key."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,10 @@ from processes import ENV, ROOT
 from safetensors.torch import save_file
 
 from continual.experiment import settle_all
-from continual.settings import read_settings
+from continual.measuring import read_cell, read_harness
+from continual.own_answers import read_answers
+from continual.settings import SetSettings, read_settings
+from lifecycle.stages import Stage
 from options import ContinualOptions
 from tools.continual import continual
 
@@ -263,6 +268,97 @@ def test_directories_of_something_else_are_refused(name: str, good: dict[str, An
     with pytest.raises(ValueError, match=f"out has {Path(name).parts[0]} of something else; choose another directory"):
         settle(good, tmp_path)
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        (None, "settings, files, model, orders"),
+        ({"orders": 3}, "orders"),
+        ({"orders": [["a"]]}, "orders"),
+        ({"orders": ["ab"]}, "orders"),
+        ({"files": None}, "files"),
+        ({"model": 1}, "model"),
+        ({"settings": []}, "settings"),
+        ({"settings": {"tasks": ["a"]}}, "settings.tasks"),
+    ],
+)
+def test_a_changed_record_is_refused_by_key(changes: Any, keys: str, good: dict[str, Any], tmp_path: Path):
+    settle(good, tmp_path)
+    path = tmp_path / "out" / "continual.json"
+    path.write_text("{}" if changes is None else json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError) as refused:
+        settle(good, tmp_path)
+    assert str(refused.value) == (
+        f"{path}: not as mini-trainer continual writes it (see {keys}); restore it, or choose another output_dir"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{}", "not as mini-trainer writes it (see options)"),
+        ('{"options": 3}', "not as mini-trainer writes it (see options)"),
+        ("[]", "not a JSON object, but a list"),
+        ("", "cannot be read: Expecting value"),
+    ],
+)
+def test_a_damaged_record_of_a_stage_is_refused_by_key(text: str, told: str, tmp_path: Path):
+    stage = Stage(program="train", folder=tmp_path, options={"output_dir": str(tmp_path / "run"), "max_steps": 1})
+    stage.write_options()
+    stage.file("done").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/train.done: {told}") + ".*; remove it to run train ag"):
+        _ = stage.is_done
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "training_params.json").write_text(text)
+    with pytest.raises(ValueError, match=r"training_params\.json: .*; remove .*run to train again"):
+        _ = stage.has_ended
+
+
+ONE = SetSettings(name="a", test="a.jsonl", metric="exact_match")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("score", "{}", "a.scores.jsonl: line 1 is damaged: see scores"),
+        (
+            "score",
+            '{"scores": {"exact_match": 1}}\n{"scores": {"exact_match": "x"}}',
+            "without a number as exact_match",
+        ),
+        ("score", "", "without a number as exact_match"),
+        ("loss", "3", "a_held_out.losses.jsonl: line 1 is damaged: see num_targets, loss_sum"),
+        ("loss", '{"num_targets": "x", "loss_sum": 1}', "a_held_out.losses.jsonl: line 1 is damaged: see num_targets"),
+        ("loss", None, "a_held_out.losses.jsonl: cannot be read"),
+    ],
+)
+def test_damaged_measurements_are_refused_by_file(kind: str, text: str | None, told: str, tmp_path: Path):
+    (folder := tmp_path / "samples" / "last").mkdir(parents=True)
+    if text is not None:
+        (folder / ("a.scores.jsonl" if kind == "score" else "a_held_out.losses.jsonl")).write_text(text)
+    with pytest.raises(ValueError, match=f"{re.escape(told)}.*; remove {tmp_path} to measure again"):
+        read_cell(tmp_path, ONE, kind, root=tmp_path)
+    (tmp_path / "samples" / "other").mkdir()
+    with pytest.raises(ValueError, match="samples: has 2 models, allowed: one"):
+        read_cell(tmp_path, ONE, kind, root=tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"a": 3}', '{"a": [3]}', '{"a": [{"index": 0}]}'])
+def test_damaged_samples_of_the_harness_are_refused_by_file(text: str, tmp_path: Path):
+    path = tmp_path / "lm_eval.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: not ")):
+        read_harness(path)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"index": 2, "answer": "a", "finish_reason": "stop"}', "[]"])
+def test_damaged_answers_are_refused_by_line(text: str, tmp_path: Path):
+    (path := tmp_path / "answers.jsonl").write_text(f'{{"index": 1, "answer": "a", "finish_reason": "stop"}}\n{text}\n')
+    with pytest.raises(
+        ValueError, match=r"answers\.jsonl: line 2 is damaged: see index.*; remove it, and generate\.done"
+    ):
+        read_answers(path, 2)
 
 
 def test_missing_files_and_models_are_refused_by_key(good: dict[str, Any], tmp_path: Path):

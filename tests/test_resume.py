@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,13 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
 from contents import write_json, write_manifest
-from disk import put_in_place
+from disk import put_in_place, remove
 from lifecycle.checkpoint_files import count_shards, remove_shards, shard_name
 from lifecycle.checkpointing import NoValidCheckpoint
+from lifecycle.farewell import read_ends
+from lifecycle.model_card import read_rows as read_card_rows
+from lifecycle.trackers import EarlierSteps
+from lifecycle.training_log import MetricsFile
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +442,93 @@ def test_missing_metrics_are_said(start, finished, tmp_path):
     output_dir = copy_until(finished, 3, tmp_path / "run")
     metrics = output_dir / "training_metrics_0.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
-    assert any("the lines of steps 2 to 3 are missing" in message for message in start(output_dir, max_steps=4))
+    assert any("the lines of steps 2-3 are missing" in message for message in start(output_dir, max_steps=4))
+
+
+METRICS = ("training_metrics_0.jsonl", "validation_metrics_0.jsonl")
+
+
+def test_a_damaged_line_of_metrics_costs_itself_alone(start, tmp_path):
+    """The run resumes, exports and ends; the lines behind the damaged ones are kept."""
+    held_out = write_samples(tmp_path / "held_out.arrow", make_samples(4, vocab_size=VOCAB_SIZE, seed=1))
+    given = dict(validation_data_path=(str(held_out),), validate_every_steps=1)
+    run = tmp_path / "run"
+    start(run, **given, max_steps=3)
+    whole = [(run / name).read_bytes().splitlines(keepends=True) for name in METRICS]
+    for name, lines in zip(METRICS, whole, strict=True):
+        (run / name).write_bytes(b"".join([lines[0], b"\0" * 40 + b"\n", *lines[2:]]))
+    said = "\n".join(start(run, **given, max_steps=4))
+    for path, what in zip(
+        (run / name for name in METRICS), ("the lines of step 2 are", "1 of 4 validations"), strict=True
+    ):
+        assert f"warning: {path}: line 2 is damaged, or repeats an earlier step: removed" in said
+        assert f"warning: {path}: {what}" in said
+    for name, lines in zip(METRICS, whole, strict=True):
+        kept = (run / name).read_bytes().splitlines(keepends=True)
+        assert kept[:-1] == [lines[0], *lines[2:]] and json.loads(kept[-1])["step"] == 4
+    assert list((run / "hf_format").glob("samples_*/README.md"))
+
+
+def make_lines(steps: Iterable[int]) -> list[bytes]:
+    return [json.dumps({"step": step, "loss": 1.5}).encode() + b"\n" for step in steps]
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"\0\0\n", b'{"step": 2, "lo{"step": 3}\n', b"{}\n", b"[3]\n", b'{"step": "4", "loss": 1}\n', b"\n"]
+)
+def test_metrics_files_keep_what_parses(damaged, tmp_path, caplog):
+    lines, path = make_lines(range(1, 10)), tmp_path / METRICS[0]
+    path.write_bytes(b"".join([*lines[:2], damaged, *lines[3:6], lines[0], *lines[6:], lines[0][:9]]))
+    with caplog.at_level("WARNING", logger="mini_trainer"):
+        MetricsFile(tmp_path, first_step=8, num_validations=0).close()
+    assert path.read_bytes() == b"".join([*lines[:2], *lines[3:8]])
+    assert caplog.messages == [
+        f"warning: {path}: lines 3, 7 are damaged, or repeat earlier steps: removed",
+        f"warning: {path}: the lines of step 3 are missing",
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_validations_after_the_checkpoint_are_removed_by_their_number_and_step(tmp_path, caplog):
+    """A checkpoint is written after the validation of its step, or before."""
+    lines, path = make_lines([0, 2, 4, 6]), tmp_path / METRICS[1]
+    for damaged, num_validations, kept in (([], 3, 3), ([], 2, 2), ([1], 3, 3), ([1], 2, 2), ([], 0, 0)):
+        content = [b"\0\n" if i in damaged else line for i, line in enumerate(lines)]
+        path.write_bytes(b"".join(content))
+        MetricsFile(tmp_path, first_step=4, num_validations=num_validations).close()
+        assert path.read_bytes() == b"".join(line for line in content[:kept] if line != b"\0\n")
+
+
+def test_readers_of_metrics_leave_damaged_lines_out(tmp_path):
+    lines, path = make_lines([1, 2, 3]), tmp_path / METRICS[0]
+    path.write_bytes(b"".join([lines[0], b"\0\n", lines[1], b"[]\n", lines[2], b"x\n"]))
+    assert [row["step"] for row in read_card_rows(path, 2)] == [1, 2]
+    assert [step for step, _ in EarlierSteps(tmp_path).read(0)] == [1, 2, 3]
+    assert read_ends(path) == ({"step": 1, "loss": 1.5}, {})
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/of/osft", "."])
+def test_a_cache_of_osft_inside_of_the_output_directory_is_no_other_run(place, start, tmp_path):
+    """As a start that is killed before its options are written leaves it."""
+    given = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(tmp_path / "run" / place), max_steps=1)
+    start(run := tmp_path / "run", **given)
+    for path in [path for path in run.iterdir() if path.name not in ("cache", ".lock") and len(path.stem) != 64]:
+        remove(path)
+    (notes := run / "notes.txt").touch()
+    with pytest.raises(ValueError, match="is not an empty directory"):
+        start(run, **given)
+    notes.unlink()
+    assert any("0 matrices to decompose" in line for line in start(run, **given))
+
+
+@pytest.mark.parametrize(
+    "name", [".exit.json.host.12", ".training_params.json.host.12.part", ".trackers.json.host.12.part"]
+)
+def test_leftovers_of_killed_writes_are_no_other_run(name, start, tmp_path):
+    (run := tmp_path / "run").mkdir()
+    (run / name).touch()
+    start(run, max_steps=1)
+    assert len(read_rows(run)) == 1
 
 
 @pytest.mark.parametrize("place", ["_internal_data_processing", "tokenized/train", "."])

@@ -18,6 +18,7 @@ from heavy import need
 from processes import ROOT
 from small_runs import read_rows
 from sweep_runs import (
+    ForkedPool,
     Killed,
     KilledPool,
     make_settings,
@@ -37,7 +38,7 @@ from tools.sweep import sweep
 need("optuna")
 
 from sweep.results import describe_command
-from sweep.search import find_direction, settle
+from sweep.search import find_direction, read_best, settle
 from sweep.study import Study, draw_trials
 
 HALVING = {"search": "halving", "min_steps": 2, "reduction_factor": 2}
@@ -77,6 +78,120 @@ def test_a_sweep_that_is_killed_finds_the_same(given, tmp_path, capsys):
     assert read_losses(root) == read_losses(whole)
     assert not list(root.glob("trial_*/run/checkpoints"))
     check_schedule(root, best)
+
+
+def test_an_older_journal_finds_the_same(given, tmp_path):
+    """Cut after any line, as a restored snapshot is, or gone: results are those of the runs, which are not started
+    again. Where these have none, the sweep stops and says what to do."""
+    given = given | HALVING | {"output_dir": str(tmp_path / "sweep")}
+    root = run(given, tmp_path, num_parallel=2)
+    results, losses, journal = read_results(root), read_losses(root), root / "study.journal"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    for k in range(len(lines)):
+        journal.write_bytes(b"".join(lines[:k]))
+        if k == 0:
+            journal.unlink()
+        run(given, tmp_path, NoPool(root))
+        assert (read_results(root), read_losses(root)) == (results, losses)
+    best = root / f"trial_{results[0]['number']}"
+    validations = (best / "run" / "validation_metrics_0.jsonl").read_bytes()
+    for damaged, message in (
+        (b"{}\n" + validations, r"validation_metrics_0\.jsonl: line 1 is damaged; remove .*/trial_"),
+        (b"", r"validation_metrics_0\.jsonl: has no validation until step 2; remove .*/trial_\d+ to train the trial"),
+    ):
+        journal.unlink()
+        (best / "run" / "validation_metrics_0.jsonl").write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            run(given, tmp_path, NoPool(root))
+    (best / "train.yaml").write_text("learning_rate: 1\n")
+    with pytest.raises(
+        ValueError, match=r"run: holds a run that has ended, not as .*train\.yaml says, and no checkpoint"
+    ):
+        run(given, tmp_path, NoPool(root))
+
+
+class NoPool(ForkedPool):
+    """Starts nothing."""
+
+    def __init__(self, root: Path):
+        super().__init__(root, [{}], num_processes=1)
+
+    def launch(self, words: list[str], log_file: Path, environment: dict[str, str]) -> None:
+        raise AssertionError(words)
+
+
+class EndingPool(NoPool):
+    """Trials end with these exit codes, by number, and leave a run's directory, if `begins`, and nothing else."""
+
+    def __init__(self, root: Path, codes: dict[int, int], *, begins: bool = True):
+        super().__init__(root)
+        self.codes, self.begins = codes, begins
+
+    def launch(self, words: list[str], log_file: Path, environment: dict[str, str]) -> subprocess.Popen:
+        log_file.write_text("")
+        if self.begins:
+            (log_file.parent / "run").mkdir(exist_ok=True)
+        number = int(log_file.parent.name.removeprefix("trial_"))
+        return subprocess.Popen(["sh", "-c", f"exit {self.codes[number]}"])
+
+
+@pytest.mark.parametrize(
+    ("code", "begins", "message"),
+    [
+        (ExitCode.FAILED, False, r"trial_0: failed \(1\): without output"),
+        (ExitCode.IO, True, r"trial_0: io \(8\): without output"),
+        (ExitCode.NO_VALID_CHECKPOINT, True, r"trial_0: no_valid_checkpoint \(4\): without output"),
+    ],
+)
+def test_an_end_that_says_nothing_of_a_trial_is_no_result(code, begins, message, given, tmp_path):
+    """It could not be started, or a file was at fault: the sweep stops, and runs it when it is started again."""
+    given = given | {"output_dir": str(tmp_path / "sweep")}
+    with pytest.raises(RunError, match=message) as stopped:
+        run(given, tmp_path, EndingPool(tmp_path / "sweep", {0: code}, begins=begins))
+    assert stopped.value.code == code
+    settings = read_settings(write_settings(given, tmp_path))
+    study = Study(tmp_path / "sweep" / "study.journal", settings, more_is_better=False)
+    assert [one.state for one in study.list_trials()] == ["waiting"] * 4
+
+
+def test_a_pruned_trial_is_never_the_best(given, tmp_path):
+    """The trials that go on after the first rung fail: the others are reported, and none is called the best."""
+    given = given | HALVING | {"output_dir": str(tmp_path / "sweep")}
+    journal, root = tmp_path / "sweep" / "study.journal", tmp_path / "sweep"
+    with pytest.raises(Killed):
+        run(given, tmp_path, RungPool(root))
+    with pytest.raises(RunError, match=f"no best trial: none of 4 has completed, 2 failed .* remove {journal}") as said:
+        run(given, tmp_path, EndingPool(root, dict.fromkeys(range(4), 9)))
+    assert said.value.code == ExitCode.FAILED
+    assert [one["state"] for one in read_results(root)] == ["pruned", "pruned", "failed", "failed"]
+    assert not (root / "best.yaml").exists()
+
+
+class RungPool(ForkedPool):
+    """The sweep is killed when its first rung is done."""
+
+    def __init__(self, root: Path):
+        super().__init__(root, [{}] * 2, num_processes=1)
+        self.num_rungs = 0
+
+    def run(self, *arguments: object) -> None:
+        self.num_rungs += 1
+        if self.num_rungs > 1:
+            raise Killed
+        super().run(*arguments)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"low"'])
+def test_a_result_that_is_no_number_never_wins(value, tmp_path):
+    path = tmp_path / "validation_metrics_0.jsonl"
+    lines = [
+        f'{{"step": {step}, "loss": {loss}, "is_best": true}}\n' for step, loss in ((1, 0.5), (2, value), (3, 0.4))
+    ]
+    path.write_text("".join(lines))
+    found = [read_best(path, "loss", until=until) for until in (1, 2, None)]
+    assert [(one["step"], one["loss"]) for one in found] == [(1, 0.5), (1, 0.5), (3, 0.4)]
+    path.write_text(lines[1])
+    assert read_best(path, "loss", until=None) is None
 
 
 def check_schedule(root: Path, best: int) -> None:
@@ -310,6 +425,7 @@ def test_a_line_of_the_journal_that_was_cut_is_dropped(given, tmp_path):
     study = Study(path, settings, more_is_better=False)
     study.add(drawn)
     study.start(0)
+    study.note(0, step=1, steps=1)
     study.complete(0, 0.5)
     whole = path.read_bytes()
     path.write_bytes(whole + whole.splitlines(keepends=True)[-1][:-9])
@@ -318,12 +434,30 @@ def test_a_line_of_the_journal_that_was_cut_is_dropped(given, tmp_path):
     assert [one.state for one in study.list_trials()] == ["complete", "waiting", "waiting", "waiting"]
     assert [one.values for one in study.list_trials()] == drawn
     study.start(1)
+    study.note(1, step=1, steps=1)
     study.complete(1, 0.5)
     best, other = study.rank(study.list_trials())
     assert (best.number, other.number, study.study.best_value) == (0, 1, 0.5)
-    path.write_bytes(b"garbage\n" + whole)
-    with pytest.raises(ValueError, match=r"study\.journal: line 1 is damaged \(.*\); choose another output_dir"):
-        Study(path, settings, more_is_better=False)
+    for line in ("garbage", "[]", "{}", '{"op_code":77}', '{"op_code":6,"trial_id":0,"state":1}'):
+        path.write_bytes(whole + f"{line}\n".encode())
+        with pytest.raises(ValueError, match=r"study\.journal: line \d+ is damaged \(.*\); remove this file: results"):
+            Study(path, settings, more_is_better=False)
+
+
+@pytest.mark.parametrize(("lost", "result"), [("", "NaN"), ("", "null"), ('"steps"', "0.5")])
+def test_a_journal_without_a_number_as_a_result_is_refused(lost, result, given, tmp_path):
+    settings = read_settings(write_settings(given, tmp_path))
+    path = tmp_path / "study.journal"
+    study = Study(path, settings, more_is_better=False)
+    study.add(draw_trials(settings))
+    study.start(1)
+    study.note(1, step=1, steps=1)
+    study.complete(1, 0.5)
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line.replace('"values":[0.5]', f'"values":[{result}]') for line in lines if not lost or lost not in line]
+    path.write_text("".join(kept))
+    with pytest.raises(ValueError, match=r"study\.journal: trial_1 is complete without a number as its result; remove"):
+        Study(path, settings, more_is_better=False).list_trials()
 
 
 def test_the_direction_of_a_metric_is_the_objectives(given):
