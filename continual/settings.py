@@ -310,7 +310,9 @@ def check_options(program: str, given: Mapping[str, Any], *, where: str) -> Valu
     values = parse_values(given, PROGRAMS[program.replace("_", "-")], where=where, reserved=reserved)
     for name, value in values.items():  # the option files of the programs hold them
         if isinstance(value, str) and (shown := hide_credentials(value)) != value:
-            raise ValueError(f"{where} {name}: given {shown}, with a password or key, which files would hold; remove it")
+            raise ValueError(
+                f"{where} {name}: given {shown}, with a password or key, which files would hold; remove it"
+            )
     return values
 
 

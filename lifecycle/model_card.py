@@ -21,8 +21,8 @@ from lifecycle.record import read_params
 from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
 from options import TrainOptions, iterate_fields
 from pretrained.files import CARD_FILE, name_model
-from ranks.messages import hide_secrets
 from pretrained.text_tower import is_multimodal
+from ranks.messages import hide_secrets
 from sampler import RunPosition
 
 CURVE_FILE = "loss_curve.svg"

@@ -237,7 +237,13 @@ def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, An
     starts.append(start)
     write_params(
         output_dir,
-        {"options": hide_in(flatten_with_urls(options)), "identity": identity, "finished": None, **start, "starts": starts},
+        {
+            "options": hide_in(flatten_with_urls(options)),
+            "identity": identity,
+            "finished": None,
+            **start,
+            "starts": starts,
+        },
     )
 
 

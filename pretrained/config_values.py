@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 # Sizes by their keys, also in the configs of towers: the least, and the most, which is far above those of any model.
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim"), (1, 1 << 20)),
@@ -53,6 +53,10 @@ def find_allowed(key: str, value: Any, file: str) -> str | None:
         return "a token id, a list of those, or null"
     if file == CONFIG and key in SIZES and not all(item is None or is_whole(item, *SIZES[key]) for item in items):
         return "an integer from {} to {:,}".format(*SIZES[key])
+    if file == CONFIG and key == "architectures" and not all(isinstance(item, str) for item in items):
+        return "a list of names"
+    if file == TOKENIZER and key == "model_max_length" and not is_number(value):
+        return "a number or null"
     if file == CONFIG and key.endswith(DROPOUTS) and is_number(value) and not 0 <= value <= 1:
         return "a number from 0 to 1"
     return None

@@ -299,7 +299,7 @@ def test_a_pattern_that_is_slow_on_other_names_of_the_model_is_refused_too(world
 def test_a_pattern_of_ones_own_has_the_same_limit(monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 0.2)
     names = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
-    with pytest.raises(ValueError, match="--lora-target-modules .*: takes longer than 0.2 seconds on 3 names"):
+    with pytest.raises(ValueError, match=r"--lora-target-modules .*: takes longer than 0\.2 seconds on 3 names"):
         choose_names([NESTED], names, "--lora-target-modules")
     assert choose_names([r"layers\.[12]\..*", "q_proj"], names, "--x") == names
 
