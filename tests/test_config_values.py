@@ -13,6 +13,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import GPT2Config
 
+from chat.templates import load_tokenizer
 from families.text import TextFamily
 from inference.models import find_answering_model, load_answering_model
 from methods.adapter_files import read_generation_config
@@ -67,7 +68,10 @@ def test_a_value_out_of_range_is_refused_where_every_program_finds_its_model(nam
 @pytest.mark.parametrize(("key", "value"), REFUSED_BY_TRANSFORMERS, ids=str)
 def test_what_transformers_refuses_is_one_message_with_the_file(key, value, model):
     change(model / CONFIG, key, value)
-    for load in (lambda: load_config(str(model), TextFamily()), lambda: find_answering_model(str(model))):
+    loads = [lambda: load_config(str(model), TextFamily()), lambda: find_answering_model(str(model))]
+    if (key, value) not in (("dtype", "float99"), ("model_type", 5)):  # which a tokenizer does without
+        loads.append(lambda: load_tokenizer(str(model)))
+    for load in loads:
         with pytest.raises(ValueError, match=f"{model}: no usable config: {CONFIG}: .") as refused:
             load()
         assert "\n" not in str(refused.value)
@@ -142,7 +146,7 @@ def test_every_program_ends_with_one_message(name, key, value, shown, program, m
         (GENERATION, "max_new_tokens", -5, "not a usable generation config"),
     ],
 )
-@pytest.mark.parametrize("program", ["train", "plan"])
+@pytest.mark.parametrize("program", ["train", "plan", "generate", "evaluate", "merge"])
 def test_what_only_code_finds_out_is_one_message_too(name, key, value, shown, program, model, data, tmp_path):
     change(model / name, key, value)
     done = run_forked(0, *list_programs(model, data, tmp_path)[program])

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import ROOT
+from forked import run_forked
+from processes import ROOT, flags
 from refusals import refuse
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from command_line import check_yaml, describe_options, parse_options, read_option_file, read_yaml
 from continual.settings import read_settings as read_continual
@@ -244,3 +247,27 @@ def test_a_program_says_it_in_one_message_and_soon():
     assert done.returncode == 2
     assert done.stderr.startswith("error: --config /dev/zero: cannot be read: not a regular file\n")
     assert done.stdout == ""
+
+
+def test_no_file_of_a_run_holds_a_secret(tmp_path: Path):
+    secrets = dict(HF_TOKEN="hf_abcdef", WANDB_API_KEY="key-123456", DB_PASSWORD="pass-12345", SLURM_JWT="jwt-99999")
+    (folder := tmp_path / "hf_abcdef").mkdir()
+    data = write_samples(folder / "data.arrow", make_samples(4, vocab_size=VOCAB_SIZE))
+    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model-pass-12345"))
+    options = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", max_steps=1, batch_size=2)
+    names = dict(export_name="key-123456-{samples}", validation_data_path=data)
+    done = run_forked(0, "train.py", *flags(**options, **names), env=secrets)
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl", ".md")]
+    texts = [path.read_text() for path in files] + [done.stdout, done.stderr]
+    assert "***" in (tmp_path / "run" / "training_params.json").read_text()
+    for secret in secrets.values():
+        assert not [path for path, text in zip(files, texts, strict=False) if secret in text]
+        assert not any(secret in text for text in texts)
+
+
+def test_an_experiment_takes_no_password_into_its_option_files(write, monkeypatch):
+    monkeypatch.setenv("WHERE", "x")
+    path = Path(write(CONTINUAL | {"model": "m", "evaluate": {"base_url": "https://me:pass@host/v1"}}))
+    with pytest.raises(ValueError, match=r"evaluate: base_url: given https://\*\*\*@host/v1, with a password or key"):
+        read_continual(path, allowed=("WHERE",))
