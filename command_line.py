@@ -118,7 +118,7 @@ def leave_out_callbacks(options: TrainOptions, argv: list[str], *, is_first: boo
 
 
 def take_allowed(argv: list[str], options_class: type) -> tuple[list[str], list[str]]:
-    """Splits `--allow-env NAME` off the command line of a program that reads option files; returns the names, too.
+    """Splits `--allow-env NAME` off the command line of a program that reads option files; also returns the names.
 
     They are an option, once, of programs whose file is no `--config`.
     """

@@ -39,7 +39,7 @@ def take_allowed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def fill_in(where: str, value: Any, allowed: Collection[str]) -> Any:
-    """The `value` of the key `where`, and whatever it contains, with the environment in place of `${NAME}`.
+    """The `value` of the key `where`, also a nested one, with the environment in place of `${NAME}`.
 
     ValueError for variables that are neither of `ALLOWED`, nor of SLURM, nor `allowed`.
     """
