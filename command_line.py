@@ -20,6 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
+from disk import read_small
 from options import (
     BoardOptions,
     ContinualOptions,
@@ -29,11 +30,13 @@ from options import (
     SweepOptions,
     TrainOptions,
     VerifyOptions,
+    environment,
     flag_name,
     flatten_options,
     iterate_fields,
     list_preset_values,
     list_types,
+    replace_options,
 )
 from options.choices import list_choices
 from options.names_elsewhere import NAMES_ELSEWHERE
@@ -46,7 +49,10 @@ from ranks.printing import leave_unread, print_as_is
 if TYPE_CHECKING:
     import yaml
 
+MOST_BYTES = 1 << 20  # of a YAML file
+MOST_KEYS = 10_000
 MOST_NODES = 100_000  # values of a YAML file, with its aliases expanded
+MOST_PROBLEMS = 20  # of one file that a message lists
 
 # Whose one required option is given as words without a flag.
 WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions, SweepOptions, VerifyOptions)
@@ -76,10 +82,11 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     if options_class in WITHOUT_FLAG:
         markers.append(tyro.conf.PositionalRequiredArgs)
     try:
+        argv, allowed = take_allowed(argv, options_class)
         refuse_repeated_flags(argv, options_class)
         refuse_empty_flags(argv, options_class)
         check_unicode([os.getcwd(), *argv])
-        words = read_configs_as_flags(find_configs(argv, options_class), options_class) + argv
+        words = read_configs_as_flags(find_configs(argv, options_class), options_class, allowed=allowed) + argv
         check_unicode(words)
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
@@ -96,7 +103,37 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             del values["config"], values["print_config"]
             print_as_is(describe_options(TrainOptions, values), sys.stdout)
         sys.exit()
+    if isinstance(options, TrainOptions) and options.plan.dry_run:
+        return leave_out_callbacks(options, argv, is_first=is_first)
     return options
+
+
+def leave_out_callbacks(options: TrainOptions, argv: list[str], *, is_first: bool) -> TrainOptions:
+    """The options of a dry run, which imports only the callbacks that the command line itself names."""
+    named = options.callbacks.callbacks
+    if not named or any(word.partition("=")[0] == "--callbacks" for word in argv):
+        return options
+    if is_first:
+        say(f"dry run: callbacks of --config are not imported: {', '.join(named)}; --callbacks NAME imports them")
+    return replace_options(options, callbacks=())
+
+
+def take_allowed(argv: list[str], options_class: type) -> tuple[list[str], list[str]]:
+    """Splits `--allow-env NAME` off the command line of a program that reads option files; also returns the names.
+
+    They are an option, once, of programs whose file is no `--config`.
+    """
+    names = list_types(options_class)
+    if "config" not in names and "allow_env" not in names:
+        return argv, []
+    argv, allowed = environment.take_allowed(argv)
+    if not allowed:
+        return argv, []
+    if "allow_env" in names:
+        return [*argv, environment.FLAG, *allowed], allowed
+    if not find_configs(argv, options_class):
+        raise ValueError(f"{environment.FLAG} {allowed[0]}: no effect without --config")
+    return argv, allowed
 
 
 @contextlib.contextmanager
@@ -171,7 +208,7 @@ def describe_options(options_class: type, values: dict[str, Any]) -> str:
         if group != last:
             lines.append(f"\n# {group}\n")
         value, last = values[option.name], group
-        lines.append(yaml.safe_dump({option.name: list(value) if isinstance(value, tuple) else value}, width=math.inf))
+        lines.append(yaml.safe_dump({option.name: environment.escape(value)}, width=math.inf))
     return "".join(lines).lstrip("\n")
 
 
@@ -252,17 +289,20 @@ def find_configs(argv: list[str], options_class: type) -> list[Path]:
     return []
 
 
-def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
-    """YAML files as command-line flags, so that all are converted and checked by the same code; the later ones win."""
+def read_configs_as_flags(paths: list[Path], options_class: type, *, allowed: Collection[str] = ()) -> list[str]:
+    """YAML files as command-line flags, so that all are converted and checked by the same code; the later ones win.
+
+    `allowed`: see `read_option_file`.
+    """
     flags: dict[str, list[str]] = {}
     for path in paths:
-        flags |= read_config(path, options_class)
+        flags |= read_config(path, options_class, allowed)
     return [word for words in flags.values() for word in words]
 
 
-def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
+def read_config(path: Path, options_class: type, allowed: Collection[str]) -> dict[str, list[str]]:
     """A YAML file's values as command-line words, by option."""
-    config = read_yaml(path, named=f"--config {path}", numbers_as_written=True)
+    config = read_option_file(path, named=f"--config {path}", allowed=allowed)
     types, flags, problems = list_types(options_class), {}, []
     for key, value in config.items():
         name = str(key).replace("-", "_")
@@ -275,12 +315,31 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
                 raise ValueError(f"unknown option {key!r}{hint}")
             if name in flags:
                 raise ValueError(f"{name}: given more than once, with - and with _")
-            flags[name] = flag_for(name, fill_in_environment(name, value), field_type=types[name])
+            flags[name] = flag_for(name, value, field_type=types[name])
         except ValueError as error:
             problems.append(f"--config {path}: {error}")
+        if len(problems) == MOST_PROBLEMS:
+            problems.append("the rest of the file was not checked")
+            break
     if problems:
         raise ValueError("\n  ".join(problems))
     return flags
+
+
+def read_option_file(path: Path, *, named: str, allowed: Collection[str] = ()) -> dict[Any, Any]:
+    """The keys and values of a YAML file of options, with the environment in place of `${NAME}`.
+
+    `allowed`: variables to fill in, as well as those that always are. ValueError, in which the file is called `named`.
+    """
+    given, problems = read_yaml(path, named=named, numbers_as_written=True), []
+    for key, value in given.items():
+        try:
+            given[key] = environment.fill_in(str(key), value, allowed)
+        except ValueError as error:
+            problems.append(f"{named}: {error}")
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    return given
 
 
 def read_yaml(path: Path, *, named: str, numbers_as_written: bool = False) -> dict[Any, Any]:
@@ -307,9 +366,9 @@ def read_yaml(path: Path, *, named: str, numbers_as_written: bool = False) -> di
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     with describing_yaml(named):
-        loader = Loader(path.read_text(encoding="utf-8"))
+        loader = Loader(read_small(path, MOST_BYTES))
         with naming_depth(loader):
-            node = loader.get_single_node()
+            node = compose(loader)
             if node is not None:
                 check_node(node)
             content = None if node is None else loader.construct_document(node)
@@ -324,12 +383,27 @@ def check_yaml(path: Path, *, named: str) -> None:
     import yaml
 
     with describing_yaml(named):
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(read_small(path, MOST_BYTES))
         with naming_depth(loader):
-            node = loader.get_single_node()
+            node = compose(loader)
             if not isinstance(node, yaml.MappingNode):
                 raise yaml.YAMLError("expected 'key: value' lines")
             check_node(node)
+
+
+def compose(loader: "yaml.SafeLoader") -> "yaml.Node | None":
+    """The root of a YAML file; MarkedYAMLError as soon as there are more than `MOST_KEYS` or `MOST_NODES`."""
+    compose_node, counts = loader.compose_node, Counter()
+
+    def count(parent: "yaml.Node | None", index: Any) -> "yaml.Node":
+        counts.update(values=1, keys=parent is not None and index is None)
+        for what, most in (("keys", MOST_KEYS), ("values", MOST_NODES)):
+            if counts[what] > most:
+                refuse_node(f"it has more than {most:,} {what}", loader.peek_event())
+        return compose_node(parent, index)
+
+    loader.compose_node = count
+    return loader.get_single_node()
 
 
 @contextlib.contextmanager
@@ -400,7 +474,7 @@ def check_keys(keys: list["yaml.Node"]) -> None:
             refuse_node(f"a key is repeated: {key.value}", key)
 
 
-def refuse_node(reason: str, node: "yaml.Node") -> NoReturn:
+def refuse_node(reason: str, node: "yaml.Node | yaml.Event") -> NoReturn:
     import yaml
 
     raise yaml.MarkedYAMLError(None, None, reason, node.start_mark)
@@ -461,22 +535,6 @@ def name_type(kind: Any) -> str:
     if origin is tuple:
         return f"a list of {name_type(args[0])}"
     return "null" if kind is type(None) else kind.__name__
-
-
-def fill_in_environment(name: str, value: Any) -> Any:
-    """The `value` of option `name`, and of a list's elements, with the environment in place of `${NAME}`."""
-    if isinstance(value, list):
-        return [fill_in_environment(name, item) for item in value]
-    if not isinstance(value, str) or "${" not in value:
-        return value
-
-    def look_up(match: re.Match) -> str:
-        if match[1] not in os.environ:
-            raise ValueError(f"{name}: {value!r}: the environment has no variable {match[1]}")
-        return os.environ[match[1]]
-
-    filled = re.sub(r"\$\{(\w+)\}", look_up, value)
-    return {"true": True, "false": False}.get(filled, filled)
 
 
 def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -275,6 +276,17 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int and "loss" in row else None
+
+
+def read_small(path: Path, most_bytes: int) -> str:
+    """The text of a file; OSError if it is too large, or no regular file: others may never end, or never begin."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(f"larger than {most_bytes:,} bytes, the limit")
+    return content.decode()
 
 
 def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:

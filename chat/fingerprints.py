@@ -39,4 +39,7 @@ def load_stop_token_ids(model_dir: str) -> list[int]:
         ids = GenerationConfig.from_pretrained(model_dir).eos_token_id
     except OSError:
         return []
+    except Exception as error:  # transformers' own checks of a file of any origin
+        where = f"{model_dir}/generation_config.json"
+        raise ValueError(f"{where}: not a usable generation config: {' '.join(str(error).split())}") from None
     return [ids] if isinstance(ids, int) else list(ids or [])

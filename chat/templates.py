@@ -51,6 +51,7 @@ NAMED_TEMPLATES = {
 
 def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str = "--model-name-or-path") -> Any:
     """Loads the tokenizer from a directory that `find_model` found."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
 
     # transformers takes tekken.json where mistral-common is installed; that tokenizer does not say where tokens are.
@@ -59,7 +60,8 @@ def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code, **choice)
     except Exception as error:  # reads files of any origin, and the network
-        raise ValueError(f"{flag} {model_dir}: no usable tokenizer: {one_line(error)}") from None
+        what = "config: config.json" if isinstance(error, StrictDataclassError) else "tokenizer"
+        raise ValueError(f"{flag} {model_dir}: no usable {what}: {one_line(error)}") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one from the config alone
         raise ValueError(
             f"{flag} {model_dir}: has no tokenizer, only special tokens: copy tokenizer.json and tokenizer_config.json"

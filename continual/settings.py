@@ -8,12 +8,12 @@ import difflib
 import math
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
 
-from command_line import parse_value, parse_values, read_yaml
+from command_line import parse_value, parse_values, read_option_file
 from evaluation.metrics import MEASURES, SARI
 from options import (
     EvaluateOptions,
@@ -30,7 +30,7 @@ from options import (
 from options.problems.finding import find_problems
 from options.problems.methods import LORA_ADAPTER_SAYS
 from options.problems.tools import MOST_TOP_K
-from options.urls import is_url
+from options.urls import hide_credentials, is_url
 
 Values = dict[str, Any]  # options by name
 Group = TypeVar("Group")
@@ -211,12 +211,13 @@ class Settings:
 NESTED = {"replay": Replay, "self_distillation": SelfDistillation}
 
 
-def read_settings(path: Path, *, output_dir: str | None = None) -> list[Settings]:
+def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> list[Settings]:
     """Reads and checks a YAML file: the settings of one experiment, or of one for each of its `methods`.
 
-    `output_dir` replaces the file's own. ValueError names the file and the key.
+    `output_dir` replaces the file's own; `allowed`: environment variables to fill in. ValueError names the file and the
+    key.
     """
-    given = read_yaml(path, named=str(path), numbers_as_written=True)
+    given = read_option_file(path, named=str(path), allowed=allowed)
     given |= {} if output_dir is None else {"output_dir": output_dir}
     methods = given.pop("methods", None)
     try:
@@ -306,7 +307,13 @@ def read_entry(group: type, key: str, value: Any, *, where: str) -> Any:
 def check_options(program: str, given: Mapping[str, Any], *, where: str) -> Values:
     """Converts options of a program by its own rules; ValueError for unknown ones, and for those set here."""
     reserved = dict.fromkeys(RESERVED[program], "is set for each task by the experiment itself; leave it out")
-    return parse_values(given, PROGRAMS[program.replace("_", "-")], where=where, reserved=reserved)
+    values = parse_values(given, PROGRAMS[program.replace("_", "-")], where=where, reserved=reserved)
+    for name, value in values.items():  # the option files of the programs hold them
+        if isinstance(value, str) and (shown := hide_credentials(value)) != value:
+            raise ValueError(
+                f"{where} {name}: given {shown}, with a password or key, which files would hold; remove it"
+            )
+    return values
 
 
 def check_settings(settings: Settings) -> Settings:

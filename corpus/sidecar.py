@@ -13,6 +13,7 @@ from corpus.report import DROPPED, Totals
 from objectives.columns import Task
 from objectives.data_kinds import COLUMNS
 from options import ProcessDataOptions
+from ranks.messages import hide_in
 
 
 def describe_data_set(
@@ -39,7 +40,7 @@ def describe_data_set(
         "max_len": max(totals.lengths),
         "rows": {key: totals.rows[key] for key in list_row_keys(task)},
         "sources": [{"file": source.name, "format": source.format, "sha256": source.sha256} for source in sources],
-        "options": describe_options(options),
+        "options": hide_in(describe_options(options)),
         "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
         "added_special_tokens": added_tokens,

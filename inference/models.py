@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
@@ -27,8 +27,10 @@ from methods.adapter_files import (
     read_generation_config,
     verify_adapter,
 )
+from model.config import read_config
 from model.fingerprints import fingerprint_model
 from objectives.columns import SEQUENCES, TOKENS
+from pretrained.config_values import naming_config
 from pretrained.files import find_model, find_weights, verify_weights
 from pretrained.finite import check_finite
 from ranks.devices import DTYPES
@@ -103,10 +105,7 @@ def find_answering_model(
     base_flag = flag if base_name == name else f"{flag} {name}: its base model"
     directory = find_model(base_name, revision=revision, trust_remote_code=trust_remote_code, flag=base_flag)
     find_weights(base_name, directory)
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{base_flag} {directory}: no usable config: {error}") from None
+    config = read_config(directory, flag=base_flag, trust_remote_code=trust_remote_code)
     tokenizer_dir = find_beside(adapter_dir, TOKENIZER_CONFIG) or directory
     tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code, flag=flag)
     read_generation_config(adapter_dir)  # refused here if it cannot be used
@@ -139,13 +138,15 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
     """Loads the model and its adapter, unmerged, onto `device`; ValueError if the files do not match the config."""
     check_answering(found)
     family = TextFamily()
-    obstacle = family.check_config(found.config, trust_remote_code=found.trust_remote_code)
+    with naming_config(found.directory):
+        obstacle = family.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
     if not shows_progress():
         transformers.utils.logging.disable_progress_bar()
     try:
-        model, report = family.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
+        with naming_config(found.directory):
+            model, report = family.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model {found.name}: cannot load the weights: {error}") from None
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]

@@ -23,6 +23,7 @@ from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
 from options import TrainOptions, iterate_fields
 from pretrained.files import CARD_FILE, name_model
 from pretrained.text_tower import is_multimodal
+from ranks.messages import hide_secrets
 from sampler import RunPosition
 
 CURVE_FILE = "loss_curve.svg"
@@ -93,7 +94,7 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
         options=table(("option", "value"), list_options(options)),
         versions=table(("", ""), list(params["versions"].items())),
     )
-    return {CARD_FILE: f"{card}\n"} | ({CURVE_FILE: draw_curve(steps, validations)} if steps else {})
+    return {CARD_FILE: hide_secrets(f"{card}\n")} | ({CURVE_FILE: draw_curve(steps, validations)} if steps else {})
 
 
 def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:

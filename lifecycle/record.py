@@ -35,7 +35,7 @@ from options.urls import is_url
 from ranks.devices import describe_device
 from ranks.ending import EXIT_FILE, log
 from ranks.lock import OWN_FILES
-from ranks.messages import hide_secrets
+from ranks.messages import hide_in
 from ranks.world import World
 
 # In a run's identity.
@@ -73,7 +73,7 @@ def identify_run(
         "compute-dtype": str(compute_dtype).removeprefix("torch."),
         "number of steps": num_steps,
         **others,
-        **{name_in_identity(name): to_json(values[name]) for name in list_identifying_options()},
+        **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
     }
 
 
@@ -233,7 +233,13 @@ def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, An
     starts.append(start)
     write_params(
         output_dir,
-        {"options": flatten_with_urls(options), "identity": identity, "finished": None, **start, "starts": starts},
+        {
+            "options": hide_in(flatten_with_urls(options)),
+            "identity": identity,
+            "finished": None,
+            **start,
+            "starts": starts,
+        },
     )
 
 
@@ -261,7 +267,7 @@ def describe_start(
         "device": describe_device(world.device),
         "versions": read_versions(),
         "git_commit": read_git_commit(),
-        "command": [hide_secrets(word) for word in sys.argv],
+        "command": hide_in(sys.argv),
     }
 
 

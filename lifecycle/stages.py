@@ -16,6 +16,7 @@ from typing import Any
 
 from disk import hash_file, hash_json, is_running, read_fields, written_aside
 from lifecycle.file_names import PARAMS_FILE
+from options.environment import escape
 from ranks.ending import ExitCode, RunError, exit_with_message
 from ranks.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
 from ranks.messages import say
@@ -41,7 +42,7 @@ class Stage:
         """The option file."""
         import yaml
 
-        values = {name: list(v) if isinstance(v, tuple) else v for name, v in self.options.items()}
+        values = {name: escape(value) for name, value in self.options.items()}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
     def write_options(self) -> None:

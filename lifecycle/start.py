@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
@@ -152,7 +153,8 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
     if inputs.config is not None:
         adapter = None if options.lora.lora_adapter is None else Path(options.lora.lora_adapter)
         own = inputs.errors.attempt(lambda: read_generation_config(adapter))
-        inputs.generation_config = own or load_generation_config(inputs.model_dir, inputs.config)
+        found = own or inputs.errors.attempt(lambda: load_generation_config(inputs.model_dir, inputs.config))
+        inputs.generation_config = found or GenerationConfig()
 
 
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:

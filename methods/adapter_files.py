@@ -15,9 +15,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from contents import verify_model
 from disk import hash_file, read_object
-from methods.adapter_settings import ADAPTER_CONFIG, check_settings
+from methods.adapter_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, check_settings, read_settings
+from methods.patterns import check_patterns
+from model.config import load_generation_file
 from model.weights import grow_rows
 from options.problems.packages import require
+from pretrained.config_values import check_values
 from pretrained.finite import check_finite
 from pretrained.stored import Reader, read_tensor
 from ranks.ending import log
@@ -27,11 +30,9 @@ if TYPE_CHECKING:
 
     from model.method import MetaModel
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-PREFIX = "base_model.model."  # prefix of every tensor name in that file
-BASE_FILE = "base_model.json"  # next to them: name, revision and fingerprint of the base model
+BASE_FILE = "base_model.json"  # next to config and weights: name, revision and fingerprint of the base model
 
 
 def is_adapter(directory: Path) -> bool:
@@ -52,11 +53,8 @@ def read_generation_config(adapter: Path | None) -> GenerationConfig | None:
     directory = find_beside(adapter, GENERATION_CONFIG)
     if directory is None:
         return None
-    try:
-        return GenerationConfig.from_pretrained(directory)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{directory / GENERATION_CONFIG}: not a usable generation config: {reason}") from None
+    check_values(read_object(directory / GENERATION_CONFIG), directory / GENERATION_CONFIG)
+    return load_generation_file(directory)
 
 
 def hash_adapter(directory: Path) -> dict[str, str]:
@@ -120,6 +118,8 @@ def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
     """Loads the adapter into `model` with peft; ValueError unless the file holds exactly the adapter's tensors."""
     from peft import PeftModel, get_peft_model_state_dict
 
+    settings = read_settings(directory, flag="adapter")
+    check_patterns(settings, list_names(model), where=f"{directory / ADAPTER_CONFIG}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft reads it
         warnings.filterwarnings("error", message=r"[\s\S]*Found missing adapter keys")  # these would stay untrained
@@ -133,6 +133,11 @@ def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
     if unknown:
         raise ValueError(f"{ADAPTER_WEIGHTS} has {len(unknown)} unexpected tensors, such as {unknown[0]}")
     return adapted
+
+
+def list_names(model: PreTrainedModel) -> list[str]:
+    """Names of all modules and parameters, which an adapter's patterns are about."""
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters())]
 
 
 def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> None:

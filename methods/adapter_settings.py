@@ -7,9 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+
 from corpus.strict_json import refuse_repeated_keys
+from methods.patterns import check_patterns
+from options.problems.methods import MOST_RANK
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # prefix of every tensor name in that file
 
 # peft's settings that affect an adapter's computation, and that training and merging support.
 FOLLOWED = {
@@ -54,7 +60,7 @@ def is_alpha(value: Any) -> bool:
 
 
 def is_rank(value: Any) -> bool:
-    return is_whole(value, least=1)
+    return is_whole(value, least=1) and value <= MOST_RANK
 
 
 def is_flag(value: Any) -> bool:
@@ -92,17 +98,18 @@ def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
 
 # Allowed values of each supported key: a check and its description. peft itself checks almost none of them.
 NUMBER_OF_ALPHA = f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"
+RANK = f"an integer from 1 to {MOST_RANK:,}"
 FLAG = (is_flag, "true or false")
 TEXT = (is_text, "a string or null")
 TEXTS = (is_texts, "a list of strings or null")
 NAMES = (is_names, "a list of strings, a valid regular expression or null")
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (is_rank, "an integer of at least 1"),
+    "r": (is_rank, RANK),
     "lora_alpha": (is_alpha, NUMBER_OF_ALPHA),
     "lora_dropout": (lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
     "rank_pattern": (
         lambda value: is_pattern(value, is_rank),
-        "an object of regular expressions, each with an integer of at least 1",
+        f"an object of regular expressions, each with {RANK}",
     ),
     "alpha_pattern": (
         lambda value: is_pattern(value, is_alpha),
@@ -143,14 +150,38 @@ def check_settings(directory: Path, *, flag: str, reader: Reader = "here", train
             f"{flag} {directory}: {ADAPTER_CONFIG} has settings that {READERS[reader]} does not support, and without"
             f" which the adapter would give wrong results: {named}. Merge it with the program that trained it"
         )
+    modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in read_shapes(directory)}
+    check_patterns(settings, modules, where=f"{flag} {directory}: {ADAPTER_CONFIG}")
 
 
 def check_values(settings: dict[str, Any], directory: Path, flag: str) -> None:
-    """ValueError for the first value of a wrong type or out of range."""
+    """ValueError for the first value of a wrong type or out of range, and for ranks above the file's own."""
     for name, (is_allowed, allowed) in ALLOWED.items():
         if name in settings and not is_allowed(settings[name]):
             given = json.dumps(settings[name])[:60]
             raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {given}, but must be {allowed}")
+    check_ranks(settings, directory, flag)
+
+
+def check_ranks(settings: dict[str, Any], directory: Path, flag: str) -> None:
+    """ValueError for a rank larger than the adapter's own matrices, which nobody should reserve memory for."""
+    most = max((size for shape in read_shapes(directory).values() for size in shape), default=None)
+    ranks = {"r": settings.get("r", 1)} | {f"rank_pattern: {k}": r for k, r in settings.get("rank_pattern", {}).items()}
+    for name, rank in ranks.items():
+        if most is not None and rank > most:
+            raise ValueError(
+                f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {rank}, but must be from 1 to {most:,}, the longest"
+                f" side of a tensor in {ADAPTER_WEIGHTS}"
+            )
+
+
+def read_shapes(directory: Path) -> dict[str, list[int]]:
+    """The shapes of an adapter's tensors by name; empty if they cannot be read, which their reader says."""
+    try:
+        with safe_open(directory / ADAPTER_WEIGHTS, framework="numpy") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return {}
 
 
 def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import copy
 import functools
 import hashlib
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from methods.adapter_files import PREFIX
+from methods.adapter_files import PREFIX, list_names
+from methods.adapter_settings import ADAPTER_CONFIG
+from methods.patterns import check_patterns, match_names
 from model.blocks import find_linear_layers, iterate_owners
 from model.method import MetaModel
 from model.weights import Reader
@@ -55,6 +56,7 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     whole_names, held = list_wholes(meta, options), []
     if given is not None:
         flag = f"adapter {options.lora_adapter}"
+        check_patterns(vars(given), list_names(model), where=f"{flag}: {ADAPTER_CONFIG}")
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
         held = match_wholes(model, given)
         whole_names = (*whole_names, *held)
@@ -132,13 +134,10 @@ def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[s
     """
     chosen = set()
     for pattern in patterns:
-        try:
-            found = {name for name in names if re.fullmatch(rf"(.*\.)?(?:{pattern})", name)}
-        except re.error as error:
-            raise ValueError(f"{flag} {pattern}: neither a name nor a regular expression: {error}") from None
+        found = match_names(pattern, names, where=flag)
         if not found:
             raise ValueError(f"{flag} {pattern}: nothing has this name; there are {', '.join(list_kinds(names))}")
-        chosen |= found
+        chosen.update(found)
     return [name for name in names if name in chosen]
 
 

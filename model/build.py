@@ -34,6 +34,7 @@ from model.weights import Reader, read_weights
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
+from pretrained.config_values import naming_config
 from pretrained.parts import find_blocks
 from pretrained.text_tower import find_decoder, set_attention, text_config
 from ranks.compilation import Compiled
@@ -90,7 +91,7 @@ def make_meta_model(
 ) -> MetaModel:
     """Builds the model on the meta device, with all changes to its code; `device` is where it will compute."""
     compute_dtype, mode = choose_compute_dtype(compute, device), compute.activation_checkpointing
-    with torch.device("meta"):
+    with torch.device("meta"), naming_config(source.directory):
         model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     model.to("meta")  # for parameters created in a way that ignores the default device (DiffLlama)
     left_out = family.leave_out(model)

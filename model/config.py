@@ -7,9 +7,11 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from chat.masking import fingerprint_tokenizer
+from chat.rendering import one_line
 from chat.templates import load_tokenizer
 from families.family import Family
 from model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
+from pretrained.config_values import GENERATION, naming_config
 from pretrained.files import check_model_dir
 from pretrained.text_tower import text_config
 from ranks.ending import log
@@ -32,16 +34,26 @@ class ModelSource:
         return {"name": self.name, "revision": directory.name}
 
 
+def read_config(model_dir: str, *, flag: str = "--model-name-or-path", trust_remote_code: bool) -> PreTrainedConfig:
+    """The config in a directory that `find_model` found; ValueError if it cannot be used."""
+    try:
+        return AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    except Exception as error:  # code of every model type reads a file of any origin
+        raise ValueError(f"{flag} {model_dir}: no usable config: config.json: {one_line(error)}") from None
+
+
 def load_config(model_dir: str, family: Family, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Loads the model's config; ValueError if there is none, or the family does not support it."""
     try:
         settings = find_quantization(model_dir)
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model-name-or-path {model_dir}: no usable config: {error}") from None
+    config = read_config(model_dir, trust_remote_code=trust_remote_code)
     if not trust_remote_code:
         vars(config).pop("auto_map", None)  # exports would refer to code that they do not contain
-    if (obstacle := family.check_config(config, trust_remote_code=trust_remote_code)) is not None:
+    with naming_config(model_dir):
+        obstacle = family.check_config(config, trust_remote_code=trust_remote_code)
+    if obstacle is not None:
         raise ValueError(f"--model-name-or-path {model_dir}: {obstacle}")
     if settings is not None:
         kind, dtype = check_quantization(settings, model_dir), str(choose_dtype(config)).removeprefix("torch.")
@@ -52,10 +64,18 @@ def load_config(model_dir: str, family: Family, *, trust_remote_code: bool = Fal
 
 def load_generation_config(model_dir: str, config: PreTrainedConfig) -> GenerationConfig:
     """The model's generation config, which every export contains; made from the config if there is no such file."""
+    if not Path(model_dir, GENERATION).is_file():
+        return GenerationConfig.from_model_config(config)
+    return load_generation_file(model_dir)
+
+
+def load_generation_file(model_dir: str | Path) -> GenerationConfig:
+    """The generation config in a directory; ValueError if it cannot be used."""
     try:
         return GenerationConfig.from_pretrained(model_dir)
-    except OSError:
-        return GenerationConfig.from_model_config(config)
+    except Exception as error:  # as in `read_config`
+        where = Path(model_dir, GENERATION)
+        raise ValueError(f"{where}: not a usable generation config: {one_line(error)}") from None
 
 
 def choose_tokenizer(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import get_origin
 
 from options.choices import list_choices
+from options.environment import FLAG
 from options.fields import flag_name, list_types
 
 # Each completes file names where the program has nothing to offer.
@@ -39,6 +40,7 @@ def complete_options(options_class: type, words: Sequence[str], *, more: Sequenc
     types, choices = list_types(options_class), list_choices(options_class)
     if last.startswith("-"):
         flags = [flag_name(name) for name in types]
+        flags += [FLAG] if "config" in types else []
         flags += [flag_name(name).replace("--", "--no-", 1) for name, kind in types.items() if kind is bool]
         return sorted(flag for flag in [*flags, *more, "--help", "--version"] if flag.startswith(last))
     places = [i for i, word in enumerate(before) if word.startswith("--")]

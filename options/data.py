@@ -198,7 +198,7 @@ class ProcessDataOptions:
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is read from the environment."""
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
     preview: int = 2
     """Number of samples to print at the end, with trained tokens in colour, or in brackets without a terminal."""
     preview_html: str | None = None

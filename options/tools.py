@@ -174,7 +174,7 @@ class MergeAdapterOptions:
     """Use the model and the adapter without comparing their files to the hashes recorded when they were written."""
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is read from the environment."""
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the merged weights."""
 
@@ -279,6 +279,8 @@ class SweepOptions:
     """Output directory. Default: the file's output_dir."""
     print_command: bool = False
     """Print the command of each trial, and exit."""
+    allow_env: tuple[str, ...] = ()
+    """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,3 +295,5 @@ class ContinualOptions:
     """Compare experiments with the same tasks, instead of running one."""
     output: str | None = None
     """--compare only: page to write (.html), in addition to the tables."""
+    allow_env: tuple[str, ...] = ()
+    """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""

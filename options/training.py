@@ -39,7 +39,7 @@ class TrainOptions:
     """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is read from the environment."""
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Log level of rank 0; WARNING suppresses the step lines."""
     preset: Literal["sanity", "toy", "full"] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from contents import verify_model
 from disk import read_object
+from pretrained.config_values import check_values
 from ranks.ending import log
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -94,9 +95,9 @@ def download(repo: str, *, revision: str | None, patterns: list[str], flag: str 
 
 
 def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
-    """Reads names only, and returns the config entries that name code to run, allowed with `trust_remote_code`.
+    """Reads configs only, and returns the entries that name code to run, allowed with `trust_remote_code`.
 
-    ValueError for such entries otherwise, for links out of the directory, and for an adapter.
+    ValueError for such entries otherwise, for links out of the directory, for an adapter, and for values out of range.
     """
     check_model_links(path)
     if (path / "adapter_config.json").exists():
@@ -108,6 +109,7 @@ def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
     for name in READ_FILES:
         if (path / name).exists():
             config = read_object(path / name)
+            check_values(config, path / name)
             found = [f"{name} ({reference})" for reference in find_code(config, path / name)]
             if found and not trust_remote_code and has_stock_class(config, name):
                 log.warning(f"warning: {path}: {', '.join(found)}: not run; transformers has its own class for it")

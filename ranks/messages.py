@@ -8,10 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 if __package__ == "ranks":  # in a script
+    from options.environment import is_secret
     from options.urls import HIDDEN, hide_credentials
 else:  # mini_trainer.ranks
+    from ..options.environment import is_secret
     from ..options.urls import HIDDEN, hide_credentials
 
 from .printing import print_as_is
@@ -19,8 +22,6 @@ from .printing import print_as_is
 # Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
 # cannot be printed.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # names of environment variables
-NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # exceptions, whose values only say where a secret is
 SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
 MOST_RUNS = 20  # ranges of consecutive ranks that a message lists
 
@@ -32,14 +33,19 @@ def make_visible(text: str) -> str:
 
 def hide_secrets(text: str) -> str:
     """Removes the credentials in URLs, and the values of secret environment variables, from `text`."""
-    secrets = [
-        value
-        for name, value in os.environ.items()
-        if SECRET_NAMES.search(name.upper()) and not NO_SECRETS.search(name.upper()) and len(value) >= SHORTEST_SECRET
-    ]
+    secrets = [value for name, value in os.environ.items() if is_secret(name) and len(value) >= SHORTEST_SECRET]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return hide_credentials(text)
+
+
+def hide_in(value: Any) -> Any:
+    """JSON's `value` without secrets in its texts, for files that others can read."""
+    if isinstance(value, dict):
+        return {key: hide_in(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide_in(item) for item in value]
+    return hide_secrets(value) if isinstance(value, str) else value
 
 
 def clean(text: str) -> str:

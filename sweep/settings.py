@@ -2,15 +2,16 @@
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from command_line import fill_in_environment, parse_value, parse_values, read_yaml
+from command_line import parse_value, parse_values, read_option_file
 from options import PRESETS, TrainOptions, group_options, iterate_fields, list_preset_values
 from options.problems.finding import find_problems
 from options.urls import is_url
@@ -121,9 +122,13 @@ class Settings:
         return UNEXPORTED | validations | self.train | values
 
 
-def read_settings(path: Path, *, output_dir: str | None = None) -> Settings:
-    """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys."""
-    given = read_yaml(path, named=str(path), numbers_as_written=True)
+def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> Settings:
+    """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys.
+
+    `allowed`: environment variables to fill in.
+    """
+    given = read_option_file(path, named=str(path), allowed=allowed)
+    readers = READERS | {"train": functools.partial(read_train, allowed=allowed)}
     given |= {} if output_dir is None else {"output_dir": output_dir}
     fields = {one.name: one for one in dataclasses.fields(Settings)}
     found, problems = {}, []
@@ -133,7 +138,7 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> Settings:
                 close = difflib.get_close_matches(str(key), fields, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(fields)}"
                 raise ValueError(f"unknown key {key!r}; {hint}")
-            found[key] = READERS.get(key, read_plain)(key, value)
+            found[key] = readers.get(key, read_plain)(key, value)
         except ValueError as error:
             problems.append(str(error))
     problems += [f"{name}: required" for name in ("output_dir", "train", "parameters") if name not in given]
@@ -157,20 +162,19 @@ def read_plain(key: str, value: Any) -> Any:
     return parse_value(key, value, Settings)
 
 
-def read_train(key: str, given: Any) -> Values:
+def read_train(key: str, given: Any, *, allowed: Collection[str]) -> Values:
     """The options that all trials share: of `config`, of `preset`, and the file's own, which win over both."""
     values = dict(as_mapping(key, given, "'option: value' lines"))
     files = {}
     for path in parse_value("config", values.pop("config", []), TrainOptions):
-        of_file = read_yaml(Path(path), named=f"{key}: config: {path}", numbers_as_written=True)
+        of_file = read_option_file(Path(path), named=f"{key}: config: {path}", allowed=allowed)
         of_file.pop("output_dir", None)  # as a flag would win over it, the trial's own directory does
         files |= {str(name).replace("-", "_"): value for name, value in of_file.items()}
     merged = files | values
     preset = merged.pop("preset", None)
     if preset is not None and str(preset) not in PRESETS:  # it may be a list
         raise ValueError(f"{key}: preset: given {preset!r}, allowed: {', '.join(PRESETS)}")
-    filled = {name: fill_in_environment(str(name), value) for name, value in merged.items()}
-    values = parse_values(filled, TrainOptions, where=f"{key}:", reserved=RESERVED)
+    values = parse_values(merged, TrainOptions, where=f"{key}:", reserved=RESERVED)
     return list_preset_values(preset, values) | values
 
 
@@ -191,7 +195,7 @@ def as_mapping(key: str, given: Any, allowed: str) -> Mapping[Any, Any]:
     return given
 
 
-READERS = {"train": read_train, "parameters": read_parameters}
+READERS = {"parameters": read_parameters}
 
 
 def read_choices(option: str, given: Any, options_class: type) -> Parameter:
@@ -200,7 +204,7 @@ def read_choices(option: str, given: Any, options_class: type) -> Parameter:
     values, problems = [], []
     for value in given:
         try:
-            values.append(parse_value(option, fill_in_environment(option, value), options_class))
+            values.append(parse_value(option, value, options_class))
         except ValueError as error:
             problems.append(str(error))
     if problems:

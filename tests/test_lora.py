@@ -394,7 +394,8 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     ("options", "problem"),
     [
         (dict(lora_rank=8, base_quantization="nf4"), "--lora-rank, --base-quantization: no effect without --lora"),
-        (dict(lora=True, lora_rank=0), "--lora-rank 0: must be at least 1"),
+        (dict(lora=True, lora_rank=10**9), "--lora-rank 1000000000: must be from 1 to 65,536"),
+        (dict(lora=True, lora_rank=0), "--lora-rank 0: must be from 1 to 65,536"),
         (dict(lora=True, lora_alpha=0.0), "--lora-alpha 0.0: must be above 0"),
         (dict(lora=True, lora_dropout=1.0), "--lora-dropout 1.0: must be at least 0 and below 1"),
         (

@@ -182,7 +182,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("a: [", "not valid YAML"),
         ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is repeated: seed"),
         ("bach_size: 3\ncompile: 1", "compile: given 1, allowed: true or false"),  # both at once
-        ("output_dir: /a/${NOT_THERE}/b", "output_dir: '/a/${NOT_THERE}/b': the environment has no variable NOT_THERE"),
+        ("output_dir: /a/${SLURM_NONE}/b", "output_dir: '/a/${SLURM_NONE}/b': the environment has no variable SLURM"),
         ("batch_size: 4\nbatch-size: 8", "batch_size: given more than once"),
         ("batch_size: 0x10", "'0x10'"),
         ("output_dir:", "output_dir: given null, allowed: a value"),
@@ -206,7 +206,7 @@ def test_a_bad_config_file_gets_one_message(text, reason, tmp_path, capfd, monke
     config = tmp_path / "run.yaml"
     if text is not None:
         config.write_text(text)
-    assert reason in refuse([*REQUIRED, "--config", str(config)], capfd)
+    assert reason in refuse([*REQUIRED, "--config", str(config), "--allow-env", "FLAG"], capfd)
 
 
 def test_several_config_files_compose_in_order_and_take_the_environments_values(tmp_path, monkeypatch):
@@ -218,6 +218,7 @@ def test_several_config_files_compose_in_order_and_take_the_environments_values(
         monkeypatch.setenv(name, value)
     files = ["--config", str(tmp_path / "base.yaml"), str(tmp_path / "more.yaml")]
     words = ["--model-name-or-path", "m", "--output-dir", "o", *files, "--max-epochs", "5"]
+    words += [f"--allow-env={name}" for name in ("RATE", "COMPILE", "DATA")]
     values = flatten_options(parse_options(TrainOptions, words))
     given = dict(batch_size=8, learning_rate=2e-4, max_epochs=5, compile=True, data_path=("/data/c.arrow",))
     assert given.items() <= values.items()

@@ -31,8 +31,8 @@ def read(given: dict[str, Any], folder: Path) -> Settings:
 
 
 def test_options_of_files_and_presets_are_overridden_by_the_files_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("WHERE", "elsewhere")
-    base = {"output_dir": "other", "batch-size": 4, "max_steps": 7, "data_path": "${WHERE}.arrow", "lr": 1}
+    monkeypatch.setenv("SCRATCH", "elsewhere")
+    base = {"output_dir": "other", "batch-size": 4, "max_steps": 7, "data_path": "${SCRATCH}.arrow", "lr": 1}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump({k: v for k, v in base.items() if k != "lr"}))
     train = {"config": str(tmp_path / "base.yaml"), "preset": "toy", "max_steps": 9, "model_name_or_path": "M"}
     settings = read(GIVEN | {"train": train}, tmp_path)

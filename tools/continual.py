@@ -33,7 +33,7 @@ from ranks.messages import say
 def continual(options: ContinualOptions) -> None:
     """Runs an experiment, or compares several."""
     if not options.compare:
-        several = read_settings(Path(options.paths[0]), output_dir=options.output_dir)
+        several = read_settings(Path(options.paths[0]), output_dir=options.output_dir, allowed=options.allow_env)
         return run_experiments(several, Runner(find_root(several), num_processes=several[0].num_processes))
     if options.output is not None:
         check_output(Path(options.output))

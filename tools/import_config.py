@@ -40,7 +40,9 @@ def import_config(options: ImportConfigOptions) -> None:
         raise ValueError(f"{path}: {error}") from None
     if options.tokenized_data:
         to.train["data_path"] = options.tokenized_data
-    outputs = write_files(to, output_dir, head=f"# From {path.name} ({trainer}), by tools/import_config.py.\n")
+    outputs = write_files(
+        to, output_dir, head=describe_comment(f"From {path.name} ({trainer}), by tools/import_config.py.")
+    )
     say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     print_outcomes(to)
     say(f"wrote {' and '.join(map(str, outputs))}")
@@ -80,7 +82,7 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
         if source.get("chat_template") in to.files:
             source["chat_template"] = str(output_dir / source["chat_template"])
         texts[output_dir / name] = describe_file(ProcessDataOptions, source, head)
-    notes = "".join(f"# {line}\n" for line in list_differences(to))
+    notes = "".join(map(describe_comment, list_differences(to)))
     texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
     there = [str(path) for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
     if there:
@@ -89,6 +91,11 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     return list(texts)
+
+
+def describe_comment(text: str) -> str:
+    """A comment of one line, also where the text of someone else's file has several."""
+    return f"# {' '.join(text.split())}\n"
 
 
 def describe_file(options_class: type, values: dict, head: str) -> str:

@@ -41,6 +41,7 @@ from model.config import ModelSource, load_config, load_generation_config
 from model.method import MetaModel
 from model.weights import read_weights
 from options.choices import check_choices
+from pretrained.config_values import naming_config
 from pretrained.files import find_model, find_weights, verify_weights
 from pretrained.parts import find_blocks
 from pretrained.text_tower import is_multimodal, text_config
@@ -83,7 +84,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
 
     # Build the model with its adapters on the meta device, then write each merged tensor.
     source = ModelSource(model_dir, model_config, options.trust_remote_code, name=name)
-    with torch.device("meta"):
+    with torch.device("meta"), naming_config(model_dir):
         model = family.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
     if adapts_tower(adapter, model):
         family = VisionLanguageFamily(family)

@@ -28,7 +28,7 @@ from sweep.settings import Settings, Values, check_trials, list_files, read_sett
 
 def sweep(options: SweepOptions) -> None:
     """Runs or continues the sweep, or prints its commands."""
-    settings = read_settings(Path(options.config_file), output_dir=options.output_dir)
+    settings = read_settings(Path(options.config_file), output_dir=options.output_dir, allowed=options.allow_env)
     try:
         from sweep.results import describe_command
         from sweep.search import find_direction, run_sweep

@@ -5,6 +5,7 @@ import math
 from options import OSFTOptions, TrainOptions, VisionOptions, flag_name
 from options.problems.given import list_given
 
+MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
 # Settings that an adapter to continue from determines, so options must not set them.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
@@ -52,8 +53,8 @@ def find_lora_problems(options: TrainOptions) -> list[str]:
     given = list_given(o)
     if not o.lora:
         return [f"{', '.join(given)}: no effect without --lora"] if given else []
-    if o.lora_rank is not None and o.lora_rank < 1:
-        problems.append(f"--lora-rank {o.lora_rank}: must be at least 1")
+    if o.lora_rank is not None and not 1 <= o.lora_rank <= MOST_RANK:
+        problems.append(f"--lora-rank {o.lora_rank}: must be from 1 to {MOST_RANK:,}")
     if o.lora_alpha is not None and not 0 < o.lora_alpha < math.inf:
         problems.append(f"--lora-alpha {o.lora_alpha}: must be above 0, and finite")
     if not 0 <= o.lora_dropout < 1:

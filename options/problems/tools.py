@@ -201,6 +201,7 @@ def find_continual_problems(o: ContinualOptions) -> list[str]:
     """Options of the other use, several files, an output of an unknown kind."""
     if o.compare:
         problems = ["--output-dir has no effect with --compare: give --output"] if o.output_dir is not None else []
+        problems += ["--allow-env has no effect with --compare"] if o.allow_env else []
         if not o.paths:
             problems.append("--compare: no output directory of an experiment is given")
         if o.output is not None and Path(o.output).suffix != ".html":

@@ -1,0 +1,154 @@
+"""Values in a model's JSON files that no model can be made of: one message with file and key, and no memory taken."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_forked
+from processes import flags
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import GPT2Config
+
+from chat.templates import load_tokenizer
+from families.text import TextFamily
+from inference.models import find_answering_model, load_answering_model
+from methods.adapter_files import read_generation_config
+from model.config import load_config, load_generation_config
+from pretrained.config_values import check_values
+from pretrained.files import find_model
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+WRONG = [
+    *((CONFIG, "hidden_size", value, "an integer from 1 to 1,048,576") for value in (-1, 0, 10**12, "x", 8.5, True)),
+    *((CONFIG, "num_hidden_layers", value, "an integer from 1 to") for value in ("two", -1, 10**9, {"a": 1})),
+    *((CONFIG, "vocab_size", value, "an integer from 1 to") for value in (0, -5, 10**12)),
+    *((CONFIG, "num_attention_heads", value, "an integer from 1 to") for value in (0, -4, "4", [4, 0])),
+    *((CONFIG, "intermediate_size", value, "an integer from 0 to") for value in (-1, 10**12)),
+    *((CONFIG, "text_config", {"hidden_size": value}, "an integer from 1 to") for value in (-1, 10**12)),
+    *((CONFIG, "attention_dropout", value, "a number from 0 to 1") for value in (-1, 1.5)),
+    *((CONFIG, "architectures", value, "a list of names") for value in (5, [5])),
+    *((GENERATION, "eos_token_id", value, "a token id, a list of those") for value in ("x", [1, "a"], {}, 10**12, -2)),
+    *((GENERATION, key, "x", "a number or null") for key in ("temperature", "top_p", "max_new_tokens", "max_length")),
+    *((TOKENIZER, "model_max_length", value, "a number or null") for value in ("x", [1])),
+]
+# Values that transformers' own code refuses.
+REFUSED_BY_TRANSFORMERS = [
+    ("hidden_size", None), ("hidden_size", [32]), ("num_attention_heads", None), ("vocab_size", None),
+    ("rms_norm_eps", "x"), ("rope_parameters", []), ("layer_types", 5), ("dtype", "float99"), ("model_type", 5),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("models") / "model"))
+
+
+@pytest.fixture
+def model(good_model, tmp_path) -> Path:
+    return shutil.copytree(good_model, tmp_path / "model")
+
+
+def change(file: Path, key: str, value: Any) -> None:
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | {key: value}))
+
+
+@pytest.mark.parametrize(("name", "key", "value", "allowed"), WRONG, ids=lambda value: str(value)[:24])
+def test_a_value_out_of_range_is_refused_where_every_program_finds_its_model(name, key, value, allowed, model):
+    change(model / name, key, value)
+    shown = f"{key} is " if key != "text_config" else "hidden_size is "
+    with pytest.raises(ValueError, match=f"^{model / name}: {shown}.*, but must be {allowed}"):
+        find_model(str(model), revision=None, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED_BY_TRANSFORMERS, ids=str)
+def test_what_transformers_refuses_is_one_message_with_the_file(key, value, model):
+    change(model / CONFIG, key, value)
+    loads = [lambda: load_config(str(model), TextFamily()), lambda: find_answering_model(str(model))]
+    if (key, value) not in (("dtype", "float99"), ("model_type", 5)):  # which a tokenizer does without
+        loads.append(lambda: load_tokenizer(str(model)))
+    for load in loads:
+        with pytest.raises(ValueError, match=f"{model}: no usable config: {CONFIG}: .") as refused:
+            load()
+        assert "\n" not in str(refused.value)
+
+
+def test_a_value_that_only_the_models_code_finds_odd_names_the_file(model):
+    change(model / CONFIG, "hidden_act", "nonsense")
+    found = find_answering_model(str(model))
+    with pytest.raises(ValueError, match=f"{model / CONFIG}: cannot be used: KeyError: 'nonsense'"):
+        load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_generation_config_that_transformers_refuses_is_named(model):
+    change(model / GENERATION, "max_new_tokens", -5)
+    config = load_config(str(model), TextFamily())
+    for read in (lambda: load_generation_config(str(model), config), lambda: read_generation_config(model)):
+        with pytest.raises(ValueError, match=f"{model / GENERATION}: not a usable generation config: .*max_new_tokens"):
+            read()
+
+
+def test_real_configs_are_not_refused():
+    for config in (*FAMILIES.values(), GPT2Config()):
+        check_values(json.loads(config.to_json_string()), Path(CONFIG))
+    check_values(
+        {"intermediate_size": [8, 16], "num_key_value_heads": None, "num_experts": 0, "vocab_size": 262_208},
+        Path(CONFIG),
+    )
+    check_values({"eos_token_id": [1, 2], "pad_token_id": -1, "temperature": 0, "top_k": -1}, Path(GENERATION))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    write_samples(folder / "data.arrow", make_samples(4, vocab_size=VOCAB_SIZE))
+    return folder
+
+
+def list_programs(model: Path, data: Path, folder: Path) -> dict[str, list[object]]:
+    train = flags(model_name_or_path=model, data_path=data / "data.arrow", output_dir=folder / "run", max_steps=1)
+    rows, tokenized = data / "rows.jsonl", data / "data.arrow"
+    process = flags(input_file=rows, output_file=folder / "d.arrow", model_name_or_path=model)
+    return {
+        "train": ["train.py", *train],
+        "plan": ["train.py", *train, "--dry-run"],
+        "process_data": ["process_data.py", *process],
+        "generate": ["generate.py", *flags(model=model, prompts=rows, output=folder / "answers.jsonl")],
+        "evaluate": ["evaluate_model.py", *flags(model=model, data=tokenized, output_dir=folder / "evaluation")],
+        "merge": ["tools/merge_models.py", "--model", model, model, "--output-dir", folder / "merged"],
+    }
+
+
+@pytest.mark.parametrize("program", list_programs(Path(), Path(), Path()))
+@pytest.mark.parametrize(
+    ("name", "key", "value", "shown"),
+    [(CONFIG, "hidden_size", 10**12, "hidden_size is"), (GENERATION, "eos_token_id", "x", "eos_token_id is")],
+)
+def test_every_program_ends_with_one_message(name, key, value, shown, program, model, data, tmp_path):
+    change(model / name, key, value)
+    done = run_forked(0, *list_programs(model, data, tmp_path)[program])
+    text = done.stdout + done.stderr
+    assert done.returncode == 2 and f"{model / name}: {shown}" in text
+    assert "Traceback" not in text
+    assert not list(tmp_path.glob("*.arrow")) and not list(tmp_path.glob("answers*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "shown"),
+    [
+        (CONFIG, "num_attention_heads", None, "Field 'num_attention_heads' expected int"),
+        (CONFIG, "hidden_act", "nonsense", "cannot be used: KeyError: 'nonsense'"),
+        (GENERATION, "max_new_tokens", -5, "not a usable generation config"),
+    ],
+)
+@pytest.mark.parametrize("program", ["train", "plan", "generate", "evaluate", "merge"])
+def test_what_only_code_finds_out_is_one_message_too(name, key, value, shown, program, model, data, tmp_path):
+    change(model / name, key, value)
+    done = run_forked(0, *list_programs(model, data, tmp_path)[program])
+    assert done.returncode == 2 and shown in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

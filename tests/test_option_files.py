@@ -1,0 +1,273 @@
+"""Option files: limits on what is read, and environment variables in their values."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from forked import run_forked
+from processes import ROOT, flags
+from refusals import refuse
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+
+from command_line import check_yaml, describe_options, parse_options, read_option_file, read_yaml
+from continual.settings import read_settings as read_continual
+from lifecycle.stages import Stage
+from options import (
+    ContinualOptions,
+    ImportConfigOptions,
+    PlotOptions,
+    ProcessDataOptions,
+    SweepOptions,
+    TrainOptions,
+    environment,
+    flatten_options,
+)
+from options.completion import complete_options
+from sweep.settings import read_settings as read_sweep
+from tools.import_config import import_config
+
+NEEDED = ["--model-name-or-path", "m", "--data-path", "d", "--output-dir", "o", "--max-steps", "1"]
+MODEL = ["--data-path", "d", "--output-dir", "o", "--max-steps", "1"]
+SECONDS = 20
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[Any], str]:
+    def write(content: Any) -> str:
+        path = tmp_path / "run.yaml"
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        return str(path)
+
+    return write
+
+
+READERS = {
+    "options": lambda path: read_option_file(path, named=str(path)),
+    "the harness": lambda path: check_yaml(path, named=str(path)),
+    "sweep": read_sweep,
+    "continual": read_continual,
+    "import-config": lambda path: import_config(ImportConfigOptions(config_file=str(path), output_dir="never")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_takes_regular_files_only_and_takes_no_memory(name: str, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"{path}: cannot be read: not a regular file"):
+            READERS[name](path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+TOO_MUCH = {
+    "bytes": ("a: " + "x" * (1 << 20), "cannot be read: larger than 1,048,576 bytes, the limit"),
+    "keys": ("".join(f"a{i}: 1\n" for i in range(100_000)), "line 10001: not valid YAML: it has more than 10,000 keys"),
+    "nested keys": ("a:\n" + "".join(f"  a{i}: 1\n" for i in range(10_000)), "it has more than 10,000 keys"),
+    "values": ("a: [" + "b," * 100_001 + "]", "it has more than 100,000 values"),
+    "aliases": (BOMB, "its aliases stand for more than 100,000 values"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(("text", "reason"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_every_reader_has_the_same_limits(text: str, reason: str, name: str, tmp_path: Path):
+    (path := tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"^{path}: .*{reason}"):
+        READERS[name](path)
+
+
+def test_files_at_the_limits_are_read(tmp_path: Path):
+    (path := tmp_path / "run.yaml").write_text("".join(f"a{i}: 1\n" for i in range(10_000)))
+    assert len(read_yaml(path, named="run")) == 10_000
+    path.write_text("a: " + "x" * ((1 << 20) - 3))
+    assert len(read_yaml(path, named="run")["a"]) == (1 << 20) - 3
+
+
+def test_a_file_of_unknown_keys_gets_a_message_that_ends(write, capfd):
+    message = refuse([*NEEDED, "--config", write({f"nothing_{i}": 1 for i in range(100)})], capfd)
+    assert message.count("unknown option") == 20 and "the rest of the file was not checked" in message
+
+
+@pytest.mark.parametrize("name", ["HOME", "USER", "SCRATCH", "TMPDIR", "SLURM_JOB_ID"])
+def test_what_every_file_may_name_is_filled_in(name: str, write, monkeypatch):
+    monkeypatch.setenv(name, "/value")
+    options = parse_options(TrainOptions, [*MODEL, "--config", write({"model_name_or_path": f"a/${{{name}}}/b"})])
+    assert options.model.model_name_or_path == "a//value/b"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("${OTHER}", "the variable OTHER is not filled in; allowed: HOME, .*, SLURM_.*, or add --allow-env OTHER"),
+        ("${HF_TOKEN}", "the variable HF_TOKEN is not filled in; .*; a secret is never filled in"),
+        ("${SLURM_JWT}", "the variable SLURM_JWT is not filled in; .*; a secret is never filled in"),
+        ("${OTHER:-x}", "not the name of a variable; write .* for the text"),
+        ("${HOME", "not the name of a variable"),
+        ("${}", "not the name of a variable"),
+        ("${TMPDIR}", "the environment has no variable TMPDIR"),
+    ],
+)
+def test_other_variables_are_refused_by_file_and_key(value: str, reason: str, write, capfd, monkeypatch):
+    for name in ("OTHER", "HF_TOKEN", "SLURM_JWT"):
+        monkeypatch.setenv(name, "the-value")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    path = write({"model_name_or_path": value, "track_project": value})
+    message = refuse([*MODEL, "--config", path], capfd)
+    for key in ("model_name_or_path", "track_project"):  # all at once
+        assert f"--config {path}: {key}: {value!r}: " in message
+    with pytest.raises(ValueError, match=reason):
+        environment.fill_in("key", value, ())
+    assert "the-value" not in message
+
+
+@pytest.mark.parametrize("words", [["--allow-env", "A", "--allow-env=B"], ["--allow_env=A", "--allow-env", "B"]])
+def test_the_command_line_allows_more(words: list[str], write, monkeypatch):
+    monkeypatch.setenv("A", "x")
+    monkeypatch.setenv("B", "true")
+    path = write({"model_name_or_path": "${A}", "compile": "${B}", "label_names": ["$${A}", "${A}"]})
+    options = flatten_options(
+        parse_options(TrainOptions, [*words, *MODEL, "--objective", "classification", "--config", path])
+    )
+    assert options["model_name_or_path"] == "x" and options["compile"] is True
+    assert options["label_names"] == ("${A}", "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--allow-env", "A"], "--allow-env A: no effect without --config"),
+        (["--allow-env"], "--allow-env: given '', allowed: the name of an environment variable"),
+        (["--allow-env", "--seed", "1"], "--allow-env: given '--seed', allowed: the name"),
+        (["--allow-env", "MY_API_KEY"], "--allow-env MY_API_KEY: the name of a secret"),
+        (["--allow-env", "DB_PASSWORD"], "--allow-env DB_PASSWORD: the name of a secret"),
+    ],
+)
+def test_what_cannot_be_allowed(words: list[str], reason: str, capfd):
+    assert reason in refuse([*NEEDED, *words], capfd)
+
+
+def test_the_flag_belongs_to_the_programs_that_read_option_files(capfd):
+    assert parse_options(SweepOptions, ["--allow-env", "A", "s.yaml", "--allow-env", "B"]).allow_env == ("A", "B")
+    assert parse_options(ContinualOptions, ["t.yaml", "--allow-env=A"]).allow_env == ("A",)
+    for options_class, argv, reason in (
+        (PlotOptions, ["run", "--follow", "--allow-env", "A"], "unknown option --allow-env"),
+        (ContinualOptions, ["a", "b", "--compare", "--allow-env", "A"], "--allow-env has no effect with --compare"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_options(options_class, argv)
+        assert reason in capfd.readouterr().err
+    assert complete_options(TrainOptions, ["--allow"]) == ["--allow-changed-options", "--allow-env"]
+    assert complete_options(PlotOptions, ["--allow"]) == []
+
+
+TRAIN = dict(model_name_or_path="${WHERE}/m", data_path="d", validation_data_path="v", max_steps=10)
+SWEEP = {"output_dir": "${WHERE}/s", "train": TRAIN, "parameters": {"learning_rate": ["1e-4", "${RATE}"]}}
+TASK = {"name": "a", "input_file": ["${WHERE}/a.jsonl"], "validation": "v.arrow", "held_out": "h.arrow"}
+CONTINUAL = {"model": "${WHERE}/m", "output_dir": "C", "train": {"max_epochs": 1, "batch_size": 2}, "tasks": [TASK]}
+
+
+def test_files_of_sweeps_and_experiments_follow_the_same_rules(write, monkeypatch):
+    monkeypatch.setenv("WHERE", "/data")
+    monkeypatch.setenv("RATE", "2e-4")
+    for read, given, place in (
+        (read_sweep, SWEEP, "train: model_name_or_path"),
+        (read_continual, CONTINUAL, "tasks: input_file"),
+    ):
+        path = Path(write(given))
+        with pytest.raises(ValueError, match=f"^{path}: .*{place}: .* --allow-env WHERE"):
+            read(path)
+    settings = read_sweep(Path(write(SWEEP)), allowed=("WHERE", "RATE"))
+    assert settings.output_dir == "/data/s" and settings.train["model_name_or_path"] == "/data/m"
+    assert settings.parameters[0].choices == (1e-4, 2e-4)
+    (one,) = read_continual(Path(write(CONTINUAL)), allowed=("WHERE",))
+    assert one.model == "/data/m" and one.tasks[0].input_file == ("/data/a.jsonl",)
+
+
+@pytest.mark.parametrize("text", ["${HOME}", "$${HOME}", "$$${A}", "a${", "${A}${B}", "$HOME $ {x}"])
+def test_every_writer_of_option_files_writes_what_is_read_as_it_was(text: str, write, tmp_path: Path):
+    values = {"output_file": text, "model_name_or_path": "m", "input_file": (text, "b")}
+    words = ["--config", write(describe_options(ProcessDataOptions, values))]
+    options = flatten_options(parse_options(ProcessDataOptions, words))
+    assert options["output_file"] == text and options["input_file"] == (text, "b")
+    Stage(program="process-data", folder=tmp_path, options=values).write_options()
+    assert flatten_options(parse_options(ProcessDataOptions, ["--config", f"{tmp_path}/process-data.yaml"])) == {
+        **options,
+        "config": (f"{tmp_path}/process-data.yaml",),
+    }
+
+
+THEIRS = """
+base_model: ${HOME}/m
+datasets: [{path: '${HF_TOKEN}.jsonl', type: chat_template}]
+"evil\\ncallbacks: ['os:x']\\n#": 1
+"evil\\u2028trust_remote_code: true\\u2028#": 1
+adapter: lora
+lora_r: 8
+micro_batch_size: 1
+num_epochs: 1
+"""
+
+
+def test_a_strangers_file_chooses_no_variable_and_adds_no_option(write, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "the-value")
+    import_config(ImportConfigOptions(config_file=write(THEIRS), output_dir=str(tmp_path / "ours"), trainer="axolotl"))
+    words = ["--config", str(tmp_path / "ours" / "train.yaml"), "--output-dir", "o"]
+    options = flatten_options(parse_options(TrainOptions, words))
+    assert options["model_name_or_path"] == "${HOME}/m"
+    assert options["callbacks"] == () and not options["trust_remote_code"]
+    data = flatten_options(parse_options(ProcessDataOptions, ["--config", str(tmp_path / "ours" / "data.yaml")]))
+    assert data["input_file"] == ("${HF_TOKEN}.jsonl",)
+
+
+def test_a_dry_run_imports_only_callbacks_that_the_command_line_names(write, capfd):
+    path = write({"callbacks": ["some.module:Hook"], "callback_errors": "log"})
+    argv = [*NEEDED, "--config", path]
+    assert parse_options(TrainOptions, argv).callbacks.callbacks == ("some.module:Hook",)
+    assert capfd.readouterr().out == ""
+    assert parse_options(TrainOptions, [*argv, "--dry-run"]).callbacks.callbacks == ()
+    assert capfd.readouterr().out == (
+        "dry run: callbacks of --config are not imported: some.module:Hook; --callbacks NAME imports them\n"
+    )
+    named = parse_options(TrainOptions, [*argv, "--dry-run", "--callbacks", "my.module:Hook"])
+    assert named.callbacks.callbacks == ("my.module:Hook",) and capfd.readouterr().out == ""
+
+
+def test_a_program_says_it_in_one_message_and_soon():
+    words = [sys.executable, str(ROOT / "process_data.py"), "--config", "/dev/zero"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=3 * SECONDS)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --config /dev/zero: cannot be read: not a regular file\n")
+    assert done.stdout == ""
+
+
+def test_no_file_of_a_run_holds_a_secret(tmp_path: Path):
+    secrets = dict(HF_TOKEN="hf_abcdef", WANDB_API_KEY="key-123456", DB_PASSWORD="pass-12345", SLURM_JWT="jwt-99999")
+    (folder := tmp_path / "hf_abcdef").mkdir()
+    data = write_samples(folder / "data.arrow", make_samples(4, vocab_size=VOCAB_SIZE))
+    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model-pass-12345"))
+    options = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", max_steps=1, batch_size=2)
+    names = dict(export_name="key-123456-{samples}", validation_data_path=data)
+    done = run_forked(0, "train.py", *flags(**options, **names), env=secrets)
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl", ".md")]
+    texts = [path.read_text() for path in files] + [done.stdout, done.stderr]
+    assert "***" in (tmp_path / "run" / "training_params.json").read_text()
+    for secret in secrets.values():
+        assert not [path for path, text in zip(files, texts, strict=False) if secret in text]
+        assert not any(secret in text for text in texts)
+
+
+def test_an_experiment_takes_no_password_into_its_option_files(write, monkeypatch):
+    monkeypatch.setenv("WHERE", "x")
+    path = Path(write(CONTINUAL | {"model": "m", "evaluate": {"base_url": "https://me:pass@host/v1"}}))
+    with pytest.raises(ValueError, match=r"evaluate: base_url: given https://\*\*\*@host/v1, with a password or key"):
+        read_continual(path, allowed=("WHERE",))
