@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
 JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
@@ -232,7 +232,8 @@ def read_json(path: Path) -> Any:
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError naming the file if it cannot be read or holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            content = json.loads(file.read().decode())
     except RecursionError:
         raise ValueError(f"{path}: cannot be read: it is nested too deeply") from None
     except (OSError, ValueError) as error:
@@ -255,7 +256,12 @@ def read_fields(path: Path, kinds: Mapping[str, Any], *, written_by: str, advice
 
 def list_wrong(content: dict[str, Any], kinds: Mapping[str, Any]) -> list[str]:
     """The keys that an object lacks, or has with a value of another type."""
-    return [name for name, kind in kinds.items() if name not in content or not isinstance(content[name], kind)]
+    return [name for name, kind in kinds.items() if name not in content or not has_kind(content[name], kind)]
+
+
+def has_kind(value: Any, kind: Any) -> bool:
+    """Whether a JSON value has this type; true and false are no numbers."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
@@ -263,7 +269,7 @@ def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None
     nothing if there is no file.
     """
     if path.exists():
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):  # the last line is incomplete after a kill, and while it is written
                     yield number, line, parse_metrics(line)
@@ -278,11 +284,18 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int and "loss" in row else None
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading; OSError if it is no regular file: others may never end, or never begin."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("not a regular file")
+    return file
+
+
 def read_small(path: Path, most_bytes: int) -> str:
-    """The text of a file; OSError if it is too large, or no regular file: others may never end, or never begin."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("not a regular file")
+    """The text of a file; OSError if it is too large, or no regular file."""
+    with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(f"larger than {most_bytes:,} bytes, the limit")

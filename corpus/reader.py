@@ -16,7 +16,7 @@ import pyarrow.json
 from contents import check_recorded
 from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from corpus.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
-from disk import read_object
+from disk import list_wrong, read_object
 from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, RowFacts, check_sample
 from objectives.data_kinds import COLUMNS, read_task
@@ -355,7 +355,7 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
     if not all(isinstance(made, dict) and {"file", "sha256"} <= made.keys() for made in sidecar.get("sources") or []):
         raise ValueError(f"{path}: sources does not list files with their sha256: tokenize the data again")
     recorded = find_recorded_file(sidecar)
-    if recorded and not (isinstance(recorded.get("size"), int) and isinstance(recorded.get("sha256"), str)):
+    if recorded and list_wrong(recorded, {"size": int, "sha256": str}):
         raise ValueError(f"{path}: file does not record the data set's size and sha256: tokenize the data again")
     return sidecar
 

@@ -19,7 +19,7 @@ import numpy as np
 from contents import check_recorded
 from corpus.by_row import RunningSums
 from corpus.reader import TokenizedData
-from disk import hash_file, read_object, written_aside
+from disk import hash_file, list_wrong, read_fields, read_object, written_aside
 from model.fingerprints import fingerprint_data
 from objectives.soft_targets import make_even_records, make_record_type
 from options.problems.tools import MOST_TOP_K
@@ -140,16 +140,13 @@ def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> No
 
 
 def read_score_sidecar(path: Path) -> dict[str, Any]:
-    """The sidecar of complete scores; ValueError naming the entry that is missing or of another kind."""
-    sidecar = read_object(path)
+    """The sidecar of complete scores; ValueError naming the entries that are missing or of another kind."""
+    sidecar = read_fields(path, SIDECAR_TYPES, written_by="score-data", advice=": score the data again")
     recorded = sidecar.get("file", {})
-    for entries, kinds in ((sidecar, SIDECAR_TYPES), (recorded, FILE_TYPES if recorded != {} else {})):
-        for key, kind in kinds.items():
-            value = entries.get(key) if isinstance(entries, dict) else entries
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ValueError(f"{path}: {key} is {value!r:.80}, which score-data does not write: score again")
-    if not 1 <= sidecar["top_k"] <= MOST_TOP_K:
-        raise ValueError(f"{path}: top_k is {sidecar['top_k']}, allowed: 1 to {MOST_TOP_K}: score again")
+    is_odd = recorded != {} and (not isinstance(recorded, dict) or list_wrong(recorded, FILE_TYPES))
+    if is_odd or not 1 <= sidecar["top_k"] <= MOST_TOP_K:
+        found = f"file is {recorded!r:.80}" if is_odd else f"top_k is {sidecar['top_k']}, allowed: 1 to {MOST_TOP_K}"
+        raise ValueError(f"{path}: {found}: score the data again")
     return sidecar
 
 
