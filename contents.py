@@ -105,16 +105,33 @@ def write_json(path: Path, value: Any) -> dict[str, Any]:
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
+def sign(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a JSON file with a checksum of itself."""
+    return content | {"sha256": hash_json(content)}
+
+
+def is_edited(content: dict[str, Any]) -> bool:
+    """Whether a signed file was changed later; older versions did not sign sidecars."""
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    return content.get("sha256", expected := hash_json(rest)) != expected
+
+
+def warn_of_edited(path: Path | str, content: dict[str, Any]) -> None:
+    if is_edited(content):
+        log.warning(f"warning: {path}: was edited, or is damaged: it is not as it was written")
+
+
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Writes manifest.json, with a checksum of its own content."""
-    write_json(directory / MANIFEST, manifest | {"sha256": hash_json(manifest)})
+    write_json(directory / MANIFEST, sign(manifest))
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:
     """The manifest; ValueError if it is missing, damaged, or of another format."""
     manifest = read_json(directory / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != hash_json(manifest):
+    if not isinstance(manifest, dict) or "sha256" not in manifest or is_edited(manifest):
         raise ValueError(f"{MANIFEST} is damaged")
+    del manifest["sha256"]
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
     return manifest

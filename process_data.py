@@ -34,6 +34,7 @@ if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
+from contents import sign
 from corpus.cache import identify_images, identify_options
 from corpus.columns import describe_unread
 from corpus.files import Folder, Source, check_folder, describe_skipped, find_sources
@@ -293,7 +294,7 @@ def write_companions(
         split = None if other is None else describe_split(SIDES[i], share=options.rows.validation_share, other=other)
         tokenizer_dir = files.tokenizer.name if changes_tokenizer(options) else None
         made = {"tokenizer_dir": tokenizer_dir, "split": split, "file": hash_file(aside[files.data])}
-        aside[files.sidecar].write_text(json.dumps(describe(totals) | made, indent=2) + "\n")
+        aside[files.sidecar].write_text(json.dumps(sign(describe(totals) | made), indent=2) + "\n")
 
 
 def tokenize(sources: Sequence[Source], prepared: Prepared, options: ProcessDataOptions) -> Iterator[ChunkResult]:

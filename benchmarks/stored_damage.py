@@ -27,8 +27,8 @@ from tiny_data import write_jsonl
 
 SECONDS = 120
 NOTICED = ("SHA-256", "damaged", "DAMAGED", "differs", "missing", "not a", "no such", "does not", "bytes", "cannot",
-           "another", "scored again", "not listed", "unverified", "to score", "to decompose",
-           "there are no")  # fmt: skip
+           "another", "scored again", "not listed", "unverified", "there are no", "edited")  # fmt: skip
+SAID, MADE_AGAIN = ("error", "warning"), " scored before, "
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def damage(made: Path, stored: Stored, how: str, work: Path) -> tuple[str, bool]
     lines = [
         line for line in output.splitlines() if any(word in line for word in NOTICED) and str(path.name)[:8] in line
     ]
-    lines = lines or [line for line in output.splitlines() if line.startswith(("error", "warning"))]
+    lines = lines or [line for line in output.splitlines() if line.startswith(SAID) or MADE_AGAIN in line]
     is_sound = code is not None and bool(lines) and "Traceback" not in output
     said = lines[0].replace(str(work), "").replace("|", "/") if lines else "NOTHING"
     shutil.rmtree(work, ignore_errors=True)

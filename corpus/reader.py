@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from contents import check_recorded
+from contents import check_recorded, warn_of_edited
 from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from corpus.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
 from disk import list_wrong, read_object
@@ -377,6 +377,7 @@ def verify_data(data: TokenizedData) -> None:
         log.info(f"{data.path}: no {data.path.name}.meta.json records its hash: it is used unverified")
         return
     check_recorded(data.path, recorded, record=f"{data.path}.meta.json")
+    warn_of_edited(f"{data.path}.meta.json", data.sidecar)
 
 
 def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from contents import check_recorded
+from contents import check_recorded, sign, warn_of_edited
 from corpus.by_row import RunningSums
 from corpus.reader import TokenizedData
 from disk import hash_file, list_wrong, read_fields, read_object, written_aside
@@ -124,7 +124,7 @@ class ScoreWriter:
         found = asdict(self.identity) | {"teacher_name": self.teacher}
         found |= summarize_scores(self.part, self.identity.top_k) | {"file": hash_file(self.part)}
         with written_aside(self.sidecar) as (aside,):
-            aside.write_text(json.dumps(found, indent=2) + "\n")
+            aside.write_text(json.dumps(sign(found), indent=2) + "\n")
         self.part.replace(self.path)
         self.begun.unlink()
         return found
@@ -177,6 +177,7 @@ class ScoreFile:
             log.info(f"{self.path}: its sidecar records no hash: it is used unverified")
             return
         check_recorded(self.path, self.sidecar["file"], record=str(self.sidecar_path))
+        warn_of_edited(self.sidecar_path, self.sidecar)
 
     def __getitem__(self, row: int) -> np.ndarray:
         size, start = self.record_type.itemsize, self.trained.before(row) * self.record_type.itemsize

@@ -17,7 +17,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 import contents
-from contents import check_recorded, hash_once
+from contents import check_recorded, hash_once, sign
 from corpus.reader import TokenizedData, read_sidecar, verify_data
 from disk import hash_file, locked
 from evaluate_model import evaluate
@@ -67,7 +67,7 @@ def root(made, tmp_path) -> Path:
 
 def record(data: Path) -> None:
     sidecar = Path(f"{data}.meta.json")
-    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"file": hash_file(data)}))
+    sidecar.write_text(json.dumps(sign(json.loads(sidecar.read_text()) | {"file": hash_file(data)})))
 
 
 def flip_bit(path: Path, place: float = 0.7) -> Path:
@@ -152,6 +152,15 @@ def test_tokens_that_changed_are_refused_by_all_that_read_them(read: Reader, wor
     read(world, root, True)
 
 
+def test_a_sidecar_that_was_edited_is_a_warning(world, root, caplog):
+    sidecar = root / "data.arrow.meta.json"
+    verify_data(TokenizedData(root / "data.arrow"))
+    assert caplog.messages == []
+    sidecar.write_text(sidecar.read_text().replace('"max_token_id": ', '"max_token_id": 1'))
+    verify_data(TokenizedData(root / "data.arrow"))
+    assert caplog.messages == [f"warning: {sidecar}: was edited, or is damaged: it is not as it was written"]
+
+
 def test_adapters_bases_and_calibration_data_are_verified(world, root):
     common = OPTIONS | dict(max_steps=1, data_path=str(root / "data.arrow"), output_dir=str(root / "new"))
     common |= dict(model_name_or_path=str(root / "model"))
@@ -173,7 +182,7 @@ def test_a_damaged_cache_of_subspaces_is_named(root):
             read_subspace(flip_bit(file, 0.95))
 
 
-def test_scores_that_changed_or_whose_sidecar_is_odd_are_refused(world, root):
+def test_scores_that_changed_or_whose_sidecar_is_odd_are_refused(world, root, caplog):
     scores, sidecar = root / "data.arrow.teacher.scores", root / "data.arrow.teacher.scores.json"
     known = json.loads(sidecar.read_text())
     assert known["file"] == hash_file(scores)
@@ -189,8 +198,10 @@ def test_scores_that_changed_or_whose_sidecar_is_odd_are_refused(world, root):
     sidecar.write_text(json.dumps(known | {"top_k": 0}))
     with pytest.raises(ValueError, match="top_k is 0, allowed: 1 to 256"):
         distill()
-    sidecar.write_text(json.dumps(known))
-    flip_bit(scores)
+    sidecar.write_text(json.dumps(known | {"teacher_name": "another"}))
+    distill()
+    assert f"warning: {sidecar}: was edited" in caplog.text
+    shutil.rmtree(root / "new"), sidecar.write_text(json.dumps(known)), flip_bit(scores)
     with pytest.raises(ValueError, match=rf"teacher.scores: {DAMAGED}"):
         distill()
     distill(skip_verification=True)

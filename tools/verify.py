@@ -18,7 +18,7 @@ from options import VerifyOptions
 if __name__ == "__main__":
     options = parse_options(VerifyOptions)  # before the slow imports: --help and typos answer at once
 
-from contents import MANIFEST, check_recorded, is_changed, is_foreign, is_weights, load_manifest
+from contents import MANIFEST, check_recorded, is_changed, is_edited, is_foreign, is_weights, load_manifest
 from corpus.reader import find_recorded_file, read_sidecar
 from ranks.ending import ending_with_message
 from ranks.messages import say
@@ -76,8 +76,11 @@ def check_record(record: Path) -> Iterator[str]:
         if record.name == MANIFEST:
             yield from check_directory(record.parent)
             return
-        recorded = find_recorded_file(read_sidecar(name_verified(record)) if record.name.endswith(SIDECAR) else
-                                      read_score_sidecar(record))  # fmt: skip
+        is_sidecar = record.name.endswith(SIDECAR)
+        sidecar = read_sidecar(name_verified(record)) if is_sidecar else read_score_sidecar(record)
+        recorded = find_recorded_file(sidecar)
+        if is_edited(sidecar):
+            say(f"edited: {record}")
         if not recorded:
             yield f"{record}: does not record a hash: an earlier version wrote it"
         elif not name_verified(record).is_file():
