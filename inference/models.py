@@ -27,7 +27,7 @@ from methods.adapter_files import (
     read_generation_config,
     verify_adapter,
 )
-from model.config import read_config
+from model.config import load_generation_file, read_config
 from model.fingerprints import fingerprint_model
 from objectives.columns import SEQUENCES, TOKENS
 from pretrained.config_values import naming_config
@@ -144,6 +144,8 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
         raise ValueError(f"--model {found.name}: {obstacle}")
     if not shows_progress():
         transformers.utils.logging.disable_progress_bar()
+    if Path(found.directory, GENERATION_CONFIG).is_file():
+        load_generation_file(found.directory)  # refused by its name
     try:
         with naming_config(found.directory):
             model, report = family.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)

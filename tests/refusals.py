@@ -9,12 +9,12 @@ from options import TrainOptions
 from ranks.ending import ExitCode
 
 
-def refuse(argv: list[str], capfd: pytest.CaptureFixture) -> str:
+def refuse(argv: list[str], capfd: pytest.CaptureFixture, options_class: type = TrainOptions) -> str:
     """What is printed of a command line that cannot be used, in a process that ends by it."""
     child = os.fork()
     if child == 0:
         try:
-            parse_options(TrainOptions, argv)
+            parse_options(options_class, argv)
         except SystemExit as end:
             os._exit(end.code)
         finally:

@@ -133,12 +133,11 @@ def test_other_variables_are_refused_by_file_and_key(value: str, reason: str, wr
 def test_the_command_line_allows_more(words: list[str], write, monkeypatch):
     monkeypatch.setenv("A", "x")
     monkeypatch.setenv("B", "true")
-    path = write({"model_name_or_path": "${A}", "compile": "${B}", "label_names": ["$${A}", "${A}"]})
-    options = flatten_options(
-        parse_options(TrainOptions, [*words, *MODEL, "--objective", "classification", "--config", path])
-    )
-    assert options["model_name_or_path"] == "x" and options["compile"] is True
-    assert options["label_names"] == ("${A}", "x")
+    path = write({"model_name_or_path": "${A}", "compile": "${B}", "data_path": ["$${A}", "${A}"]})
+    options = parse_options(TrainOptions, [*words, "--output-dir", "o", "--max-steps", "1", "--config", path])
+    values = flatten_options(options)
+    assert values["model_name_or_path"] == "x" and values["compile"] is True
+    assert values["data_path"] == ("${A}", "x")
 
 
 @pytest.mark.parametrize(
@@ -162,11 +161,9 @@ def test_the_flag_belongs_to_the_programs_that_read_option_files(capfd):
         (PlotOptions, ["run", "--follow", "--allow-env", "A"], "unknown option --allow-env"),
         (ContinualOptions, ["a", "b", "--compare", "--allow-env", "A"], "--allow-env has no effect with --compare"),
     ):
-        with pytest.raises(SystemExit):
-            parse_options(options_class, argv)
-        assert reason in capfd.readouterr().err
-    assert complete_options(TrainOptions, ["--allow"]) == ["--allow-changed-options", "--allow-env"]
-    assert complete_options(PlotOptions, ["--allow"]) == []
+        assert reason in refuse(argv, capfd, options_class)
+    assert complete_options(TrainOptions, ["--allow-e"]) == ["--allow-env"]
+    assert complete_options(PlotOptions, ["--allow-e"]) == []
 
 
 TRAIN = dict(model_name_or_path="${WHERE}/m", data_path="d", validation_data_path="v", max_steps=10)
@@ -183,7 +180,7 @@ def test_files_of_sweeps_and_experiments_follow_the_same_rules(write, monkeypatc
         (read_continual, CONTINUAL, "tasks: input_file"),
     ):
         path = Path(write(given))
-        with pytest.raises(ValueError, match=f"^{path}: .*{place}: .* --allow-env WHERE"):
+        with pytest.raises(ValueError, match=f"(?s)^{path}: .*{place}: .* --allow-env WHERE"):
             read(path)
     settings = read_sweep(Path(write(SWEEP)), allowed=("WHERE", "RATE"))
     assert settings.output_dir == "/data/s" and settings.train["model_name_or_path"] == "/data/m"
@@ -194,10 +191,10 @@ def test_files_of_sweeps_and_experiments_follow_the_same_rules(write, monkeypatc
 
 @pytest.mark.parametrize("text", ["${HOME}", "$${HOME}", "$$${A}", "a${", "${A}${B}", "$HOME $ {x}"])
 def test_every_writer_of_option_files_writes_what_is_read_as_it_was(text: str, write, tmp_path: Path):
-    values = {"output_file": text, "model_name_or_path": "m", "input_file": (text, "b")}
+    values = {"output_file": f"{text}.arrow", "model_name_or_path": "m", "input_file": (text, "b")}
     words = ["--config", write(describe_options(ProcessDataOptions, values))]
     options = flatten_options(parse_options(ProcessDataOptions, words))
-    assert options["output_file"] == text and options["input_file"] == (text, "b")
+    assert options["output_file"] == f"{text}.arrow" and options["input_file"] == (text, "b")
     Stage(program="process-data", folder=tmp_path, options=values).write_options()
     assert flatten_options(parse_options(ProcessDataOptions, ["--config", f"{tmp_path}/process-data.yaml"])) == {
         **options,
