@@ -28,7 +28,7 @@ from tiny_data import write_jsonl
 SECONDS = 120
 NOTICED = ("SHA-256", "damaged", "DAMAGED", "differs", "missing", "not a", "no such", "does not", "bytes", "cannot",
            "another", "scored again", "not listed", "unverified", "there are no", "edited")  # fmt: skip
-SAID, MADE_AGAIN = ("error", "warning"), " scored before, "
+SAID, MADE_AGAIN = ("error", "warning"), (" scored before, ", "matrices to decompose")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ def damage(made: Path, stored: Stored, how: str, work: Path) -> tuple[str, bool]
     lines = [
         line for line in output.splitlines() if any(word in line for word in NOTICED) and str(path.name)[:8] in line
     ]
-    lines = lines or [line for line in output.splitlines() if line.startswith(SAID) or MADE_AGAIN in line]
+    lines = lines or [
+        line for line in output.splitlines() if line.startswith(SAID) or any(word in line for word in MADE_AGAIN)
+    ]
     is_sound = code is not None and bool(lines) and "Traceback" not in output
     said = lines[0].replace(str(work), "").replace("|", "/") if lines else "NOTHING"
     shutil.rmtree(work, ignore_errors=True)
