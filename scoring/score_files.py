@@ -18,7 +18,7 @@ import numpy as np
 
 from corpus.by_row import RunningSums
 from corpus.reader import TokenizedData
-from disk import read_object, written_aside
+from disk import naming_failed_writes, read_object, written_aside
 from model.fingerprints import fingerprint_data
 from objectives.soft_targets import make_even_records, make_record_type
 
@@ -102,7 +102,11 @@ class ScoreWriter:
         if first == 0:
             with written_aside(self.begun) as (aside,):
                 aside.write_text(json.dumps(asdict(self.identity)) + "\n")
-        with open(self.part, "r+b" if start else "wb") as file:
+        needed_bytes = self.trained.total * self.item_size
+        with (
+            naming_failed_writes(self.path, parts=[self.part], needed_bytes=needed_bytes),
+            open(self.part, "r+b" if start else "wb") as file,
+        ):
             if os.fstat(file.fileno()).st_size < start * self.item_size:  # the gap would be filled with zeros
                 raise ValueError(f"{self.part}: another process writes it, too: wait for that one to end")
             file.truncate(start * self.item_size)
