@@ -9,14 +9,18 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
 JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
-SPARE_BYTES = 64 << 20  # left free on the disk
+NOT_REGULAR = "is not a regular file"
+MAX_JSON_BYTES = 256 << 20  # of a file that is one JSON document: it is read whole
+SPARE_BYTES = 64 << 20  # left free on the disk by a run
+# A full disk, a full quota, the largest size of a file, and a failing disk.
+FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextmanager
@@ -31,7 +35,8 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
         remove_parts(target)
     asides = [target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}.part") for target in targets]
     try:
-        yield asides
+        with naming_failed_writes(*targets, parts=asides):
+            yield asides
         for aside, target in zip(asides, targets, strict=True):
             if aside.is_dir() or not aside.exists():
                 remove(target)  # a directory cannot be replaced in one step
@@ -45,6 +50,28 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
 def is_part(path: Path) -> bool:
     """Whether a file is one that `written_aside` writes to, of any target."""
     return path.name.startswith(".") and path.name.endswith(".part")
+
+
+@contextmanager
+def naming_failed_writes(*targets: Path, parts: Sequence[Path], needed_bytes: int | None = None) -> Iterator[None]:
+    """Adds to the error of a full or failing disk which file could not be written, the one with the largest of
+    `parts`, and how much room it needs. OSError, as before."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FAILED_WRITES:
+            raise
+        sizes = list(map(count_bytes, parts))
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        needed = f"more than {sizes[largest]:,}" if needed_bytes is None else f"{needed_bytes:,}"
+        reason = OSError(os.strerror(error.errno))
+        raise OSError(describe_failed_write(str(targets[largest]), reason, parts[largest], needed)) from None
+
+
+def count_bytes(path: Path) -> int:
+    """Size of a file, or of all files in a directory; 0 if there is none."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def remove_parts(target: Path) -> None:
@@ -113,7 +140,7 @@ def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = Tru
 MADE: set[Path] = set()  # directories that this process has begun to write in
 
 
-def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
+def make_aside(target: Path, needed_bytes: int, *, what: str, spare_bytes: int = SPARE_BYTES) -> Path:
     """Creates an empty hidden directory next to `target`, to write the new `what` in; OSError if the disk is too full.
 
     Makes the directory of `target` once, and none above it: one that is missing later was moved or removed.
@@ -128,11 +155,12 @@ def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
     except OSError as error:
         raise OSError(f"cannot write {what} {target}: {error}") from None
     free = shutil.disk_usage(aside).free
-    if free < needed_bytes + SPARE_BYTES:
+    if free < needed_bytes + spare_bytes:
         aside.rmdir()
+        spare = f" (and {spare_bytes:,} to spare)" if spare_bytes else ""
+        advice = "free some, or lower --keep-checkpoints" if spare_bytes else "free some, or write to another disk"
         raise OSError(
-            f"no room for {what} {target}: it needs {needed_bytes:,} bytes (and {SPARE_BYTES:,} to spare), the disk has"
-            f" {free:,} free; free some, or lower --keep-checkpoints"
+            f"no room for {what} {target}: it needs {needed_bytes:,} bytes{spare}, the disk has {free:,} free; {advice}"
         )
     return aside
 
@@ -219,12 +247,35 @@ def hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read its bytes. OSError if it is a pipe, a device or a socket, of which nothing is read: a read
+    could wait forever, or have no end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket
+            raise
+    raise OSError(f"{path}: {NOT_REGULAR}")
+
+
+def read_document(path: Path) -> Any:
+    """The value in a JSON file; OSError or ValueError, without the file's name, if it is too large or not JSON."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > MAX_JSON_BYTES:
+            raise ValueError(f"it has {num_bytes:,} bytes, allowed: {MAX_JSON_BYTES:,}")
+        return json.loads(file.read())
+
+
 def read_json(path: Path) -> Any:
     """A JSON file; ValueError naming it if it is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is not a regular file")
     try:
-        return json.loads(path.read_bytes())
+        return read_document(path)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged: {error}") from None
 
@@ -232,12 +283,11 @@ def read_json(path: Path) -> Any:
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError naming the file if it cannot be read or holds something else."""
     try:
-        with open_regular(path) as file:
-            content = json.loads(file.read().decode())
+        content = read_document(path)
     except RecursionError:
         raise ValueError(f"{path}: cannot be read: it is nested too deeply") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+        raise ValueError(f"{path}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object, but {JSON_TYPES[type(content)]}")
     return content
@@ -284,17 +334,10 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int and "loss" in row else None
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading; OSError if it is no regular file: others may never end, or never begin."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("not a regular file")
-    return file
-
-
 def read_small(path: Path, most_bytes: int) -> str:
-    """The text of a file; OSError if it is too large, or no regular file."""
+    """The text of a file; OSError, without its name, if it is too large, or no regular file."""
+    if path.exists() and not path.is_file():
+        raise OSError(NOT_REGULAR)
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -302,10 +345,11 @@ def read_small(path: Path, most_bytes: int) -> str:
     return content.decode()
 
 
-def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:
-    """The message for a failed write, before the part in `aside` is removed."""
+def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int | str) -> str:
+    """The message for a failed write, before the part in `aside` is removed. `needed_bytes`: or in words."""
+    needed = needed_bytes if isinstance(needed_bytes, str) else f"{needed_bytes:,}"
     try:
-        free = f"; it needs {needed_bytes:,} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
+        free = f"; it needs {needed} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
     except OSError:
         free = ""  # the directory itself is gone
     return f"cannot write {what}: {error}{free}"

@@ -460,7 +460,8 @@ def main(options: ProcessDataOptions) -> None:
     except ValueError as error:
         exit_with_message(str(error))
     except OSError as error:
-        exit_with_message(f"--output-file {options.output_file}: cannot be written, nothing is left: {error}")
+        message = f"--output-file {options.output_file}: cannot be written, nothing is left: {error}"
+        exit_with_message(message, code=ExitCode.IO)
     except KeyboardInterrupt:
         exit_with_message("interrupted; unfinished files are removed", code=ExitCode.INTERRUPTED)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from chat.rendering import one_line
 from chat.templates import load_tokenizer
 from chat.token_spans import Located, Passage, Pictures
+from options.urls import check_redirect
 from ranks.messages import hide_secrets
 
 if TYPE_CHECKING:
@@ -85,6 +86,14 @@ def open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
+class CheckedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to the public web only."""
+
+    def redirect_request(self, request: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:
+        check_redirect(request.full_url, answer[-1])
+        return super().redirect_request(request, *answer)
+
+
 def download(url: str, *, may_download: bool) -> bytes:
     """The bytes at `url`; ValueError if downloads are not allowed."""
     if not url.startswith(("http://", "https://")):
@@ -92,7 +101,8 @@ def download(url: str, *, may_download: bool) -> bytes:
     if not may_download:
         raise ValueError(f"{name_reference(url)}: downloads need --allow-downloads")
     try:
-        with urllib.request.urlopen(url, timeout=SECONDS_TO_DOWNLOAD) as response:
+        opener = urllib.request.build_opener(CheckedRedirects)
+        with opener.open(url, timeout=SECONDS_TO_DOWNLOAD) as response:
             data = response.read(LIMIT_OF_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name_reference(url)}: cannot be fetched: {hide_secrets(str(error))}") from None

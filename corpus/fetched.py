@@ -8,6 +8,7 @@ A copy's directory is renamed to its name when it is complete and its content is
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,7 +16,15 @@ from pathlib import Path, PurePosixPath
 import disk
 from corpus.cache import KEY_LENGTH
 from corpus.outputs import DataSetFiles
-from corpus.remote import FETCHED_BYTES, RemoteFile, describe_remote, find_remote, has_remote, refused_if_unreachable
+from corpus.remote import (
+    FETCHED_BYTES,
+    RemoteFile,
+    describe_remote,
+    find_redirect,
+    find_remote,
+    has_remote,
+    refused_if_unreachable,
+)
 from disk import SPARE_BYTES, hash_json, sync_file, written_aside
 from options import flag_name
 from options.urls import find_url_faults, is_url
@@ -23,6 +32,7 @@ from ranks.ending import log
 from ranks.world import World, call_on_each_node, call_on_rank0
 
 FOLDER, SOURCE_FILE = "fetched", "source.json"
+SECONDS_BETWEEN_LINES = 20.0  # about how much of a long download is done
 ENDINGS = (".arrow", ".parquet", ".jsonl")
 
 
@@ -165,16 +175,21 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
                     f"{found.url}: its SHA-256 is not the one that its .meta.json records: only one of them was"
                     " replaced: write the data set again"
                 )
-            (aside / SOURCE_FILE).write_text(json.dumps({"url": found.url}) + "\n")
+            redirect = find_redirect(found.url)
+            source = {"url": found.url} | ({} if redirect is None else {"redirected_to": redirect})
+            (aside / SOURCE_FILE).write_text(json.dumps(source) + "\n")
 
 
 def download(remote: RemoteFile, target: Path) -> str:
     """Copies a file; returns its SHA-256. ValueError if it ends early or changes meanwhile."""
-    digest, stream = hashlib.sha256(), remote.open()
+    digest, stream, said = hashlib.sha256(), remote.open(), time.monotonic()
     with open(target, "wb") as file:
         while block := stream.read(FETCHED_BYTES):
             digest.update(block)
             file.write(block)
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                log.info(f"data: {stream.position:,} of {remote.num_bytes:,} bytes of {remote.url}")
+                said = time.monotonic()
     remote.check_unchanged()
     sync_file(target)
     return digest.hexdigest()

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 
 from corpus.layout import find_fault
 from corpus.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
+from corpus.parquet import Batch, UnpacksToTooMuch, choose_batch_rows, count_rows, read_batches
 from corpus.remote import RemoteFile, find_remote
 from corpus.tables import DELIMITERS, split_table
 from corpus.values import RowReader
@@ -310,6 +311,8 @@ def refused_if_damaged(source: Source) -> Iterator[None]:
     """Raises ValueError naming the file if it cannot be read."""
     try:
         yield
+    except UnpacksToTooMuch as error:
+        raise ValueError(f"{source}: {error}") from None
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{source}: damaged, or not in the format of its ending: {error}") from None
 
@@ -518,22 +521,29 @@ def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
 def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:
     """Yields the rows of the source's sections of a Parquet file. It is read from its end, so one that is compressed or
     remote is copied to a temporary file."""
-    with tempfile.TemporaryFile() as unpacked:
+    with open(source.path, "rb") if is_file else tempfile.TemporaryFile() as unpacked:
         if not is_file:
             shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)
-        table = pq.ParquetFile(source.path if is_file else unpacked, pre_buffer=False)
-        num_rows = table.metadata.num_rows
-        size = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
-        batch_size = min(CHUNK_ROWS, 1 + CHUNK_BYTES * num_rows // max(size, 1))
+        metadata = pq.read_metadata(unpacked)
+        num_rows = metadata.num_rows
+        most_rows = choose_batch_rows(metadata, most_rows=CHUNK_ROWS, most_bytes=CHUNK_BYTES)
         first_row = 1
-        for section, group in enumerate(group_rows(table.metadata)):
+        for section, group in enumerate(group_rows(metadata)):
             if section not in source.sections:
-                first_row += sum(table.metadata.row_group(i).num_rows for i in group)
+                first_row += sum(metadata.row_group(i).num_rows for i in group)
                 continue
-            for batch in table.iter_batches(batch_size=batch_size, row_groups=group):
-                num_bytes = source.num_bytes * batch.num_rows // num_rows
-                yield Chunk(source.name, first_row, "arrow", [], to_stream(batch), num_bytes)
-                first_row += batch.num_rows
+            for batch in read_batches(unpacked, metadata, group, most_rows=most_rows, most_bytes=CHUNK_BYTES):
+                count = count_rows(batch)
+                yield make_chunk(source.name, first_row, batch, num_bytes=source.num_bytes * count // num_rows)
+                first_row += count
+
+
+def make_chunk(file: str, first_row: int, batch: Batch, *, num_bytes: int | None = None) -> Chunk:
+    """A chunk of rows in Arrow's form, or of one that is too long; by default of as many bytes as it has in memory."""
+    if isinstance(batch, TooLong):
+        return Chunk(file, first_row, "json", [(first_row, batch)], b"", num_bytes or 0)
+    stream = to_stream(batch)
+    return Chunk(file, first_row, "arrow", [], stream, len(stream) if num_bytes is None else num_bytes)
 
 
 def to_stream(batch: pa.RecordBatch) -> bytes:

@@ -4,14 +4,15 @@ The library and its dependencies are imported only here, and only when such rows
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from corpus.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, to_stream
+from corpus.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, make_chunk
+from corpus.parquet import Batch, check_file, count_rows, cut_batch
 from options import RowOptions
 from options.urls import list_http_errors
 
@@ -26,11 +27,22 @@ def find_dataset(options: RowOptions) -> Source:
     if folder.exists():
         if options.revision is not None:
             raise ValueError(f"--revision {options.revision}: {FLAG} {given} is a local folder, which has no revisions")
-        num_bytes = sum(path.stat().st_size for path in list_files(folder))
+        files = list_files(folder)
+        check_files(files)
+        num_bytes = sum(path.stat().st_size for path in files)
         return Source(folder, f"{folder.resolve().name} {split}", num_bytes, read=open_rows(given, split, None))
     revision = find_revision(options)
     name = f"{given}@{revision[:12]} {split}"
     return Source(Path(given), name, 0, read=open_rows(given, split, revision))
+
+
+def check_files(files: Sequence[Path]) -> None:
+    """Raises ValueError for a Parquet file that needs too much memory."""
+    for path in (path for path in files if path.suffix.lower() == ".parquet"):
+        try:
+            check_file(path)
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{FLAG} {path}: cannot be read: {error}") from None
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -105,16 +117,16 @@ def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
     try:
         for table in data.with_format("arrow").iter(batch_size=CHUNK_ROWS):
             for batch in cut_table(table):
-                stream = to_stream(batch)
-                digest.update(stream)
-                yield Chunk(source.name, first_row, "arrow", [], stream, len(stream))
-                first_row += batch.num_rows
+                chunk = make_chunk(source.name, first_row, batch)
+                digest.update(chunk.table or repr(batch).encode())
+                yield chunk
+                first_row += count_rows(batch)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{FLAG} {source.path}: its rows cannot be read: {error}") from None
     source.sha256 = digest.hexdigest()
 
 
-def cut_table(table: pa.Table) -> Iterable[pa.RecordBatch]:
-    """The rows in batches of about CHUNK_BYTES at most, each contiguous."""
-    num_rows = max(1, CHUNK_BYTES * table.num_rows // max(table.nbytes, 1))
-    return table.combine_chunks().to_batches(max_chunksize=num_rows)
+def cut_table(table: pa.Table) -> Iterable[Batch]:
+    """The rows in contiguous batches of about CHUNK_BYTES at most."""
+    for batch in table.combine_chunks().to_batches():
+        yield from cut_batch(batch, most_bytes=CHUNK_BYTES)

@@ -16,6 +16,8 @@ import pyarrow.json
 from contents import check_recorded, warn_of_edited
 from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from corpus.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
+from corpus.lines import MAX_ROW_BYTES
+from corpus.parquet import check_file, choose_batch_rows
 from disk import list_wrong, read_object
 from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, RowFacts, check_sample
@@ -33,6 +35,7 @@ FORMAT_VERSION = 3  # of tokenized data sets; sidecars without one are made by h
 # Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
                  "stop_token_id": int, "sources": list, "file": dict}  # fmt: skip
+CONVERTED_ROWS = 1 << 16  # most rows of a Parquet file converted at once
 INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types
 
 
@@ -310,7 +313,8 @@ def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
         datasets.disable_progress_bars()
     try:
         if path.suffix == ".parquet":
-            data = datasets.Dataset.from_parquet(str(path))
+            num_rows = choose_batch_rows(check_file(path), most_rows=CONVERTED_ROWS, most_bytes=MAX_ROW_BYTES)
+            data = datasets.Dataset.from_parquet(str(path), batch_size=num_rows)
         else:
             data = datasets.Dataset.from_json(
                 str(path), features=datasets.Features.from_arrow_schema(infer_schema(path, kind))
@@ -323,7 +327,9 @@ def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
 def infer_schema(path: Path, kind: Columns) -> pa.Schema:
     """The columns of JSON lines, inferred from the first lines, and the optional ones, which may come later."""
     with open(path, "rb") as file:
-        lines = file.read(INFERRED_BYTES) + file.readline()
+        lines = file.read(INFERRED_BYTES) + file.readline(MAX_ROW_BYTES + 1)
+    if len(lines) > INFERRED_BYTES + MAX_ROW_BYTES:
+        raise OSError(f"a line at its beginning is longer than {MAX_ROW_BYTES:,} bytes")
     read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
     table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
     optional = [field for field in kind.schema if field.name in kind.optional]

@@ -4,6 +4,8 @@ Credentials come from the environment, as each store's own library reads them; U
 URLs are written to sidecars and logs.
 """
 
+import asyncio
+import functools
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from options.urls import PACKAGES, find_url_faults, split_scheme
+from options.urls import PACKAGES, RefusedRedirect, check_redirect, find_url_faults, remove_query, split_scheme
 from ranks.messages import hide_secrets
 
 Result = TypeVar("Result")
 
 FETCHED_BYTES = 8 << 20  # of one request
 SECONDS_TO_WAIT = (1, 2, 5, 10, 20)  # before each new attempt at the same byte, or file
+SECONDS_WITHOUT_BYTES = 60.0  # of a web server, until a request is made again
+NUM_QUESTIONS = 3  # at most, for a file's size
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")  # in what a store says
 WILDCARDS = "*["
 WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # errors of botocore
@@ -45,7 +49,52 @@ def with_retries(attempt: Callable[[], Result], *, describe: Callable[[], str]) 
 
 def is_final(error: BaseException | None) -> bool:
     """Whether another attempt would fail in the same way."""
-    return isinstance(error, FileNotFoundError | PermissionError) or type(error).__name__ in WITHOUT_CREDENTIALS
+    return (
+        find_refusal(error) is not None
+        or isinstance(error, FileNotFoundError | PermissionError)
+        or type(error).__name__ in WITHOUT_CREDENTIALS
+    )
+
+
+def find_refusal(error: BaseException | None) -> RefusedRedirect | None:
+    """The redirect whose refusal is the cause of an error."""
+    while error is not None and not isinstance(error, RefusedRedirect):
+        error = error.__cause__
+    return error
+
+
+REDIRECTED: dict[str, str] = {}  # where web servers have redirected to, without queries, by URL
+
+
+def find_redirect(url: str) -> str | None:
+    """The address that a file was read from, if its web server redirected to another."""
+    if not REDIRECTED:
+        return None
+    from yarl import URL
+
+    return REDIRECTED.get(str(URL(url)))
+
+
+@functools.cache
+def make_http_settings(seconds: float) -> dict[str, Any]:
+    """Settings of fsspec's file system for web servers: time-outs, and redirects that are checked and recorded."""
+    import aiohttp
+    from yarl import URL
+
+    async def begin(session: Any, context: Any, request: Any) -> None:
+        context.url = str(request.url)
+
+    async def follow(session: Any, context: Any, request: Any) -> None:
+        headers = request.response.headers
+        target = str(request.url.join(URL(headers.get("Location") or headers.get("URI") or "")))
+        await asyncio.get_running_loop().run_in_executor(None, check_redirect, context.url, target)
+        REDIRECTED[context.url] = remove_query(target)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_start.append(begin)
+    trace.on_request_redirect.append(follow)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+    return {"client_kwargs": {"timeout": timeout, "trace_configs": [trace]}}
 
 
 @dataclass(frozen=True)
@@ -121,7 +170,8 @@ def open_filesystem(url: str, *, flag: str = "") -> tuple[Any, str]:
 
     package = PACKAGES[split_scheme(url)[0]]
     try:
-        return fsspec.core.url_to_fs(url)
+        settings = make_http_settings(SECONDS_WITHOUT_BYTES) if package == "aiohttp" else {}
+        return fsspec.core.url_to_fs(url, **settings)
     except ImportError:
         raise ValueError(f"{flag} {url}: needs the package {package} (pip install {package})".strip()) from None
 
@@ -149,18 +199,31 @@ def describe_remote(url: str) -> RemoteFile:
     """A file as its store describes it now. ValueError if that is without its length."""
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
-    info = filesystem.info(path)
+    info = ask(filesystem, path)
     if info.get("size") is None:
         raise ValueError(f"{url}: the server does not say the file's length: download it first")
     version = next((str(info[name]) for name in VERSIONS if info.get(name)), None)
     return RemoteFile(url, info["size"], version)
 
 
+def ask(filesystem: Any, path: str) -> dict[str, Any]:
+    """What a store says of a file; asks again if a web server does not answer. FileNotFoundError if there is none."""
+    for attempt in range(1, NUM_QUESTIONS + 1):
+        try:
+            return filesystem.info(path)
+        except FileNotFoundError as error:
+            is_unreachable = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+            if attempt == NUM_QUESTIONS or not is_unreachable:
+                raise
+        time.sleep(SECONDS_TO_WAIT[attempt - 1])
+    raise AssertionError("the last attempt returns or raises")
+
+
 def has_remote(url: str) -> bool:
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
     try:
-        filesystem.info(path)  # `exists` would ask a web server for the content
+        ask(filesystem, path)  # `exists` would ask a web server for the content
     except FileNotFoundError:
         return False
     return True
@@ -174,6 +237,8 @@ def refused_if_unreachable(url: str, *, flag: str) -> Iterator[None]:
     except ValueError:
         raise
     except FileNotFoundError as error:  # also if a web server does not answer
+        if (refusal := find_refusal(error)) is not None:
+            raise ValueError(hide_secrets(f"{flag} {url}: {refusal}")) from None
         why = "" if error.__cause__ is None else f", or it cannot be reached: {error.__cause__}"
         raise ValueError(hide_secrets(f"{flag} {url}: no such file{why}")) from None
     except Exception as error:  # each store's library has its own

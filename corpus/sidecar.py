@@ -9,6 +9,7 @@ from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.files import Source
 from corpus.labelled import CLASSIFICATION
 from corpus.reader import FORMAT_VERSION
+from corpus.remote import find_redirect
 from corpus.report import DROPPED, Totals
 from objectives.columns import Task
 from objectives.data_kinds import COLUMNS
@@ -39,7 +40,7 @@ def describe_data_set(
         "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
         "max_len": max(totals.lengths),
         "rows": {key: totals.rows[key] for key in list_row_keys(task)},
-        "sources": [{"file": source.name, "format": source.format, "sha256": source.sha256} for source in sources],
+        "sources": list(map(describe_source, sources)),
         "options": hide_in(describe_options(options)),
         "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
@@ -47,6 +48,13 @@ def describe_data_set(
         "stop_tokens": {"rows_that_train_one": totals.stops["trained"], "appended": totals.stops["appended"]},
         **COLUMNS[task.objective].describe_data(totals, task),
     }
+
+
+def describe_source(source: Source) -> dict[str, Any]:
+    """A source's entry; with the address that its web server redirected to, if there was one."""
+    redirect = None if source.remote is None else find_redirect(source.remote.url)
+    redirected = {} if redirect is None else {"redirected_to": redirect}
+    return {"file": source.name, "format": source.format, "sha256": source.sha256} | redirected
 
 
 def list_row_keys(task: Task) -> tuple[str, ...]:

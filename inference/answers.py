@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from disk import written_aside
+from disk import naming_failed_writes, written_aside
 from inference.engine import Answer, Key, Request
 from inference.prompts import Prompt, as_json
 from options import SamplingOptions
@@ -73,7 +73,7 @@ class AnswerFile:
         """A process's answers, to append to; without any, no file is left."""
         path = self.part(rank)
         try:
-            with open(path, "a", encoding="utf-8") as part:
+            with naming_failed_writes(path, parts=[path]), open(path, "a", encoding="utf-8") as part:
                 yield part
         finally:
             if not path.stat().st_size:

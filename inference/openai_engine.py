@@ -21,7 +21,8 @@ from options.urls import list_http_errors
 from ranks.messages import HIDDEN, hide_secrets
 
 NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
-SECONDS_FOR_AN_ANSWER = 1800.0
+SECONDS_FOR_AN_ANSWER = 1800.0  # without a byte: the server may be generating
+SECONDS_TO_CONNECT = 60.0
 MALFORMED = (AttributeError, TypeError, LookupError)  # raised when a response does not follow the protocol
 MAX_SHOWN = 200  # characters of such a response in messages
 NO_KEY = "none"  # placeholder for servers that need no key
@@ -35,7 +36,7 @@ class OpenAIEngine:
 
     def __init__(self, model: str, engine: EngineOptions, sampling: SamplingOptions):
         require("openai", flag="--engine openai")
-        from openai import OpenAI
+        from openai import OpenAI, Timeout
 
         self.model, self.sampling, self.engine = model, sampling, engine
         self.listed: dict[str, Any] = {}  # by `look_up`
@@ -48,7 +49,7 @@ class OpenAIEngine:
             base_url=engine.base_url,
             api_key=key or NO_KEY,
             max_retries=NUM_RETRIES,
-            timeout=SECONDS_FOR_AN_ANSWER,
+            timeout=Timeout(SECONDS_FOR_AN_ANSWER, connect=SECONDS_TO_CONNECT),
         )
 
     def describe(self) -> dict[str, Any]:

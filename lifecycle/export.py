@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from contents import FORMAT, write_manifest
-from disk import describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
+from disk import SPARE_BYTES, describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
 from families.family import Family
 from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
@@ -58,13 +58,19 @@ def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts
 
 
 def write_export(
-    groups: list[WeightGroup], export_dir: Path, config: PreTrainedConfig, parts: ExportParts, *, world: World
+    groups: list[WeightGroup],
+    export_dir: Path,
+    config: PreTrainedConfig,
+    parts: ExportParts,
+    *,
+    world: World,
+    spare_bytes: int = SPARE_BYTES,
 ) -> None:
     """Writes weights and all other files to a directory next to `export_dir`, then renames it to that.
 
     All ranks call this. Replaces an existing export of the same name, which a run has if it resumed from before it.
     """
-    writer = ExportWriter(export_dir, parts)
+    writer = ExportWriter(export_dir, parts, spare_bytes=spare_bytes)
     try:
         order = call_on_rank0(world, lambda: writer.begin(groups, config))
         groups = [groups[i] for i in order] if groups else []
@@ -95,8 +101,8 @@ def follow_tokenizer(
 class ExportWriter:
     """Writes an export on rank 0, from an empty temporary directory to its rename. Does nothing on other ranks."""
 
-    def __init__(self, export_dir: Path, parts: ExportParts):
-        self.export_dir, self.parts = export_dir, parts
+    def __init__(self, export_dir: Path, parts: ExportParts, *, spare_bytes: int):
+        self.export_dir, self.parts, self.spare_bytes = export_dir, parts, spare_bytes
         self.aside: Path | None = None
         self.pool: WritePool | None = None
         self.stream: WeightStream | None = None
@@ -113,7 +119,7 @@ class ExportWriter:
         self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
         self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
-        self.aside = make_aside(self.export_dir, self.needed_bytes, what="the export")
+        self.aside = make_aside(self.export_dir, self.needed_bytes, what="the export", spare_bytes=self.spare_bytes)
         with self.describing_errors():
             self.pool = WritePool(NUM_FILES, min(WAITING_BYTES, self.needed_bytes // 4))
             shell = self.make_shell(config)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -99,25 +100,30 @@ def merge_into(
     """Writes the merged model next to `output_dir`, then renames it."""
     first = models[0]
     shards = plan_shards(first)
-    needed_bytes = sum(size for shard in shards for size in shard.values())
+    weight_bytes = sum(size for shard in shards for size in shard.values())
+    needed_bytes = weight_bytes + sum(file.stat().st_size for file in list_companions(first.directory))
     output_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
-    aside = make_aside(output_dir, needed_bytes, what="the model")
+    aside = make_aside(output_dir, needed_bytes, what="the model", spare_bytes=0)
     try:
-        copy_companions(first.directory, aside)
+        for file in list_companions(first.directory):
+            shutil.copyfile(file, aside / file.name)
         names = {}
         for number, shard in enumerate(show_progress(shards, "merging", unit="file"), start=1):
             file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             write_shard(aside / file, shard, models, weights, base)
             names |= dict.fromkeys(shard, file)
         if len(shards) > 1:
-            index = {"metadata": {"total_size": needed_bytes}, "weight_map": names}
+            index = {
+                "metadata": {"total_size": weight_bytes},
+                "weight_map": names,
+            }
             (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (aside / NOTE).write_text(json.dumps(describe(models, weights, base), indent=2) + "\n")
         for file in aside.iterdir():
             sync_file(file)
         sync_dir(aside)
         commit(aside, output_dir)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise OSError(describe_failed_write(f"the model {output_dir}", error, aside, needed_bytes)) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -190,12 +196,11 @@ def copy_equal(name: str, models: Sequence[StoredModel]) -> Tensor:
     return tensors[0]
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copies config, tokenizer and all other files besides the weights, except a run's notes and manifest."""
+def list_companions(directory: Path) -> list[Path]:
+    """Config, tokenizer and all other files besides the weights, except a run's notes and manifest."""
     left_out = {INDEX, NOTE, "manifest.json", "README.md"}
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in left_out:
-            shutil.copyfile(file, target / file.name)
+    files = (file for file in directory.iterdir() if file.is_file())
+    return [file for file in files if file.suffix != ".safetensors" and file.name not in left_out]
 
 
 def describe(models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None) -> dict[str, Any]:

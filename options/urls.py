@@ -2,7 +2,11 @@
 
 import importlib
 import importlib.util
+import ipaddress
 import re
+import socket
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 # Packages that read them, by the URL's scheme.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
@@ -13,6 +17,10 @@ QUERY = re.compile(
 )
 USER = re.compile(r"(\w+://)[^/?#\s]+@")
 HIDDEN = "***"
+
+
+class RefusedRedirect(ValueError):
+    """An answer that leads to another address than one on the public web."""
 
 
 def is_url(path: str) -> bool:
@@ -57,3 +65,28 @@ def find_target_faults(url: str, *, flag: str) -> list[str]:
         stores = "://, ".join(WRITABLE[:-1])
         return [f"{flag} {url}: web servers cannot be written to: give {stores}:// or {WRITABLE[-1]}://, or a path"]
     return [] if place.strip("/") else [f"{flag} {url}: names no bucket: must be {scheme}://BUCKET/PATH"]
+
+
+def check_redirect(url: str, target: str) -> None:
+    """Raises RefusedRedirect if the answer of `url` leads to another scheme than http(s), or to an address of this
+    machine or its network, which whoever wrote that answer might not reach; the host of `url` is allowed."""
+    parts = urlsplit(target)
+    if parts.scheme not in ("http", "https"):
+        raise RefusedRedirect(f"is redirected to {remove_query(target)}: allowed are http:// and https://")
+    if parts.hostname == urlsplit(url).hostname:
+        return
+    with suppress(OSError, UnicodeError):  # unknown names are an error of the request
+        for *_, (address, *_) in socket.getaddrinfo(parts.hostname, None):
+            found = ipaddress.ip_address(address.partition("%")[0])
+            found = getattr(found, "ipv4_mapped", None) or found
+            if not found.is_global or found.is_multicast:
+                raise RefusedRedirect(
+                    f"is redirected to {remove_query(target)}, {found}: not a public address: name that host in the URL"
+                    " if you mean it"
+                )
+
+
+def remove_query(url: str) -> str:
+    """The URL without anything that can be a credential: user, query and fragment."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

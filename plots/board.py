@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from disk import open_regular
 from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
 from pages.page import escape_json, make_page
-from plots.columns import VALIDATION_COLUMNS, MetricsReader, Row, find_best, parse_row, to_float
+from plots.columns import MAX_LINE_BYTES, VALIDATION_COLUMNS, MetricsReader, Row, find_best, parse_row, to_float
 from plots.page import make_curves_page
 from plots.run_files import Run, find_state, is_run, read_run_params
 from plots.server import UNCHANGED, Answer, LocalServer, respond_with_curves
@@ -22,7 +23,7 @@ PAGE = Path(__file__).with_name("board.html")
 MOST_ENTRIES = 200_000  # of directories, to look for runs among
 MOST_COMPARED = 24  # runs on a page of curves: all colours with all dashes
 MOST_TAIL_ROWS = 50  # last steps of a run, for its speed
-TAIL_BYTES = (1 << 16, 1 << 20, 1 << 24)  # to read for them; more if a line is longer
+TAIL_BYTES = (1 << 16, 2 * MAX_LINE_BYTES)  # to read for them; more if a line is longer
 BYTES_PER_REQUEST = 16 << 20  # of metrics: about half a second of one core
 TAIL_COLUMNS = ("step", "epoch", "loss", "tokens_per_second", "time_per_batch", "data_wait_seconds",
                 "total_samples_accumulated", "total_tokens_accumulated")  # fmt: skip
@@ -80,7 +81,7 @@ class WatchedRun:
 def read_tail(path: Path) -> list[dict[str, float]]:
     """The numbers of the last steps in a metrics file; damaged lines and a torn last one are left out."""
     lines: list[bytes] = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         for num_bytes in TAIL_BYTES:
             start = file.seek(max(0, size - num_bytes))

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from disk import open_regular
+
 Row = dict[str, Any]
 Column = NDArray[np.float64]
 # Metrics with a place on the page. Others get a chart under their own name, except for `NOT_READ`.
@@ -22,6 +24,7 @@ VALIDATION_COLUMNS = (
     "is_best", "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies",
     "rewards/margins",
 )  # fmt: skip
+MAX_LINE_BYTES = 1 << 20  # longer lines are damaged
 NOT_READ = {
     "epoch", "num_samples", "num_loss_counted_tokens", "num_total_tokens", "grad_accum", "samples_per_second",
     "packing_efficiency", "rank_balance", "seconds",
@@ -97,6 +100,7 @@ class MetricsReader:
     def _forget(self) -> None:
         self.offset = 0  # number of bytes read
         self.last_line = b""  # line that ends at `offset`
+        self.is_within_line = False  # whether `offset` is within a line that is too long
         self.num_damaged = 0
         self.is_behind = False  # the last `read` has left lines unread
         self.groups: dict[str, Points] = {}  # the earlier steps
@@ -111,20 +115,22 @@ class MetricsReader:
         if not self.path.exists():
             self._forget()
             return
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.offset - len(self.last_line))
             if file.read(len(self.last_line)) != self.last_line:
                 self._forget()
             file.seek(self.offset)
             self.is_behind, first = False, self.offset
-            for line in file:
-                if not line.endswith(b"\n"):
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
                     break
                 if most_bytes is not None and self.offset - first >= most_bytes:
                     self.is_behind = True
                     break
                 self.offset, self.last_line = self.offset + len(line), line
-                self._add(line)
+                is_rest, self.is_within_line = self.is_within_line, not line.endswith(b"\n")
+                if not is_rest:
+                    self._add(line)
 
     def _add(self, line: bytes) -> None:
         row = parse_row(line)

@@ -1,8 +1,12 @@
 """Serves pages about runs to browsers on this machine."""
 
 import json
+import math
 import signal
+import socket
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +18,9 @@ from ranks.messages import say
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8765
+SECONDS_TO_ASK = 10.0  # for a client to send its whole request
+SECONDS_TO_TAKE = 60.0  # for a client to receive the answer
+MOST_CONNECTIONS = 64  # each has a thread
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class LocalServer(ThreadingHTTPServer):
         """Raises ValueError if the port is not available; 0 is any that is."""
         load_library()  # fails early if it is missing
         self.lock = threading.Lock()  # one request at a time reads the runs
+        self.connections: dict[socket.socket, float] = {}  # the time by which each must have sent its request
         try:
             super().__init__((HOST, port), Handler)
         except OSError as error:
@@ -52,6 +60,27 @@ class LocalServer(ThreadingHTTPServer):
         """The answer to a request; None if there is nothing at `path`. ValueError or OSError if a run is gone."""
         raise NotImplementedError
 
+    def verify_request(self, request: socket.socket, client_address: object) -> bool:
+        """Whether to answer a connection. Of too many the one is closed that has been silent for longest."""
+        if len(self.connections) >= MOST_CONNECTIONS:
+            longest = min(self.connections, key=self.connections.__getitem__)
+            if self.connections[longest] == math.inf:
+                return False
+            del self.connections[longest]
+            close(longest)
+        self.connections[request] = time.monotonic() + SECONDS_TO_ASK
+        return True
+
+    def service_actions(self) -> None:
+        """Closes connections whose request takes too long, as when a client connects and sends nothing."""
+        for connection, deadline in list(self.connections.items()):
+            if deadline < time.monotonic():
+                close(connection)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        self.connections.pop(request, None)
+        super().shutdown_request(request)
+
     def serve(self, what: str) -> None:
         """Serves until Ctrl-C."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # even if this was started with Ctrl-C ignored
@@ -60,6 +89,12 @@ class LocalServer(ThreadingHTTPServer):
             self.serve_forever()
         except KeyboardInterrupt:
             print(flush=True)
+
+
+def close(connection: socket.socket) -> None:
+    """Ends a connection, whose thread is waiting for it, and then ends too."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class CurvesServer(LocalServer):
@@ -94,8 +129,10 @@ class Handler(BaseHTTPRequestHandler):
     """Handles one request."""
 
     server: LocalServer
+    timeout = SECONDS_TO_TAKE
 
     def do_GET(self) -> None:
+        self.server.connections[self.connection] = math.inf
         # Prevent DNS rebinding: another site whose name resolves to this address sends its own host name. The port may
         # be a tunnel's, and is left out where it is 80.
         if self.headers.get("Host", "").partition(":")[0].lower() not in (HOST, "localhost"):

@@ -167,11 +167,13 @@ def shorten_interrupts() -> None:
 
 @contextlib.contextmanager
 def ending_with_message(*, when_interrupted: str) -> Iterator[None]:
-    """User errors (ValueError, OSError) and Ctrl-C inside of it end this process with one message."""
+    """User errors (ValueError, OSError) and Ctrl-C inside of it end this process with one message, and the exit code
+    with which a run would end."""
     try:
         yield
     except (ValueError, OSError) as error:
-        exit_with_message(str(error))
+        code, message, _ = describe_error(error)
+        exit_with_message(message, code=code)
     except KeyboardInterrupt:
         exit_with_message(when_interrupted, code=ExitCode.INTERRUPTED)
 

@@ -19,7 +19,7 @@ import numpy as np
 from contents import check_recorded, sign, warn_of_edited
 from corpus.by_row import RunningSums
 from corpus.reader import TokenizedData
-from disk import hash_file, list_wrong, read_fields, read_object, written_aside
+from disk import hash_file, list_wrong, naming_failed_writes, read_fields, read_object, written_aside
 from model.fingerprints import fingerprint_data
 from objectives.soft_targets import make_even_records, make_record_type
 from options.problems.tools import MOST_TOP_K
@@ -110,7 +110,11 @@ class ScoreWriter:
         if first == 0:
             with written_aside(self.begun) as (aside,):
                 aside.write_text(json.dumps(asdict(self.identity)) + "\n")
-        with open(self.part, "r+b" if start else "wb") as file:
+        needed_bytes = self.trained.total * self.item_size
+        with (
+            naming_failed_writes(self.path, parts=[self.part], needed_bytes=needed_bytes),
+            open(self.part, "r+b" if start else "wb") as file,
+        ):
             if os.fstat(file.fileno()).st_size < start * self.item_size:  # the gap would be filled with zeros
                 raise ValueError(f"{self.part}: another process writes it, too: wait for that one to end")
             file.truncate(start * self.item_size)

@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from heavy import need
@@ -10,7 +11,8 @@ from heavy import need
 class RangeServer:
     """Files by name, and how the next requests for their content are answered, each once.
 
-    None: well; "break": half of the answer, then the end of the connection; "500"; "whole": the file, for any range.
+    None: well; "break": half of the answer, then the end of the connection; "500"; "whole": the file, for any range;
+    "silent": nothing, for two seconds.
     """
 
     def __init__(self):
@@ -50,6 +52,9 @@ class RangeServer:
         self.names.append(request.path.strip("/"))
         content = self.files[request.path.strip("/")]
         fault = self.faults.pop(0) if self.faults else None
+        if fault == "silent":
+            time.sleep(2)
+            return None
         if fault == "500":
             return request.send_error(500)
         start, _, end = asked.removeprefix("bytes=").partition("-")

@@ -1,14 +1,17 @@
 """The board of all runs: what it says of their files, what its server refuses, and how a browser shows it."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -21,8 +24,11 @@ from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import write_jsonl
 
+import disk
+import plots.server
 from plots.board import MOST_COMPARED, Board, BoardServer, estimate_seconds_left, find_runs, find_share, read_tail
-from plots.columns import MOST_ROWS
+from plots.columns import MAX_LINE_BYTES, MOST_ROWS, MetricsReader
+from plots.run_files import open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> 'quote' %2e%2e"
@@ -382,3 +388,83 @@ def test_a_narrow_window_scrolls_the_table_alone(browser, server):
     assert browser.ask("document.documentElement.scrollWidth") <= 390
     heights = browser.ask("[...document.querySelectorAll('tbody .number')].map(cell => cell.getClientRects().length)")
     assert set(heights) == {1}
+
+
+# ---- what must not hold it up
+
+
+def spoil(path: Path, how: str) -> None:
+    path.unlink(missing_ok=True)
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.relpath(path))
+
+
+@pytest.mark.parametrize("how", ["pipe", "device", "socket"])
+@pytest.mark.parametrize("name", [METRICS, VALIDATIONS, PARAMS, "exit.json", ".lock"])
+def test_only_regular_files_of_a_run_are_read(name, how, tmp_path):
+    write_run(tmp_path / "good", num_steps=3)
+    spoil(write_run(tmp_path / "bad", num_steps=3) / name, how)
+    board = Board(tmp_path).read()
+    assert "good" in {row["name"] for row in board["runs"]}
+    if name in (METRICS, VALIDATIONS):
+        assert board["notes"] == [f"bad: {tmp_path / 'bad' / name}: is not a regular file"]
+        with pytest.raises(ValueError, match="is not a regular file"):
+            open_runs([tmp_path / "bad"])
+    else:
+        assert {row["name"] for row in board["runs"]} == {"good", "bad"} and not board["notes"]
+
+
+def test_a_line_without_end_is_one_damaged_line(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=3) / METRICS
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "text": "' + b"x" * (5 << 20))
+    reader = MetricsReader(path, ("loss",))
+    reader.read()
+    assert (len(reader), reader.num_damaged) == (3, 1) and len(reader.last_line) <= MAX_LINE_BYTES + 1
+    assert read_tail(path) == []
+    with path.open("ab") as file:
+        file.write(b'"}\n{"step": 5, "loss": 1.0}\n')
+    reader.read()
+    assert (len(reader), reader.num_damaged) == (4, 1) and reader["step"].tolist() == [1, 2, 3, 5]
+    assert [row["step"] for row in read_tail(path)] == [5]
+
+
+def test_a_document_that_is_too_large_is_a_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "MAX_JSON_BYTES", 10)
+    write_run(tmp_path / "run", num_steps=3)
+    assert "bytes, allowed: 10" in read_board(tmp_path)["run"]["error"]
+
+
+def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots.server, "SECONDS_TO_ASK", 1.0)
+    monkeypatch.setattr(plots.server, "MOST_CONNECTIONS", 8)
+    write_run(tmp_path / "run", num_steps=3)
+    with BoardServer(tmp_path, port=0) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(30)]
+        for client in clients[::2]:
+            with contextlib.suppress(OSError):  # closed by now
+                client.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        with urllib.request.urlopen(server.address, timeout=10) as answer:
+            assert answer.status == 200
+        assert len(server.connections) <= 8
+        for client in clients:
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                while client.recv(1000):
+                    pass
+            client.close()
+        wait_until(lambda: not server.connections)
+        server.shutdown()
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)

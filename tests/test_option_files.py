@@ -62,7 +62,7 @@ def test_every_reader_takes_regular_files_only_and_takes_no_memory(name: str, tm
     os.mkfifo(tmp_path / "pipe")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for path in (Path("/dev/zero"), tmp_path / "pipe"):
-        with pytest.raises(ValueError, match=f"{path}: cannot be read: not a regular file"):
+        with pytest.raises(ValueError, match=f"{path}: cannot be read: is not a regular file"):
             READERS[name](path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
@@ -242,7 +242,7 @@ def test_a_program_says_it_in_one_message_and_soon():
     words = [sys.executable, str(ROOT / "process_data.py"), "--config", "/dev/zero"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=3 * SECONDS)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --config /dev/zero: cannot be read: not a regular file\n")
+    assert done.stderr.startswith("error: --config /dev/zero: cannot be read: is not a regular file\n")
     assert done.stdout == ""
 
 

@@ -1,0 +1,105 @@
+"""Files that cannot grow, as on a full disk: programs say which file and how much room, and end with code 8."""
+
+import errno
+import os
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from data_runs import chat, write_rows
+from processes import ROOT, run
+from run_directories import write_run
+from tiny_models import FAMILIES, save_model, save_tokenizer
+
+from disk import SPARE_BYTES, make_aside, naming_failed_writes, written_aside
+from evaluation.kept import write_made
+from plots.figure import write_figure
+from plots.run_files import open_runs
+from ranks.ending import ExitCode
+
+LIMITED = ROOT / "tests" / "workers" / "limited.py"
+ROOM = r"File too large.*; (it needs (more than )?[0-9,]+ bytes, )?the disk has [0-9,]+ free"
+
+
+@contextmanager
+def files_limited_to(num_bytes: int) -> Iterator[None]:
+    """Writes beyond this size fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("models") / "model"))
+
+
+# The words of each program, and the file that it cannot write.
+PROGRAMS = {
+    "page": ("tools/plot_metrics.py RUN --output OUT/c.html", "OUT/c.html"),
+    "rows": ("process_data.py --input-file ROWS --output-file OUT/d.arrow --model-name-or-path MODEL", "OUT/d.arrow"),
+    "answers": (
+        "generate.py --model MODEL --prompts ROWS --output OUT/a.jsonl --max-new-tokens 1",
+        "OUT/a.jsonl.part0",
+    ),
+    "mix": ("tools/merge_models.py --model MODEL MODEL --output-dir OUT/m", "the model OUT/m"),
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_programs_name_the_file_and_end_with_the_code_of_runs(what, model, tmp_path):
+    words, name = PROGRAMS[what]
+    rows, out = write_rows(tmp_path / "rows.jsonl", [chat(i) for i in range(300)]), tmp_path / "out"
+    out.mkdir()
+    places = {"RUN": write_run(tmp_path / "run", num_steps=50), "OUT": out, "ROWS": rows, "MODEL": model}
+    for word, path in places.items():
+        words, name = words.replace(word, str(path)), name.replace(word, str(path))
+    result = run([sys.executable, str(LIMITED), "16384", *f"{ROOT}/{words}".split()])
+    assert result.returncode == ExitCode.IO and "Traceback" not in result.stderr, result.stderr
+    assert re.search(f"error: .*cannot write {re.escape(name)}: .*{ROOM}", result.stderr), result.stderr
+    assert {path.name for path in out.iterdir()} == ({"a.jsonl.part0"} if what == "answers" else set())
+
+
+def test_what_is_written_aside_names_the_file_that_grew(tmp_path):
+    with (
+        files_limited_to(1000),
+        pytest.raises(OSError, match=rf"cannot write .*/b\.txt: {ROOM}"),
+        written_aside(tmp_path / "a.txt", tmp_path / "b.txt") as (first, second),
+    ):
+        first.write_text("x" * 10)
+        second.write_text("x" * 2000)
+    with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/answers\.jsonl: {ROOM}"):
+        write_made(tmp_path / "answers.jsonl", "x" * 2000, {})
+    runs = open_runs([write_run(tmp_path / "run", num_steps=9)])
+    with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/curves\.png: {ROOM}"):
+        write_figure(tmp_path / "curves.png", runs, smoothing=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_other_errors_stay_what_they_are(number, tmp_path):
+    path = tmp_path / "a"
+    message = rf"cannot write .*/a: {os.strerror(number)}; it needs 7 bytes, the disk has"
+    with pytest.raises(OSError, match=message), naming_failed_writes(path, parts=[path], needed_bytes=7):
+        raise OSError(number, "from a library")
+    with pytest.raises(PermissionError, match="mine"), naming_failed_writes(path, parts=[path]):
+        raise PermissionError(errno.EACCES, "mine")
+
+
+def test_only_runs_leave_room_to_spare(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("disk.shutil.disk_usage", lambda path: usage)
+    make_aside(tmp_path / "mixed", 1000, what="the model", spare_bytes=0)
+    with pytest.raises(
+        OSError, match=r"no room for the model .*: it needs 1,001 bytes, the disk has 1,000 free; free some"
+    ):
+        make_aside(tmp_path / "mixed", 1001, what="the model", spare_bytes=0)
+    with pytest.raises(OSError, match=rf"it needs 10 bytes \(and {SPARE_BYTES:,} to spare\).*lower --keep-checkpoints"):
+        make_aside(tmp_path / "step_1", 10, what="the checkpoint")

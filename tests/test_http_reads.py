@@ -1,0 +1,160 @@
+"""Web servers that fall silent, redirect, or lead into the network of this machine."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from data_runs import chat, options_for, write_rows
+from make_tiny_model import train_tokenizer
+from range_server import RangeServer
+
+from chat import pictures
+from corpus import fetched, remote
+from corpus.fetched import fetch_sets, find_sets
+from corpus.files import find_sources, iterate_rows, read_chunks
+from options import replace_options
+from options.urls import RefusedRedirect, check_redirect, remove_query
+from process_data import process_data
+
+ELSEWHERE = {
+    "this machine": ("http://localhost:1/a.jsonl", "127.0.0.1: not a public address"),
+    "this machine by another number": ("http://127.0.0.2/a.jsonl", "127.0.0.2: not a public address"),
+    "IPv6": ("http://[::1]/a.jsonl", "::1: not a public address"),
+    "IPv4 within IPv6": ("http://[::ffff:10.0.0.1]/a.jsonl", "10.0.0.1: not a public address"),
+    "a hexadecimal number": ("http://0x0a000001/a.jsonl", "10.0.0.1: not a public address"),
+    "a private network": ("https://192.168.1.1/a.jsonl", "192.168.1.1: not a public address"),
+    "a cloud's metadata": ("http://169.254.169.254/latest?token=abc", "169.254.169.254: not a public address"),
+    "a file": ("file:///etc/passwd", "file:///etc/passwd: allowed are http:// and https://"),
+    "FTP": ("ftp://example.org/a.jsonl", "ftp://example.org/a.jsonl: allowed are http:// and https://"),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0, 0))
+    monkeypatch.setattr(remote, "SECONDS_WITHOUT_BYTES", 0.3)
+    monkeypatch.setattr(remote, "REDIRECTED", {})
+
+
+@pytest.fixture
+def files(tmp_path) -> Iterator[RangeServer]:
+    server = RangeServer()
+    server.files["a.jsonl"] = write_rows(tmp_path / "a.jsonl", [chat(i) for i in range(20)]).read_bytes()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def redirecting() -> Iterator["Redirecting"]:
+    server = Redirecting()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Redirecting(ThreadingHTTPServer):
+    """Answers every request with `location`."""
+
+    location = ""
+
+    def __init__(self) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(302)
+                self.send_header("Location", self.server.location)
+                self.end_headers()
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/a.jsonl"
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, list]]:
+    """The URL of a server that accepts connections and never answers, and its connections."""
+    connections, listener = [], socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            try:
+                connections.append(listener.accept()[0])
+            except OSError:
+                return
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/a.jsonl", connections
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    for connection in connections:
+        connection.close()
+
+
+def test_a_silent_server_is_asked_a_few_times(silent):
+    url, connections = silent
+    with pytest.raises(ValueError, match=r"--input-file .*a\.jsonl: no such file, or it cannot be reached: .*imeout"):
+        find_sources([url])
+    assert len(connections) == 2 * remote.NUM_QUESTIONS  # by HEAD and by GET
+
+
+def test_a_server_that_falls_silent_within_a_file_is_asked_again(files):
+    (source,) = find_sources([f"{files.url}/a.jsonl"])
+    files.faults = ["silent", None]
+    assert sum(1 for chunk in read_chunks(source) for _ in iterate_rows(chunk)) == 20
+    files.faults = ["silent"] * 9
+    with pytest.raises(ValueError, match=r"a\.jsonl: broke off at byte 0 of"):
+        list(read_chunks(source))
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_redirects_into_the_own_network_are_refused(case, redirecting):
+    redirecting.location, why = ELSEWHERE[case]
+    with pytest.raises(ValueError) as error:
+        find_sources([redirecting.url])
+    assert str(error.value).startswith(f"--input-file {redirecting.url}: is redirected to ") and why in str(error.value)
+    assert "abc" not in str(error.value)
+    with pytest.raises(ValueError, match="redirected"):
+        find_sets({"data_path": [redirecting.url]})
+    with pytest.raises(ValueError, match=r"cannot be fetched: .*(is redirected to|is not allowed)"):
+        pictures.download(redirecting.url, may_download=True)
+
+
+def test_public_addresses_and_the_same_host_are_allowed():
+    for target in ("https://8.8.8.8/x", "http://10.0.0.1:8000/y", "http://[2606:4700::1111]/z"):
+        check_redirect("http://10.0.0.1/a", target)
+    with pytest.raises(RefusedRedirect):
+        check_redirect("http://8.8.8.8/a", "http://10.0.0.1/a")
+    assert remove_query("https://me:secret@host:1/a/b?sig=x#y") == "https://host:1/a/b"
+
+
+def test_a_redirect_is_recorded_without_credentials(files, redirecting, tmp_path):
+    redirecting.location = f"http://me:secret@{files.url.removeprefix('http://')}/a.jsonl"
+    train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300).save_pretrained(
+        tmp_path / "model"
+    )
+    output = tmp_path / "out.arrow"
+    process_data(replace_options(options_for(tmp_path / "model", tmp_path, output), input_file=(redirecting.url,)))
+    (source,) = json.loads(Path(f"{output}.meta.json").read_text())["sources"]
+    assert source["redirected_to"] == f"{files.url}/a.jsonl" and source["file"] == "a.jsonl"
+
+
+def test_a_copied_set_records_the_redirect_and_says_how_far_it_is(files, redirecting, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fetched, "SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr(fetched.log, "propagate", True)
+    redirecting.location = f"{files.url}/a.jsonl"
+    monkeypatch.setattr(fetched, "has_remote", lambda url: False)
+    found = find_sets({"data_path": [redirecting.url]})
+    with caplog.at_level("INFO"):
+        fetch_sets(found, str(tmp_path / "cache"))
+    (recorded,) = (tmp_path / "cache").glob("fetched/*/source.json")
+    assert json.loads(recorded.read_text()) == {"url": redirecting.url, "redirected_to": f"{files.url}/a.jsonl"}
+    size = len(files.files["a.jsonl"])
+    assert f"data: {size:,} of {size:,} bytes of {redirecting.url}" in caplog.text
