@@ -85,7 +85,7 @@ from corpus.stops import check_stops
 from corpus.stored_outputs import open_outputs
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
-from disk import hash_file, written_aside
+from disk import hash_file, identify_file, written_aside
 from options.choices import check_choices
 from options.problems.rows import NO_PARTS
 from options.urls import is_url
@@ -111,6 +111,7 @@ def process_data(options: ProcessDataOptions) -> None:
 
 def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDataOptions) -> None:
     """Writes the data set; with `--shard` or `--join` a part of it, or all of its parts joined."""
+    before = identify_file(outputs.data)
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = divide(sources, index, count) if count > 1 else sources
     prepared = prepare(options, sources)
@@ -119,7 +120,10 @@ def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDa
     if count == 1:
         num_bytes = sum(source.num_bytes for source in sources)
         return write_data_set(outputs, tokenize(sources, prepared, options), num_bytes, prepared, options)
-    make_part(Part(name_directory(outputs.data), index, count), divided, prepared, options)
+    part = Part(name_directory(outputs.data), index, count)
+    if part.content is None and identify_file(outputs.data) != before:  # parts are removed once they are joined
+        return say(f"part {part}: another process has joined all parts to {outputs.data}")
+    make_part(part, divided, prepared, options)
     join_if_complete(outputs, count, prepared, options)
 
 

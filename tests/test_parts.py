@@ -254,6 +254,21 @@ def test_one_process_joins_at_a_time(made, tmp_path, capsys):
     assert (tmp_path / "out.arrow").exists() and not name_directory(tmp_path / "out.arrow").exists()
 
 
+def test_a_part_that_others_joined_while_this_process_started_is_not_made_again(made, tmp_path, capsys, monkeypatch):
+    """As when an array is started again after its join was killed: the first one to look joins, the others are late."""
+    import process_data as program
+
+    def prepare_late(*args):
+        monkeypatch.undo()
+        process_data(replace_options(made, shard="2/3"))
+        return program.prepare(*args)
+
+    monkeypatch.setattr(program, "prepare", prepare_late)
+    process_data(replace_options(made, shard="1/3"))
+    assert "part 1/3: another process has joined all parts" in capsys.readouterr().out
+    assert (tmp_path / "out.arrow").exists() and not name_directory(tmp_path / "out.arrow").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
