@@ -6,12 +6,14 @@ URLs are written to sidecars and logs.
 
 import asyncio
 import functools
+import importlib
 import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import unquote, urljoin
 
 from options.urls import PACKAGES, RefusedRedirect, check_redirect, find_url_faults, remove_query, split_scheme
 from ranks.messages import hide_secrets
@@ -68,27 +70,22 @@ REDIRECTED: dict[str, str] = {}  # where web servers have redirected to, without
 
 def find_redirect(url: str) -> str | None:
     """The address that a file was read from, if its web server redirected to another."""
-    if not REDIRECTED:
-        return None
-    from yarl import URL
-
-    return REDIRECTED.get(str(URL(url)))
+    return REDIRECTED.get(unquote(url))
 
 
 @functools.cache
 def make_http_settings(seconds: float) -> dict[str, Any]:
-    """Settings of fsspec's file system for web servers: time-outs, and redirects that are checked and recorded."""
-    import aiohttp
-    from yarl import URL
+    """Settings of fsspec's file system for web servers: timeouts, and redirects that are checked and recorded."""
+    aiohttp = importlib.import_module(PACKAGES["http"])
 
     async def begin(session: Any, context: Any, request: Any) -> None:
         context.url = str(request.url)
 
     async def follow(session: Any, context: Any, request: Any) -> None:
         headers = request.response.headers
-        target = str(request.url.join(URL(headers.get("Location") or headers.get("URI") or "")))
+        target = urljoin(str(request.url), headers.get("Location") or headers.get("URI") or "")
         await asyncio.get_running_loop().run_in_executor(None, check_redirect, context.url, target)
-        REDIRECTED[context.url] = remove_query(target)
+        REDIRECTED[unquote(context.url)] = remove_query(target)
 
     trace = aiohttp.TraceConfig()
     trace.on_request_start.append(begin)

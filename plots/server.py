@@ -39,6 +39,7 @@ class LocalServer(ThreadingHTTPServer):
     """Answers GET requests of browsers on this machine, one at a time; subclasses say what with, in `respond`."""
 
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
     allow_reuse_address = True  # so that an open page does not block the port for the next start
 
     def __init__(self, port: int):
