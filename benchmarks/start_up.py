@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "quickstart")]
 PROGRAMS = [
     *("train.py", "process_data.py", "generate.py", "evaluate_model.py", "tools/score_data.py"),
     *("tools/continual.py", "tools/import_config.py", "tools/merge_adapter.py", "tools/merge_models.py"),
-    *("tools/board.py", "tools/export_gguf.py", "tools/plot_metrics.py", "tools/sweep.py"),
+    *("tools/board.py", "tools/export_gguf.py", "tools/plot_metrics.py", "tools/sweep.py", "tools/verify.py"),
 ]
 TOKENIZER = "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({model!r})"
 MODEL = """

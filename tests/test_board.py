@@ -400,8 +400,9 @@ def spoil(path: Path, how: str) -> None:
     elif how == "device":
         path.symlink_to("/dev/zero")
     else:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(os.path.relpath(path))
+        # Names of sockets are short.
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(path.parent):
+            listener.bind(path.name)
 
 
 @pytest.mark.parametrize("how", ["pipe", "device", "socket"])

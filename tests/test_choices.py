@@ -29,6 +29,7 @@ from options import (
     ScoreDataOptions,
     SweepOptions,
     TrainOptions,
+    VerifyOptions,
     flag_name,
     group_options,
 )
@@ -52,7 +53,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     ImportConfigOptions: import_config,
     ScoreDataOptions: lambda options: score(options, None),
 }
-WITHOUT_CHOICES = {BoardOptions, ContinualOptions, MergeModelsOptions, PlotOptions, SweepOptions}
+WITHOUT_CHOICES = {BoardOptions, ContinualOptions, MergeModelsOptions, PlotOptions, SweepOptions, VerifyOptions}
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
 
 

@@ -59,6 +59,7 @@ from chat.rendering import TemplateTooSlow, UnreadableContent
 from chat.turns import UnknownPrompt
 from corpus.columns import RefusedColumn
 from corpus.formats import UnknownFormat
+from corpus.parquet import UnpacksToTooMuch
 from corpus.parts import JoinedElsewhere
 from corpus.remote import BrokenTransfer
 from corpus.worker_pool import WorkerDied
@@ -66,6 +67,7 @@ from importers.rules import Refusal
 from lifecycle.checkpointing import NoValidCheckpoint
 from lifecycle.stages import Stopped
 from options import ProcessDataOptions, TrainOptions, flatten_options, group_options, iterate_fields
+from options.urls import RefusedRedirect
 from process_data import process_data as run_process_data
 from ranks.ending import ExitCode, RanksDiffer, RunError
 
@@ -354,7 +356,7 @@ def make_errors() -> list[BaseException]:
         NoValidCheckpoint("m"),
         UnknownPrompt("m", "p"),
     ]
-    errors += [WorkerDied(9), Stopped(), Stopped("m")]
+    errors += [WorkerDied(9), Stopped(), Stopped("m"), RefusedRedirect("m"), UnpacksToTooMuch("m")]
     of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnknownFormat, UnreadableContent, TemplateTooSlow)
     return errors + [kind("m") for kind in (*of_rows, Refusal)]
 

@@ -230,6 +230,7 @@ EFFECTS = {
 }
 TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those of rows: where process_data.py's are
     "context_parallel",  # test_context_parallel.py
+    "skip_verification",  # test_contents.py
     "preset",  # these: test_presets.py
     "check_export",
     "validate_training_data",
