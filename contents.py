@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +30,9 @@ REMEMBERED_FROM = 64 << 20  # bytes; smaller files are hashed at every start, in
 ANNOUNCED_FROM = 1 << 30  # bytes; takes a second
 NUM_THREADS = 8  # files of a model hashed at the same time
 ADVICE = "copy it again from where it was made; --skip-verification uses it as it is"
+
+
+Tell = Callable[[str], object]  # prints a note
 
 
 def fingerprint_file(path: Path) -> str:
@@ -167,15 +170,15 @@ def is_foreign(manifest: Path) -> bool:
         return False
 
 
-def verify_model(directory: Path, weights: Collection[str]) -> None:
-    """Checks a model's or adapter's files against its manifest; the log says if there is none.
+def verify_model(directory: Path, weights: Collection[str], tell: Tell = log.info) -> None:
+    """Checks a model's or adapter's files against its manifest; tells if there is none.
 
     ValueError if any of the `weights`, names of files, differs or is not listed. Other files may have been edited by
     hand: a warning names them.
     """
     found = list_recorded(directory)
     if found is None:
-        log.info(f"{directory}: has no {MANIFEST}: its weights are used unverified")
+        tell(f"{directory}: has no {MANIFEST}: its weights are used unverified")
         return
     recorded, manifest = found
     unlisted = sorted(set(weights) - recorded.keys())
@@ -191,6 +194,8 @@ def verify_model(directory: Path, weights: Collection[str]) -> None:
 
 def verify_file(path: Path) -> None:
     """Checks a single file of an export against its manifest; the log says if none lists it."""
+    if not path.is_file():
+        raise ValueError(f"{path}: is missing, or not a regular file")
     recorded, manifest = list_recorded(path.parent) or ({}, None)
     if path.name not in recorded:
         log.info(f"{path}: no {MANIFEST} lists it: it is used unverified")

@@ -261,6 +261,12 @@ def open_regular(path: Path) -> BinaryIO:
     raise OSError(f"{path}: {NOT_REGULAR}")
 
 
+def check_regular(path: Path) -> None:
+    """OSError for a pipe or a device in the place of a file that a library opens by its name."""
+    if path.exists() and not path.is_file():
+        raise OSError(NOT_REGULAR)
+
+
 def read_document(path: Path) -> Any:
     """The value in a JSON file; OSError or ValueError, without the file's name, if it is too large or not JSON."""
     with open_regular(path) as file:
@@ -336,8 +342,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
 
 def read_small(path: Path, most_bytes: int) -> str:
     """The text of a file; OSError, without its name, if it is too large, or no regular file."""
-    if path.exists() and not path.is_file():
-        raise OSError(NOT_REGULAR)
+    check_regular(path)
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:

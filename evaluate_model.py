@@ -34,7 +34,7 @@ from inference.models import FoundModel, check_answering, find_answering_model
 from options.choices import check_choices
 from options.problems.packages import require
 from ranks.agreement import compare_ranks
-from ranks.messages import say
+from ranks.messages import say, say_note
 from ranks.program import describe_program
 from ranks.world import World, call_on_each_node, call_with_world
 
@@ -93,7 +93,7 @@ def verify_files(found: list[FoundModel | None], data_sets: dict[str, Mixture]) 
         if model is not None:
             model.verify()
     for data in data_sets.values():
-        verify_data(*data.sources)
+        verify_data(*data.sources, say_note)
 
 
 def measure(

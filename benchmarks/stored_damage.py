@@ -85,7 +85,7 @@ STORED = [
     Stored("reference's log-probabilities", "pairs.arrow.reference-*.npz", "dpo"),
     *(Stored("export's weights", f"{EXPORT}/model.safetensors", reader, "older/hf_format/samples_8/model.safetensors")
       for reader in ("train", "generate", "evaluate", "merge-models", "score-data", "verify")),
-    Stored("export's config", f"{EXPORT}/generation_config.json", "generate", "model/generation_config.json"),
+    Stored("export's config", f"{EXPORT}/config.json", "generate", "model/config.json"),
     Stored("export's manifest", f"{EXPORT}/manifest.json", "generate", "older/hf_format/samples_8/manifest.json"),
     Stored("adapter's weights", "lora/hf_format/samples_8/adapter_model.safetensors", "generate by adapter"),
     Stored("OSFT's bases", BASES, "osft"),

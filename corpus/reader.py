@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from contents import check_recorded, warn_of_edited
+from contents import Tell, check_recorded, warn_of_edited
 from corpus.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from corpus.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
 from corpus.lines import MAX_ROW_BYTES
@@ -376,11 +376,11 @@ def check_sidecar(sidecar: dict[str, Any] | None, data_path: str | Path, *, num_
     return sidecar
 
 
-def verify_data(data: TokenizedData) -> None:
-    """Checks the data set's file against the hash in its sidecar; the log says if there is none."""
+def verify_data(data: TokenizedData, tell: Tell = log.info) -> None:
+    """Checks the data set's file against the hash in its sidecar; tells if there is none."""
     recorded = find_recorded_file(data.sidecar)
     if not recorded:
-        log.info(f"{data.path}: no {data.path.name}.meta.json records its hash: it is used unverified")
+        tell(f"{data.path}: no {data.path.name}.meta.json records its hash: it is used unverified")
         return
     check_recorded(data.path, recorded, record=f"{data.path}.meta.json")
     warn_of_edited(f"{data.path}.meta.json", data.sidecar)

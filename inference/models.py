@@ -34,6 +34,7 @@ from pretrained.config_values import naming_config
 from pretrained.files import find_model, find_weights, verify_weights
 from pretrained.finite import check_finite
 from ranks.devices import DTYPES
+from ranks.messages import say_note
 from ranks.terminal import shows_progress
 
 
@@ -71,9 +72,9 @@ class FoundModel:
 
     def verify(self) -> None:
         """Checks its files against the hashes recorded at their export; ValueError for other weights."""
-        verify_weights(self.directory)
+        verify_weights(self.directory, say_note)
         if self.adapter is not None:
-            verify_adapter(self.adapter)
+            verify_adapter(self.adapter, say_note)
 
     def identify(self) -> dict[str, Any]:
         """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from disk import hash_json, written_aside
+from disk import check_regular, hash_json, written_aside
 from lifecycle.inputs import REFERENCE_MODEL, RunInputs
 from model.config import ModelSource
 from objectives.objective import Objective
@@ -131,6 +131,7 @@ def read_file(path: Path, num_rows: int) -> np.ndarray:  # (rows, 2) fp32
     if not path.exists():
         return unknown
     try:
+        check_regular(path)
         with np.load(path) as file:
             values = file["values"]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from contents import verify_model
+from contents import Tell, verify_model
 from disk import hash_file, read_object
 from methods.adapter_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, check_settings, read_settings
 from methods.patterns import check_patterns
@@ -62,9 +62,9 @@ def hash_adapter(directory: Path) -> dict[str, str]:
     return {name: hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
 
 
-def verify_adapter(directory: Path) -> None:
+def verify_adapter(directory: Path, tell: Tell = log.info) -> None:
     """Checks an adapter's files against the hashes of its export (`verify_model`)."""
-    verify_model(directory, [ADAPTER_WEIGHTS])
+    verify_model(directory, [ADAPTER_WEIGHTS], tell)
 
 
 def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from disk import hash_file
+from disk import check_regular, hash_file
 from methods.osft_subspaces import BASES
 
 NEW = "new"  # --osft-bases of the first task
@@ -35,6 +35,7 @@ class Bases:
 def open_bases(path: Path) -> Iterator[tuple[safe_open, str]]:
     """Yields the open file and its `--osft-basis`; ValueError, also in the block, if it is no file of bases."""
     try:
+        check_regular(path)
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["about"])["basis"]
     except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError, RecursionError) as error:

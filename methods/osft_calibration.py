@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from disk import hash_file, written_aside
+from disk import check_regular, hash_file, written_aside
 from methods.hashed_tensors import load_hashed, save_hashed
 from methods.osft_subspaces import find_targets, weight_shape
 from model.blocks import iterate_owners
@@ -98,6 +98,7 @@ def check_statistics(
 def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
     """Yields the open file and its contents other than covariances; ValueError, also in the block, if it is invalid."""
     try:
+        check_regular(path)
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["about"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from disk import written_aside
+from disk import check_regular, written_aside
 from methods.hashed_tensors import load_hashed, save_hashed
 from model.blocks import find_linear_layers
 from ranks.ending import log
@@ -207,6 +207,7 @@ def write_subspace(file: Path, subspace: dict[str, Tensor]) -> None:
 
 def read_subspace(file: Path) -> dict[str, Tensor]:
     try:
+        check_regular(file)
         with safe_open(file, "pt") as stored:
             return load_hashed(stored)
     except (OSError, ValueError, SafetensorError) as error:

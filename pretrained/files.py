@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from contents import verify_model
+from contents import Tell, verify_model
 from disk import read_object
 from pretrained.config_values import check_values
 from ranks.ending import log
@@ -67,11 +67,11 @@ def find_weights(model_name_or_path: str, model_dir: str) -> None:
     check_weights(path)
 
 
-def verify_weights(model_dir: str) -> None:
+def verify_weights(model_dir: str, tell: Tell = log.info) -> None:
     """Checks a model's files against the hashes of its export (`verify_model`)."""
     path = Path(model_dir)
     names = list_weights(path)
-    verify_model(path, names if names == [WEIGHTS] else [INDEX, *names])
+    verify_model(path, names if names == [WEIGHTS] else [INDEX, *names], tell)
 
 
 def download(repo: str, *, revision: str | None, patterns: list[str], flag: str = MODEL_FLAG) -> Path:

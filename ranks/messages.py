@@ -39,6 +39,11 @@ def hide_secrets(text: str) -> str:
     return hide_credentials(text)
 
 
+def say_note(message: str) -> None:
+    """Prints a line beside a program's results."""
+    say(message, is_error=True)
+
+
 def hide_in(value: Any) -> Any:
     """JSON's `value` without secrets in its texts, for files that others can read."""
     if isinstance(value, dict):

@@ -24,6 +24,8 @@ from evaluate_model import evaluate
 from generate import generate
 from lifecycle.agreement import describe_data
 from lifecycle.reference import read_file
+from methods.osft_bases import open_bases
+from methods.osft_calibration import open_statistics
 from methods.osft_subspaces import read_subspace
 from options import (
     EvaluateOptions,
@@ -180,6 +182,9 @@ def test_a_damaged_cache_of_subspaces_is_named(root):
         read_subspace(file)
         with pytest.raises(ValueError, match=rf"{file.name}: damaged.*; remove it"):
             read_subspace(flip_bit(file, 0.95))
+        file.unlink(), os.mkfifo(file)
+        with pytest.raises(ValueError, match=rf"{file.name}: is not a regular file; remove it"):
+            read_subspace(file)
 
 
 def test_scores_that_changed_or_whose_sidecar_is_odd_are_refused(world, root, caplog):
@@ -300,6 +305,14 @@ def test_damaged_log_probabilities_of_a_reference_are_computed_again(damage: Cal
     assert np.isnan(read_file(path, 49)).all() and "(50, 2), not 49 rows" in caplog.text
     damage(path)
     assert np.isnan(read_file(path, 50)).all() and "its rows are scored again" in caplog.text
+
+
+def test_a_pipe_in_a_files_place_does_not_hang(tmp_path, caplog):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert np.isnan(read_file(pipe, 3)).all() and "is not a regular file" in caplog.text
+    for opening in (open_bases(pipe), open_statistics(pipe)):
+        with pytest.raises(ValueError, match="is not a regular file"), opening:
+            pass
 
 
 def test_one_program_at_a_time_writes_scores(world, root):

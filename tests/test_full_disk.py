@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from data_runs import chat, write_rows
+from heavy import need
 from processes import ROOT, run
 from run_directories import write_run
 from tiny_models import FAMILIES, save_model, save_tokenizer
@@ -77,6 +78,11 @@ def test_what_is_written_aside_names_the_file_that_grew(tmp_path):
         second.write_text("x" * 2000)
     with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/answers\.jsonl: {ROOM}"):
         write_made(tmp_path / "answers.jsonl", "x" * 2000, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_figure_that_finds_no_room_names_its_file(tmp_path):
+    need("matplotlib")
     runs = open_runs([write_run(tmp_path / "run", num_steps=9)])
     with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/curves\.png: {ROOM}"):
         write_figure(tmp_path / "curves.png", runs, smoothing=1)

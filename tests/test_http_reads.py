@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from data_runs import chat, options_for, write_rows
+from heavy import need
 from make_tiny_model import train_tokenizer
 from range_server import RangeServer
 
@@ -50,6 +51,7 @@ def files(tmp_path) -> Iterator[RangeServer]:
 
 @pytest.fixture
 def redirecting() -> Iterator["Redirecting"]:
+    need("aiohttp")  # by which URLs are read
     server = Redirecting()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -81,6 +83,7 @@ class Redirecting(ThreadingHTTPServer):
 @pytest.fixture
 def silent() -> Iterator[tuple[str, list]]:
     """The URL of a server that accepts connections and never answers, and its connections."""
+    need("aiohttp")  # by which URLs are read
     connections, listener = [], socket.create_server(("127.0.0.1", 0))
 
     def accept() -> None:

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from options.choices import check_choices
 from pretrained.files import MODEL_FLAG, verify_weights
 from ranks.ending import ending_with_message
-from ranks.messages import say
+from ranks.messages import say, say_note
 
 
 def export_gguf(options: ExportGgufOptions) -> None:
@@ -44,7 +44,7 @@ def export_gguf(options: ExportGgufOptions) -> None:
     if output.exists():
         raise ValueError(f"--output {output}: already exists; choose a new one")
     if not options.skip_verification:
-        verify_weights(str(model_dir))
+        verify_weights(str(model_dir), say_note)
     num_bytes, notes = write_gguf(model_dir, output, options.dtype)
     for note in notes:
         say(f"note: {note}")

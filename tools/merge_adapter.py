@@ -46,7 +46,7 @@ from pretrained.files import find_model, find_weights, verify_weights
 from pretrained.parts import find_blocks
 from pretrained.text_tower import is_multimodal, text_config
 from ranks.devices import DTYPES
-from ranks.messages import say
+from ranks.messages import say, say_note
 from ranks.world import World, call_on_rank0, call_with_world
 
 
@@ -72,8 +72,8 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     model_dir = find_model(name, revision=revision, trust_remote_code=options.trust_remote_code)
     find_weights(name, model_dir)
     if not options.skip_verification:
-        verify_weights(model_dir)
-        verify_adapter(adapter)
+        verify_weights(model_dir, say_note)
+        verify_adapter(adapter, say_note)
     family = TextFamily()
     model_config = load_config(model_dir, family, trust_remote_code=options.trust_remote_code)
     generation_config = read_generation_config(adapter) or load_generation_config(model_dir, model_config)

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from model.merging import merge_into, open_models
 from pretrained.files import verify_weights
 from ranks.ending import ending_with_message
-from ranks.messages import say
+from ranks.messages import say, say_note
 
 
 def merge_models(options: MergeModelsOptions) -> None:
@@ -34,7 +34,7 @@ def merge_models(options: MergeModelsOptions) -> None:
     models, base = open_models(options.model, options.base)
     if not options.skip_verification:
         for model in [*models, *([] if base is None else [base])]:
-            verify_weights(str(model.directory))
+            verify_weights(str(model.directory), say_note)
     weights = options.weights or (1 / len(models),) * len(models)
     merge_into(output_dir, models, weights, base)
     parts = " + ".join(f"{weight:g} x {model.name}" for weight, model in zip(weights, models, strict=True))

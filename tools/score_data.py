@@ -61,7 +61,7 @@ from pretrained.files import name_model
 from ranks.agreement import compare_ranks
 from ranks.devices import DTYPES
 from ranks.ending import ExitCode, RunError
-from ranks.messages import say
+from ranks.messages import say, say_note
 from ranks.program import describe_program
 from ranks.terminal import show_progress
 from ranks.world import World, call_on_each_node, call_on_rank0, call_with_world
@@ -93,7 +93,7 @@ def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
     """Checks what will be read against the hashes recorded when it was written."""
     scorer.verify()
     for data in sets:
-        verify_data(*data.sources)
+        verify_data(*data.sources, say_note)
 
 
 def score_tokens(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
