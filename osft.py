@@ -28,6 +28,7 @@ from methods.osft_bases import (
     complement,
     count_earlier,
     hash_bases,
+    open_bases,
     read_bases,
     restrict,
     write_bases,
@@ -115,7 +116,8 @@ class OSFT(Method):
             verify_data(self.calibration_data)
         if self.options.osft_bases not in (None, NEW):
             bases = Path(self.options.osft_bases)
-            verify_file(bases)
+            with open_bases(bases):  # refused here if it is none
+                verify_file(bases)
 
     def list_read_files(self) -> dict[str, Path]:
         data = self.calibration_data
