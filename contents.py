@@ -31,7 +31,6 @@ ANNOUNCED_FROM = 1 << 30  # bytes; takes a second
 NUM_THREADS = 8  # files of a model hashed at the same time
 ADVICE = "copy it again from where it was made; --skip-verification uses it as it is"
 
-
 Tell = Callable[[str], object]  # prints a note
 
 

@@ -124,6 +124,11 @@ def measure(checkout: Path, work: Path, words: tuple[str, ...]) -> tuple[str, fl
     return ending, time.monotonic() - start, usage.ru_maxrss / 1024, words_said
 
 
+def shorten(said: str, checkout: Path) -> str:
+    """The words for a table, without this machine's paths."""
+    return said.replace(f"{checkout}/", "").replace(sys.executable, "python").replace("|", "/")[:150]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", type=Path, default=ROOT)
@@ -148,7 +153,7 @@ def main() -> None:
             writer.start(), writer.join()
             ending, seconds, peak, said = measure(checkout, work, (*words, path.name))
             failures += ending not in ("0", "2") or said == "Traceback"
-            print(f"| {name} | {ending} | {seconds:.1f} | {peak:,.0f} | {said[:150].replace('|', '/')} |", flush=True)
+            print(f"| {name} | {ending} | {seconds:.1f} | {peak:,.0f} | {shorten(said, checkout)} |", flush=True)
     sys.exit(failures > 0)
 
 

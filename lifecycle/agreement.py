@@ -17,14 +17,8 @@ from ranks.agreement import DIGITS, Groups, Items
 from ranks.program import describe_program
 from ranks.world import World
 
-UNREAD_KEYS = (
-    "versions",
-    "sources",
-    "options",
-    "split",
-    "file",
-    "sha256",
-)  # keys of a sidecar that training does not read
+# Keys of a sidecar that training does not read.
+UNREAD_KEYS = ("versions", "sources", "options", "split", "file", "sha256")
 
 
 def describe_start(options: TrainOptions, world: World) -> Groups:

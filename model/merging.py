@@ -113,10 +113,7 @@ def merge_into(
             write_shard(aside / file, shard, models, weights, base)
             names |= dict.fromkeys(shard, file)
         if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": weight_bytes},
-                "weight_map": names,
-            }
+            index = {"metadata": {"total_size": weight_bytes}, "weight_map": names}
             (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (aside / NOTE).write_text(json.dumps(describe(models, weights, base), indent=2) + "\n")
         for file in aside.iterdir():

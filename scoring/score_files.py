@@ -7,6 +7,7 @@ ends in .part.
 
 import bisect
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from contents import check_recorded, sign, warn_of_edited
 from corpus.by_row import RunningSums
 from corpus.reader import TokenizedData
-from disk import hash_file, list_wrong, naming_failed_writes, read_fields, read_object, written_aside
+from disk import list_wrong, naming_failed_writes, read_fields, read_object, written_aside
 from model.fingerprints import fingerprint_data
 from objectives.soft_targets import make_even_records, make_record_type
 from options.problems.tools import MOST_TOP_K
@@ -126,7 +127,7 @@ class ScoreWriter:
     def finish(self) -> dict[str, Any]:
         """Puts the complete file in its place; returns the sidecar."""
         found = asdict(self.identity) | {"teacher_name": self.teacher}
-        found |= summarize_scores(self.part, self.identity.top_k) | {"file": hash_file(self.part)}
+        found |= summarize_scores(self.part, self.identity.top_k)
         with written_aside(self.sidecar) as (aside,):
             aside.write_text(json.dumps(sign(found), indent=2) + "\n")
         self.part.replace(self.path)
@@ -215,12 +216,18 @@ class ScoreColumn:
 
 
 def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
-    """The largest id, and means over a file's tokens: the teacher's loss, the probability of tokens not named."""
+    """The largest id, means over a file's tokens (the teacher's loss, the probability of tokens not named), and the
+    file's size and hash."""
     record_type, loss, tail, count, largest = make_record_type(top_k), 0.0, 0.0, 0, 0
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(record_type.itemsize * (PART_BYTES // record_type.itemsize)):
+            digest.update(part)
             records = np.frombuffer(part, record_type)
             loss += float(records["target"].astype(np.float64).sum())
             tail += float(np.exp(-records["tail"].astype(np.float64)).sum())
             count, largest = count + len(records), max(largest, int(records["ids"].max()))
-    return {"num_tokens": count, "loss": loss / count, "tail": tail / count, "max_token_id": largest}
+    recorded = {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {
+        "num_tokens": count, "loss": loss / count, "tail": tail / count, "max_token_id": largest, "file": recorded,
+    }  # fmt: skip

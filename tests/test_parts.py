@@ -255,7 +255,7 @@ def test_one_process_joins_at_a_time(made, tmp_path, capsys):
 
 
 def test_a_part_that_others_joined_while_this_process_started_is_not_made_again(made, tmp_path, capsys, monkeypatch):
-    """As when an array is started again after its join was killed: the first one to look joins, the others are late."""
+    """An array is started again after its join was killed: its first process joins, and the others find no parts."""
     import process_data as program
 
     def prepare_late(*args):

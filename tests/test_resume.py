@@ -509,7 +509,7 @@ def test_readers_of_metrics_leave_damaged_lines_out(tmp_path):
 
 @pytest.mark.parametrize("place", ["cache", "cache/of/osft", "."])
 def test_a_cache_of_osft_inside_of_the_output_directory_is_no_other_run(place, start, tmp_path):
-    """As a start that is killed before its options are written leaves it."""
+    """A directory that a start leaves if it is killed before it writes its options."""
     given = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(tmp_path / "run" / place), max_steps=1)
     start(run := tmp_path / "run", **given)
     for path in [path for path in run.iterdir() if path.name not in ("cache", ".lock") and len(path.stem) != 64]:

@@ -109,7 +109,7 @@ def score_tokens(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreD
 
 @contextmanager
 def written_alone(path: Path, world: World) -> Iterator[None]:
-    """Lets one program at a time write the scores at `path`; ValueError in another. All ranks call this."""
+    """Lets one program at a time write the scores at `path`; RunError in another. All ranks call this."""
     with ExitStack() as held:
         call_on_rank0(world, lambda: hold_scores(path, held))
         yield

@@ -9,6 +9,7 @@ missing; files that may be edited by hand, such as an export's config.json, are 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
@@ -22,7 +23,6 @@ from contents import MANIFEST, check_recorded, is_changed, is_edited, is_foreign
 from corpus.reader import find_recorded_file, read_sidecar
 from ranks.ending import ending_with_message
 from ranks.messages import say
-from scoring.score_files import read_score_sidecar
 
 SCORES, SIDECAR = ".scores.json", ".meta.json"
 
@@ -48,8 +48,8 @@ def find_records(path: Path) -> list[Path]:
     if path.is_dir():
         found = [record for record in path.rglob("*") if is_record(record, path)]
     else:
-        beside = [Path(f"{path}{ending}") for ending in (SIDECAR, ".json" if path.suffix == ".scores" else SIDECAR)]
-        found = [record for record in beside if record.is_file()][:1]
+        record = Path(f"{path}{'.json' if path.suffix == '.scores' else SIDECAR}")
+        found = [record] if record.is_file() else []
     if not found:
         raise ValueError(f"{path}: nothing records a hash: no {MANIFEST} in it, no {SIDECAR} or {SCORES} of it")
     return sorted(found)
@@ -76,8 +76,7 @@ def check_record(record: Path) -> Iterator[str]:
         if record.name == MANIFEST:
             yield from check_directory(record.parent)
             return
-        is_sidecar = record.name.endswith(SIDECAR)
-        sidecar = read_sidecar(name_verified(record)) if is_sidecar else read_score_sidecar(record)
+        sidecar = read_sidecar(name_verified(record)) if record.name.endswith(SIDECAR) else read_scores(record)
         recorded = find_recorded_file(sidecar)
         if is_edited(sidecar):
             say(f"edited: {record}")
@@ -89,6 +88,12 @@ def check_record(record: Path) -> Iterator[str]:
             check_recorded(name_verified(record), recorded, record=str(record), again=True)
     except (OSError, ValueError) as error:
         yield str(error)
+
+
+def read_scores(sidecar: Path) -> dict[str, Any]:
+    from scoring.score_files import read_score_sidecar  # seconds to import
+
+    return read_score_sidecar(sidecar)
 
 
 def check_directory(directory: Path) -> Iterator[str]:
