@@ -15,7 +15,7 @@ from ranks.compilation import Compiled
 from ranks.memory import memory_kind
 
 # Of a chunk: fp32 logits at most, and tokens at most. Each chunk reads and writes the sum of the head's gradient; with
-# fewer rows its product would wait for memory, more gain nothing (benchmarks/head_bytes.py).
+# fewer rows its product would wait for memory, more gain nothing (benchmarks/results/head_bytes.txt).
 CHUNK_BYTES, CHUNK_ROWS = 2**30, 2048
 
 
