@@ -18,14 +18,14 @@ PYTEST = HF_HOME=$(CURDIR)/.venv/hf $(BIN)/python -m pytest $(shell sed -n 's/^f
 
 quickstart: .venv/installed-quickstart
 	rm -rf $(RUN)
-	$(BIN)/python quickstart/make_data.py --output-dir $(RUN)
-	$(BIN)/python quickstart/make_tiny_model.py --messages-file $(RUN)/train.jsonl --output-dir $(RUN)/model --vocab-size 1024
+	$(BIN)/python examples/quickstart/make_data.py --output-dir $(RUN)
+	$(BIN)/python examples/quickstart/make_tiny_model.py --messages-file $(RUN)/train.jsonl --output-dir $(RUN)/model --vocab-size 1024
 	@printf '\nFrom here on, the commands you would run yourself.\n\n'
 	$(BIN)/python process_data.py --input-file $(RUN)/train.jsonl --output-file $(RUN)/train.arrow --model-name-or-path $(RUN)/model
 	$(BIN)/python process_data.py --input-file $(RUN)/held_out.jsonl --output-file $(RUN)/held_out.arrow --model-name-or-path $(RUN)/model --preview 0
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NUM_PROCESSES) train.py --config recipes/quickstart.yaml --output-dir $(RUN)/run
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NUM_PROCESSES) train.py --config examples/recipes/quickstart.yaml --output-dir $(RUN)/run
 	$(BIN)/python evaluate_model.py --model $(RUN)/run/hf_format/samples_* --task $(RUN)/held_out.jsonl --metrics exact_match --output-dir $(RUN)/answers
-	$(BIN)/python tools/plot_metrics.py $(RUN)/run --output $(RUN)/curves.html
+	$(BIN)/python -m mini_trainer plot-metrics $(RUN)/run --output $(RUN)/curves.html
 	@printf '\nTo ask it yourself:\n%s\n' "$(BIN)/python generate.py --model $$(echo $(RUN)/run/hf_format/samples_*)"
 
 test: .venv/installed-test
@@ -47,11 +47,11 @@ lint: .venv/installed-ruff
 	$(PYTHON) -m venv .venv
 
 .venv/installed-ruff .venv/installed-zensical: .venv/installed-%: .venv/pyvenv.cfg constraints.txt
-	./quickstart/install.sh $*
+	./examples/quickstart/install.sh $*
 	touch $@
 
 .venv/installed-%: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	./quickstart/install.sh -e '.[$*]'
+	./examples/quickstart/install.sh -e '.[$*]'
 	touch $@
 
 clean:

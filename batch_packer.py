@@ -2,8 +2,8 @@
 
 A table has K steps; in each step every rank runs one micro-batch of at most `max_tokens_per_gpu` tokens,
 and all wait for the costliest. So `pack_batch` looks first for the fewest steps, then for the least sum
-over steps of the costliest micro-batch. Both are NP-hard; packers/texts.py and packers/images.py hold the
-heuristics, compiled.
+over steps of the costliest micro-batch. Both are NP-hard; mini_trainer/data/packers/texts.py and
+mini_trainer/data/packers/images.py hold the heuristics, compiled.
 """
 
 from collections.abc import Sequence
@@ -49,13 +49,15 @@ def pack_batch(
         return []
     cap = min(int(max_tokens_per_gpu), int(lengths.sum()))  # keeps capacity products within int64
     if load is not None and not load.is_plain:
-        from packers.images import assign_with_images  # numba's import and the compiled code's loading take time
+        from mini_trainer.data.packers.images import (
+            assign_with_images,  # numba's import and the compiled code's loading take time
+        )
 
         sizes, caps = _check_sizes(lengths, load, cap)
         costs = cost_samples(lengths, attention_cost, load)
         bins, num_steps = assign_with_images(sizes, costs, caps, int(num_ranks))
     else:
-        from packers.texts import assign_bins
+        from mini_trainer.data.packers.texts import assign_bins
 
         by_length = np.argsort(-lengths, kind="stable")
         descending = lengths[by_length]

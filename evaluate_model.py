@@ -8,9 +8,9 @@ Writes results.json, each model's answers to each sample, and results.html, a pa
 Existing results are reused: a killed evaluation resumes, and adding a model computes only that model.
 """
 
-from command_line import parse_options
-from options import EvaluateOptions
-from ranks.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.options import EvaluateOptions
+from mini_trainer.options.command_line import parse_options
 
 if __name__ == "__main__":
     options = parse_options(EvaluateOptions)  # before the heavy imports: --help and typos answer at once
@@ -21,22 +21,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from corpus.fetched import bring_here
-from corpus.mixture import Mixture
-from corpus.reader import verify_data
-from evaluation.data_sets import check_set, collect_set, measure_sets, open_set
-from evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
-from evaluation.models import Named, list_models, name_files
-from evaluation.results import Measured, write_results
-from evaluation.tasks import Task, collect_task, measure_task, open_task
-from inference.choice import IMPLEMENTED, open_engine
-from inference.models import FoundModel, check_answering, find_answering_model
-from options.choices import check_choices
-from options.problems.packages import require
-from ranks.agreement import compare_ranks
-from ranks.messages import say, say_note
-from ranks.program import describe_program
-from ranks.world import World, call_on_each_node, call_with_world
+from mini_trainer.data.tokenized.fetched import bring_here
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import verify_data
+from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.messages import say, say_note
+from mini_trainer.distributed.program import describe_program
+from mini_trainer.distributed.world import World, call_on_each_node, call_with_world
+from mini_trainer.options.choices import check_choices
+from mini_trainer.options.problems.packages import require
+from mini_trainer.use.evaluation.data_sets import check_set, collect_set, measure_sets, open_set
+from mini_trainer.use.evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
+from mini_trainer.use.evaluation.models import Named, list_models, name_files
+from mini_trainer.use.evaluation.results import Measured, write_results
+from mini_trainer.use.evaluation.tasks import Task, collect_task, measure_task, open_task
+from mini_trainer.use.inference.choice import IMPLEMENTED, open_engine
+from mini_trainer.use.inference.models import FoundModel, check_answering, find_answering_model
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:

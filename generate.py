@@ -8,9 +8,9 @@ Greedy unless a temperature is given. Several processes share the prompts. A run
 same command is started again.
 """
 
-from command_line import parse_options
-from options import GenerateOptions
-from ranks.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.options import GenerateOptions
+from mini_trainer.options.command_line import parse_options
 
 if __name__ == "__main__":
     options = parse_options(GenerateOptions)  # before the heavy imports: --help and typos answer at once
@@ -18,18 +18,18 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
-from inference.answers import AnswerFile, describe_making
-from inference.batch import answer_all
-from inference.choice import IMPLEMENTED, open_engine
-from inference.engine import Engine
-from inference.models import find_answering_model
-from inference.prompts import read_prompts
-from inference.terminal import chat
-from options.choices import check_choices
-from ranks.agreement import compare_ranks
-from ranks.messages import say
-from ranks.program import describe_program
-from ranks.world import World, call_with_world
+from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.messages import say
+from mini_trainer.distributed.program import describe_program
+from mini_trainer.distributed.world import World, call_with_world
+from mini_trainer.options.choices import check_choices
+from mini_trainer.use.inference.answers import AnswerFile, describe_making
+from mini_trainer.use.inference.batch import answer_all
+from mini_trainer.use.inference.choice import IMPLEMENTED, open_engine
+from mini_trainer.use.inference.engine import Engine
+from mini_trainer.use.inference.models import find_answering_model
+from mini_trainer.use.inference.prompts import read_prompts
+from mini_trainer.use.inference.terminal import chat
 
 
 def generate(options: GenerateOptions, world: World) -> None:

@@ -18,10 +18,14 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from contents import verify_file
-from corpus.reader import TokenizedData, verify_data
-from disk import hash_file
-from methods.osft_bases import (
+from mini_trainer.data.stores.contents import verify_file
+from mini_trainer.data.stores.disk import hash_file
+from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import World, broadcast_from_rank0, call_on_rank0
+from mini_trainer.model.gathering import WeightGroup, copy_to_cpu, gather_one, gather_parameters
+from mini_trainer.model.method import MetaModel, Method
+from mini_trainer.model.methods.osft_bases import (
     BASES_FILE,
     NEW,
     Bases,
@@ -33,7 +37,7 @@ from methods.osft_bases import (
     restrict,
     write_bases,
 )
-from methods.osft_calibration import (
+from mini_trainer.model.methods.osft_calibration import (
     Statistics,
     check_statistics,
     find_block,
@@ -41,7 +45,7 @@ from methods.osft_calibration import (
     prepare_statistics,
     read_data_hashes,
 )
-from methods.osft_subspaces import (
+from mini_trainer.model.methods.osft_subspaces import (
     BASES,
     count_kept,
     find_targets,
@@ -51,14 +55,10 @@ from methods.osft_subspaces import (
     prepare_subspaces,
     read_subspace,
 )
-from model.gathering import WeightGroup, copy_to_cpu, gather_one, gather_parameters
-from model.method import MetaModel, Method
-from model.weights import Reader
-from objectives.objective import Objective
-from objectives.packed_model import PackedModel
-from options import DataOptions, OSFTOptions
-from ranks.ending import log
-from ranks.world import World, broadcast_from_rank0, call_on_rank0
+from mini_trainer.model.weights import Reader
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import DataOptions, OSFTOptions
 
 # Singular values below this share of the largest count as zero: they are rounding errors of the weight.
 NULL = 1e-10

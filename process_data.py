@@ -27,20 +27,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from command_line import parse_options
-from options import ProcessDataOptions, RowOptions, parse_shard
+from mini_trainer.options import ProcessDataOptions, RowOptions, parse_shard
+from mini_trainer.options.command_line import parse_options
 
 if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
-from chat.masking import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
-from contents import sign
-from corpus.cache import identify_images, identify_options
-from corpus.columns import describe_unread
-from corpus.files import Folder, Source, check_folder, describe_skipped, find_sources
-from corpus.hub_rows import find_dataset
-from corpus.outputs import Outputs
-from corpus.parts import (
+from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
+from mini_trainer.data.rows.columns import describe_unread
+from mini_trainer.data.rows.files import Folder, Source, check_folder, describe_skipped, find_sources
+from mini_trainer.data.rows.hub_rows import find_dataset
+from mini_trainer.data.rows.parts import (
     FORMAT_VERSION,
     JoinedElsewhere,
     Part,
@@ -57,10 +54,9 @@ from corpus.parts import (
     remove_parts,
     write_part,
 )
-from corpus.preparing import Prepared, changes_tokenizer, choose_paths, count_workers, prepare
-from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
-from corpus.random_rows import make_random_source
-from corpus.report import (
+from mini_trainer.data.rows.preparing import Prepared, changes_tokenizer, choose_paths, count_workers, prepare
+from mini_trainer.data.rows.random_rows import make_random_source
+from mini_trainer.data.rows.report import (
     DROPPED,
     Totals,
     add_up,
@@ -72,26 +68,30 @@ from corpus.report import (
     print_sides,
     report_progress,
 )
-from corpus.rows import (
+from mini_trainer.data.rows.rows import (
     IMPLEMENTED_ROWS,
     NUM_REASONS_SHOWN,
     ChunkResult,
     process_chunk,
     read_formatted_chunks,
 )
-from corpus.sidecar import describe_data_set, describe_versions
-from corpus.split import SIDES, SideWriter, describe_split, mark_place
-from corpus.stops import check_stops
-from corpus.stored_outputs import open_outputs
-from corpus.worker_pool import run_in_order
-from corpus.writer import BlockCutter, open_output
-from disk import hash_file, identify_file, written_aside
-from options.choices import check_choices
-from options.problems.rows import NO_PARTS
-from options.urls import is_url
-from ranks.ending import ExitCode, exit_with_message
-from ranks.messages import say
-from ranks.tasks import find_task
+from mini_trainer.data.rows.split import SIDES, SideWriter, describe_split, mark_place
+from mini_trainer.data.rows.stops import check_stops
+from mini_trainer.data.rows.worker_pool import run_in_order
+from mini_trainer.data.rows.writer import BlockCutter, open_output
+from mini_trainer.data.stores.contents import sign
+from mini_trainer.data.stores.disk import hash_file, identify_file, written_aside
+from mini_trainer.data.tokenized.cache import identify_images, identify_options
+from mini_trainer.data.tokenized.outputs import Outputs
+from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_versions
+from mini_trainer.data.tokenized.stored_outputs import open_outputs
+from mini_trainer.distributed.ending import ExitCode, exit_with_message
+from mini_trainer.distributed.messages import say
+from mini_trainer.distributed.tasks import find_task
+from mini_trainer.options.choices import check_choices
+from mini_trainer.options.problems.rows import NO_PARTS
+from mini_trainer.options.urls import is_url
+from mini_trainer.use.pages.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from mini_trainer.batch_packer import pack_batch
 
-from batch_packer import pack_batch
-from corpus.by_row import Rows, RunningSums, Values, find_top_row, sum_values
-from corpus.mixture import Mixture, interleave
-from corpus.order import Permutation, draw_permutation
-from families.micro_batch import MicroBatch
-from objectives.objective import Objective
-from options import DataOptions, EndOptions
-from ranks.row_group import Place, RowGroup, count_sharing
-from ranks.world import World
+from mini_trainer.data.tokenized.by_row import Rows, RunningSums, Values, find_top_row, sum_values
+from mini_trainer.data.tokenized.mixture import Mixture, interleave
+from mini_trainer.data.tokenized.order import Permutation, draw_permutation
+from mini_trainer.distributed.row_group import Place, RowGroup, count_sharing
+from mini_trainer.distributed.world import World
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.options import DataOptions, EndOptions
 
 Item = TypeVar("Item")
 

@@ -3,7 +3,7 @@
 On one node, and in one process:
 
     torchrun --nproc-per-node=8 train.py --model-name-or-path M --data-path O --output-dir D
-    python train.py --config recipes/gsm8k_tiny.yaml --output-dir D
+    python train.py --config examples/recipes/gsm8k_tiny.yaml --output-dir D
     python train.py --model-name-or-path M --input-file chats.jsonl --output-dir D --max-epochs 1
 
 The script reads top to bottom: what is refused early, the model, the loop.
@@ -11,18 +11,18 @@ The script reads top to bottom: what is refused early, the model, the loop.
 
 import os
 
-from command_line import parse_options
-from options import TrainOptions, parse_duration, replace_options
-from ranks.ending import leave
-from ranks.garbage import pause_collector, resume_collector
-from ranks.monitor import RunControl
+from mini_trainer.distributed.ending import leave
+from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.options import TrainOptions, parse_duration, replace_options
+from mini_trainer.options.command_line import parse_options
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch reads it when it is imported
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no micro-batch is as long as the last
     if options.plan.dry_run:
-        from plan.planner import plan_run
+        from mini_trainer.run.plan.planner import plan_run
 
         leave(plan_run(options))
     control = RunControl(hang_timeout=options.end.hang_timeout, max_seconds=parse_duration(options.end.max_time))
@@ -32,28 +32,12 @@ if __name__ == "__main__":
 import time
 
 import torch.distributed as dist
+from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
 
-from lifecycle.agreement import describe_inputs, describe_start
-from lifecycle.due import find_due
-from lifecycle.early_stopping import Validations
-from lifecycle.exports import Exports
-from lifecycle.farewell import describe_continuing, describe_result
-from lifecycle.local_data import make_data_local
-from lifecycle.metrics import StepMeter
-from lifecycle.record import describe_run
-from lifecycle.run_directory import RunDirectory
-from lifecycle.run_model import build_run_model
-from lifecycle.start import open_inputs
-from lifecycle.step import TrainState, train_step
-from model.flops import count_flops
-from optim.averages import make_average
-from optim.optimizers import build_optimizer
-from optim.schedules import learning_rate_at
-from plan.auto_settings import settle_auto_options
-from ranks.agreement import compare_ranks
-from ranks.devices import peak_flops
-from ranks.ending import ExitCode, log
-from ranks.world import (
+from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.devices import peak_flops
+from mini_trainer.distributed.ending import ExitCode, log
+from mini_trainer.distributed.world import (
     World,
     call_on_each_node,
     call_on_rank0,
@@ -62,7 +46,23 @@ from ranks.world import (
     init_world,
     setup_logging,
 )
-from sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
+from mini_trainer.model.flops import count_flops
+from mini_trainer.model.optim.averages import make_average
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.model.optim.schedules import learning_rate_at
+from mini_trainer.run.agreement import describe_inputs, describe_start
+from mini_trainer.run.due import find_due
+from mini_trainer.run.early_stopping import Validations
+from mini_trainer.run.exports import Exports
+from mini_trainer.run.farewell import describe_continuing, describe_result
+from mini_trainer.run.local_data import make_data_local
+from mini_trainer.run.metrics import StepMeter
+from mini_trainer.run.plan.auto_settings import settle_auto_options
+from mini_trainer.run.record import describe_run
+from mini_trainer.run.run_directory import RunDirectory
+from mini_trainer.run.run_model import build_run_model
+from mini_trainer.run.start import open_inputs
+from mini_trainer.run.step import TrainState, train_step
 
 
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:

@@ -38,13 +38,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from harness import build, describe_versions, make_options, pack_sequences
 
-from families.text import choose_auto_class
-from methods.full import Full
-from model.check import check_model
-from model.config import check_rope
-from model.flops import count_flops
-from objectives.next_tokens import CausalLM
-from ranks.world import init_world
+from mini_trainer.distributed.world import init_world
+from mini_trainer.model.check import check_model
+from mini_trainer.model.config import check_rope
+from mini_trainer.model.flops import count_flops
+from mini_trainer.model.methods.full import Full
+from mini_trainer.objectives.families.text import choose_auto_class
+from mini_trainer.objectives.next_tokens import CausalLM
 
 LENGTHS = (45, 1, 70, 7)
 LOSS_TOLERANCE = 1e-5  # relative

@@ -38,9 +38,9 @@ sys.path.insert(0, str(ROOT))
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chat.labels import IGNORED
-from chat.masking import Chat, ChatMasker, TokenizedChat
-from corpus.formats import read_example
+from mini_trainer.data.chat.masking import Chat, ChatMasker, TokenizedChat
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.rows.formats import read_example
 
 SPECIAL = re.compile(
     r"<SPECIAL_\d+>|\[\|[^\[\]|\s]{1,40}\|\]|<[|｜][^<>|｜\s]{1,40}[|｜]>"

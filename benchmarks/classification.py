@@ -28,17 +28,17 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 from harness import describe_versions, make_options, open_objective, read_clock
+from mini_trainer.sampler import iterate_batches, prefetch
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from lifecycle.step import TrainState, train_step
-from methods.full import Full
-from model.build import build_model
-from model.flops import count_flops
-from objectives.label_columns import SequenceColumns
-from optim.optimizers import build_optimizer
-from ranks.world import World, init_world, setup_logging
-from sampler import iterate_batches, prefetch
+from mini_trainer.data.columns.label_columns import SequenceColumns
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.model.build import build_model
+from mini_trainer.model.flops import count_flops
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.run.step import TrainState, train_step
 
 CONFIG = dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
               max_position_embeddings=512, num_labels=4, hidden_dropout_prob=0.0,

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
 
 import yaml
 from make_tiny_model import save_tiny_model, train_tokenizer

@@ -31,34 +31,34 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 from continual_tasks import make_tasks
 from harness import build, build_state, count_state_bytes, make_options, time_call
 from make_tiny_model import save_tiny_model, train_tokenizer
+from mini_trainer.osft import OSFT
+from mini_trainer.process_data import process_data
+from mini_trainer.sampler import Batch, iterate_batches
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.text import TextFamily
-from lifecycle.export import ExportParts, export_model
-from lifecycle.step import TrainState, train_step
-from methods.full import Full
-from methods.lora import LoRA
-from methods.osft_calibration import prepare_statistics
-from methods.osft_subspaces import find_targets
-from model.config import ModelSource, load_generation_config
-from model.teaching import StartWeights
-from objectives.next_tokens import CausalLM
-from objectives.packed_model import PackedModel
-from objectives.teachers import make_taught
-from optim.optimizers import build_optimizer
-from optim.schedules import learning_rate_at
-from options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
-from osft import OSFT
-from pretrained.parts import find_blocks
-from process_data import process_data
-from ranks.row_group import Place
-from ranks.world import World, init_world, setup_logging
-from sampler import Batch, iterate_batches
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.row_group import Place
+from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.model.config import ModelSource, load_generation_config
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.methods.osft_calibration import prepare_statistics
+from mini_trainer.model.methods.osft_subspaces import find_targets
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.model.optim.schedules import learning_rate_at
+from mini_trainer.model.teaching import StartWeights
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.teachers import make_taught
+from mini_trainer.options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.run.export import ExportParts, export_model
+from mini_trainer.run.step import TrainState, train_step
 
 KL = dict(teacher_model="self", teacher_weight=0.5)  # --teacher-divergence forward-kl
 MASKED_KL = KL | dict(teacher_divergence="masked-kl")

@@ -2,7 +2,7 @@
 
     python benchmarks/counts.py
 
-Trains a tiny Llama in bf16 on 2 gloo ranks with `lifecycle.step.train_step`, with 2 and 4 blocks and with 1 and 3
+Trains a tiny Llama in bf16 on 2 gloo ranks with `run.step.train_step`, with 2 and 4 blocks and with 1 and 3
 micro-batches a step, and counts collectives and their bytes, operations that compute, casts, copies, allocations and
 reads by the host. All are linear in blocks and micro-batches, so four steps give what each of them adds. Then compiles
 blocks with inductor and counts the kernels of one. No count depends on the machine or its load.
@@ -29,15 +29,15 @@ from torch._inductor.utils import fresh_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 from harness import build_state, describe_versions, make_batch, make_options
 from make_tiny_model import train_tokenizer
 from op_recording import OpRecorder, WaitRecorder
 
-from lifecycle.choosing import choose_method
-from lifecycle.step import TrainState, train_step
-from options import TrainOptions
-from ranks.world import World, init_world, setup_logging
+from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.options import TrainOptions
+from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.step import TrainState, train_step
 
 NUM_RANKS, NUM_TOKENS, LORA_RANK, RESULTS = 2, 64, 8, ROOT / "benchmarks/results/counts.txt"
 SHAPE = dict(

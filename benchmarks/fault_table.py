@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
 
 import torch
 from forked import ForkedJob
@@ -38,8 +38,8 @@ from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from contents import write_manifest
-from lifecycle.checkpoint_files import read_manifest
+from mini_trainer.data.stores.contents import write_manifest
+from mini_trainer.run.checkpoint_files import read_manifest
 
 NUM_STEPS, EVERY, BATCH_SIZE = 420, 5, 8
 SECONDS_TO_BE_GONE, HANG_TIMEOUT = 10, 6

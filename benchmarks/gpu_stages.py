@@ -106,7 +106,7 @@ def train(setup: Setup, name: str, **changes: object) -> dict[str, Any]:
 def open_world() -> Any:
     import torch.distributed as dist
 
-    from ranks.world import init_world, setup_logging
+    from mini_trainer.distributed.world import init_world, setup_logging
 
     if not dist.is_initialized():
         setup_logging("INFO")

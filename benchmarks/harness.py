@@ -11,29 +11,29 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
+from mini_trainer.sampler import Batch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from chat.labels import IGNORED
-from corpus.mixture import Mixture
-from families.micro_batch import MicroBatch
-from families.text import TextFamily
-from lifecycle.choosing import choose_objective, choose_settings
-from lifecycle.step import TrainState
-from lifecycle.tower_files import StoredTensor
-from methods.full import Full
-from model.build import build_model
-from model.config import ModelSource, load_config
-from model.method import Method
-from objectives.choice import make_family, make_objective
-from objectives.next_tokens import CausalLM
-from objectives.objective import Objective
-from objectives.packed_model import PackedModel
-from objectives.token_columns import WEIGHTS_COLUMN, TextColumns
-from optim.optimizers import build_optimizer
-from options import TrainOptions, group_options, replace_options
-from ranks.world import World
-from sampler import Batch
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.distributed.world import World
+from mini_trainer.model.build import build_model
+from mini_trainer.model.config import ModelSource, load_config
+from mini_trainer.model.method import Method
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.objectives.choice import make_family, make_objective
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import TrainOptions, group_options, replace_options
+from mini_trainer.run.choosing import choose_objective, choose_settings
+from mini_trainer.run.step import TrainState
+from mini_trainer.run.tower_files import StoredTensor
 
 
 def make_options(**options: object) -> TrainOptions:
@@ -60,7 +60,7 @@ def build(model_dir: str | Path, options: TrainOptions, world: World, *, method:
 def build_state(
     model_dir: str | Path, options: TrainOptions, world: World, *, method: Method | None = None
 ) -> TrainState:
-    """The model as `build` makes it and its optimizer, for `lifecycle.step.train_step`."""
+    """The model as `build` makes it and its optimizer, for `run.step.train_step`."""
     method = method or Full()
     model = build(model_dir, options, world, method=method)
     return TrainState(model, method, build_optimizer(model, options.optimization, seed=options.data.seed), world)

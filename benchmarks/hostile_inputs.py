@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
 
 from make_tiny_model import save_tiny_model, train_tokenizer
 from tiny_data import write_jsonl

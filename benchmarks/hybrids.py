@@ -23,10 +23,10 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 from harness import build, describe_versions, make_options, pack_sequences, time_call
+from mini_trainer.batch_packer import pack_batch
 
-from batch_packer import pack_batch
-from chat.labels import IGNORED
-from ranks.world import init_world, setup_logging
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.distributed.world import init_world, setup_logging
 
 SHAPE = dict(vocab_size=8000, hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2)
 KINDS: dict[str, PreTrainedConfig] = {

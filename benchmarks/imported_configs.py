@@ -15,13 +15,13 @@ from pathlib import Path
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from command_line import parse_value, read_yaml
-from importers.conversion import TRAINERS, convert, list_differences
-from importers.recognition import OTHER_OBJECTIVES, recognize
-from importers.rules import Conversion
-from options import ProcessDataOptions, TrainOptions, flatten_options, group_options
-from options.problems.finding import find_problems
-from tools.import_config import describe_file
+from mini_trainer.options import ProcessDataOptions, TrainOptions, flatten_options, group_options
+from mini_trainer.options.command_line import parse_value, read_yaml
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.tools.import_config import describe_file
+from mini_trainer.tools.importers.conversion import TRAINERS, convert, list_differences
+from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, recognize
+from mini_trainer.tools.importers.rules import Conversion
 
 GPUS = 8
 # (key of the batch, length's key with its default, epochs' key with its default, default warm-up)

@@ -29,19 +29,19 @@ import torch
 from transformers import LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "benchmarks")]
 from harness import describe_versions
 from scaling import GPUS_PER_NODE, Communication, Costs, Network, Simulated, assume_costs, simulate_step
 
-from families.text import TextFamily
-from lifecycle.choosing import choose_method
-from lifecycle.inputs import RunInputs
-from model.context_parallel import count_key_heads
-from objectives.next_tokens import CausalLM
-from options import TrainOptions, group_options
-from plan.simulation import SHARDED, Load, PlannedModel, Ranks, lay_out_model
-from plan.simulation import simulate_step as plan_step
-from ranks.world import setup_logging
+from mini_trainer.distributed.world import setup_logging
+from mini_trainer.model.context_parallel import count_key_heads
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.simulation import SHARDED, Load, PlannedModel, Ranks, lay_out_model
+from mini_trainer.run.plan.simulation import simulate_step as plan_step
 
 SPARE = 0.1  # of a GPU's memory, for what no plan sees
 COLUMNS = (

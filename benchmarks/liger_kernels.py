@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 
 import numpy as np
 import triton
@@ -29,9 +29,9 @@ from tiny_models import FAMILIES, build, check, save_model
 from torch import Tensor
 from triton.runtime import interpreter
 
-import model.liger
-from objectives.packed_model import PackedModel
-from ranks.world import World, init_world
+from mini_trainer.distributed.world import World, init_world
+from mini_trainer.model import liger
+from mini_trainer.objectives.packed_model import PackedModel
 
 LENGTHS = (13, 1, 22, 7)
 CASES = ("llama", "qwen2", "qwen3", "mistral_window", "gemma2_softcaps", "gemma3", "phi3", "olmo2", "granite_scaled",
@@ -43,7 +43,7 @@ MOST = 1e-5  # relative difference of a gradient
 def main() -> None:
     replace_cuda_functions()
     convert_floats()
-    model.liger.check_device = lambda device: None
+    liger.check_device = lambda device: None
     world = init_world()
     packages = ("torch", "transformers", "triton", "liger-kernel")
     print(", ".join(f"{name} {version(name)}" for name in packages))

@@ -20,13 +20,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 import numpy as np
 from harness import build_state, count_state_bytes, make_batch, make_options, write_random_data
 from train_step import LORA_RANK, SHAPES, make_config, make_method, save_random_model
 
-from lifecycle.step import train_step
-from ranks.world import init_world, setup_logging
+from mini_trainer.distributed.world import init_world, setup_logging
+from mini_trainer.run.step import train_step
 
 METHODS = ("ours+lora", "ours", "ours+qlora", "padded+lora", "grouped+lora", "trl+lora")
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)

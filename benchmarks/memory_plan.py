@@ -27,14 +27,14 @@ import numpy as np
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 import pyarrow as pa
 from harness import write_random_data
 from make_tiny_model import train_tokenizer
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
-from objectives.data_kinds import COLUMNS
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.columns.data_kinds import COLUMNS
 
 SIZES = {
     "base": dict(hidden_size=64, num_layers=1, vocab_size=288),

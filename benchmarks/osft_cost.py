@@ -39,18 +39,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import build_state, count_state_bytes, make_batch, make_options, read_clock, time_call
+from mini_trainer.osft import OSFT, OSFTLinear
+from mini_trainer.sampler import Batch
 
-from families.text import TextFamily
-from lifecycle.inputs import RunInputs
-from lifecycle.step import TrainState, train_step
-from methods.osft_subspaces import count_kept, make_subspace
-from model.build import choose_compute_dtype
-from objectives.next_tokens import CausalLM
-from options import TrainOptions
-from osft import OSFT, OSFTLinear
-from plan.simulation import SHARDED, Load, Ranks, lay_out_model, simulate_step
-from ranks.world import World, init_world, setup_logging
-from sampler import Batch
+from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.model.build import choose_compute_dtype
+from mini_trainer.model.methods.osft_subspaces import count_kept, make_subspace
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import TrainOptions
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.simulation import SHARDED, Load, Ranks, lay_out_model, simulate_step
+from mini_trainer.run.step import TrainState, train_step
 
 MODELS = {
     "Qwen2.5 1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,

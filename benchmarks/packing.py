@@ -30,7 +30,7 @@ from numba import njit
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from batch_packer import cost_samples, pack_batch, sum_step_costs
+from mini_trainer.batch_packer import cost_samples, pack_batch, sum_step_costs
 
 GSM8K_PERCENTS = [0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9, 100]
 GSM8K_TOKENS = [34, 57, 71, 81, 96, 109, 121, 134, 149, 167, 189, 224, 253, 315, 405, 469]
@@ -311,7 +311,7 @@ def measure_first_call() -> None:
     """Prints the first call of a new process, with an empty cache of compiled code and with a filled one."""
     program = (
         "import time; start = time.perf_counter(); import numba; loaded = time.perf_counter();"
-        "from batch_packer import pack_batch; pack_batch([3, 2, 1], 4, 2);"
+        "from mini_trainer.batch_packer import pack_batch; pack_batch([3, 2, 1], 4, 2);"
         "print(loaded - start, time.perf_counter() - start)"
     )
     with tempfile.TemporaryDirectory() as cache:

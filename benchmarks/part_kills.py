@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "benchmarks")]
 
 from tokenization import generate_messages, train_tokenizer
 
-from disk import hash_file
+from mini_trainer.data.stores.disk import hash_file
 
 NUM_PARTS = 4
 

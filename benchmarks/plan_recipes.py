@@ -1,7 +1,8 @@
-"""What each recipe in recipes/models needs, by train.py --dry-run: their first lines, and the table of docs/recipes.md.
+"""What each recipe in examples/recipes/models needs, by train.py --dry-run: their first lines, and the table of
+docs/recipes.md.
 
     python benchmarks/plan_recipes.py                                             # all of them
-    python benchmarks/plan_recipes.py recipes/models/qwen3-0.6b/full-1x24gb.yaml  # one
+    python benchmarks/plan_recipes.py examples/recipes/models/qwen3-0.6b/full-1x24gb.yaml  # one
     python benchmarks/plan_recipes.py --table                                     # prints it, from the first lines
 
 The models' weights are not needed, which is the one problem that a plan may find: their configs are in the folders.
@@ -18,22 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 
 import numpy as np
 import pyarrow as pa
 from make_tiny_model import train_tokenizer
 from tiny_data import make_samples, write_samples
 
-from chat.fingerprints import fingerprint_tokenizer
-from command_line import parse_options
-from objectives.columns import CAUSAL_LM, PREFERENCE
-from objectives.data_kinds import COLUMNS
-from options import TrainOptions
-from options.problems.finding import find_problems
-from plan.planner import plan_run
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.columns.columns import CAUSAL_LM, PREFERENCE
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.options import TrainOptions
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.plan.planner import plan_run
 
-MODELS = ROOT / "recipes" / "models"
+MODELS = ROOT / "examples" / "recipes" / "models"
 MACHINES = {  # by the end of a recipe's name: GPUs, their name, GiB of each
     "1x24gb": (1, "RTX 4090", 24),
     "1x80gb": (1, "H100", 80),

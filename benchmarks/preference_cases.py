@@ -15,8 +15,8 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from corpus.reader import TokenizedData
-from families.sample import list_sequences
+from mini_trainer.data.columns.sample import list_sequences
+from mini_trainer.data.tokenized.reader import TokenizedData
 
 NUM_ROWS = 8
 WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon"]

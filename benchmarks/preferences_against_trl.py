@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 from harness import describe_versions
 from plain_preferences import measure_plainly
 from preference_cases import CASES, NUM_ROWS, Case, Inputs, Measured, make_inputs, run_script

@@ -24,15 +24,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 from harness import describe_versions
 from tiny_models import save_tokenizer
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.labels import IGNORED
-from chat.templates import load_tokenizer
-from objectives.preference_columns import PreferenceColumns
-from objectives.token_columns import TextColumns
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.preference_columns import PreferenceColumns
+from mini_trainer.data.columns.token_columns import TextColumns
 
 IN_MEMORY, PRECOMPUTED = "TRL, reference in memory", "TRL, reference precomputed"
 NUM_PAIRS, BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 32, 8, 5, 3

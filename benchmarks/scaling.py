@@ -32,22 +32,22 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "benchmarks")]
 from harness import build, describe_versions, make_options, time_call, write_random_data
 from make_tiny_model import train_tokenizer
+from mini_trainer.batch_packer import pack_batch
 from packing import DISTRIBUTIONS, draw_lengths
 from train_step import SHAPES, make_config, open_world, save_random_model
 
-from batch_packer import pack_batch
-from chat.labels import IGNORED
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.micro_batch import MicroBatch
-from lifecycle.step import run_backward
-from model.flops import FlopCount, count_flops
-from objectives.next_tokens import CausalLM
-from pretrained.parts import find_blocks
-from ranks.world import setup_logging
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.world import setup_logging
+from mini_trainer.model.flops import FlopCount, count_flops
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.run.step import run_backward
 
 GPUS_PER_NODE = 8
 FIRST_STEPS = 2  # of a run, not timed

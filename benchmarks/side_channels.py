@@ -41,19 +41,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
 
-import ranks.lifeline
-import ranks.meeting
-import ranks.monitor
-import ranks.world
-from lifecycle.checkpointing import Checkpointer
-from lifecycle.step import TrainState
-from methods.full import Full
-from optim.reduction import reduce_step
-from ranks.agreement import compare_ranks
-from ranks.ending import ExitCode, RanksDiffer
-from ranks.lifeline import Connection
-from ranks.monitor import RunControl
-from ranks.world import World, init_world, make_mesh
+from mini_trainer.distributed import lifeline, meeting, monitor
+from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.ending import ExitCode, RanksDiffer
+from mini_trainer.distributed.lifeline import Connection
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.world import World, init_world, make_mesh
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.run.checkpointing import Checkpointer
+from mini_trainer.run.step import TrainState
 
 RANKS_PER_NODE = 8
 LONG, SECONDS_PER_RANK = 3600.0, 1 / 32  # the last rank's lifeline is connected later than the first one's
@@ -190,10 +187,10 @@ class Simulation:
         os.environ = Environment(os.environ, self.num_ranks)  # noqa: B003
         _install_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
-        ranks.lifeline.SECONDS_TO_CONNECT = SECONDS_TO_CONNECT
-        ranks.meeting.open_store = lambda *args, **others: self.store
-        ranks.monitor.leave, ranks.monitor.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
-        ranks.monitor.dump_stacks = self.count_stacks
+        lifeline.SECONDS_TO_CONNECT = SECONDS_TO_CONNECT
+        meeting.open_store = lambda *args, **others: self.store
+        monitor.leave, monitor.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
+        monitor.dump_stacks = self.count_stacks
         traceback.print_exc = lambda: None  # of the SystemExit that ends a monitor here
         init_group, start, run, send = (
             dist.init_process_group,

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
 
 import numpy as np
 from forked import ForkedJob
@@ -49,7 +49,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import write_pairs
 from tiny_vision import make_rows, save_vision_model, tokenize
 
-from lifecycle.reference import PART_SIZE
+from mini_trainer.run.reference import PART_SIZE
 
 NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 25
 SECONDS_TO_BE_GONE = 10

@@ -23,9 +23,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "quickstart")]
 PROGRAMS = [
-    *("train.py", "process_data.py", "generate.py", "evaluate_model.py", "tools/score_data.py"),
-    *("tools/continual.py", "tools/import_config.py", "tools/merge_adapter.py", "tools/merge_models.py"),
-    *("tools/board.py", "tools/export_gguf.py", "tools/plot_metrics.py", "tools/sweep.py", "tools/verify.py"),
+    *("train.py", "process_data.py", "generate.py", "evaluate_model.py", "mini_trainer/tools/score_data.py"),
+    *(
+        "mini_trainer/tools/continual.py",
+        "mini_trainer/tools/import_config.py",
+        "mini_trainer/tools/merge_adapter.py",
+        "mini_trainer/tools/merge_models.py",
+    ),
+    *(
+        "mini_trainer/tools/board.py",
+        "mini_trainer/tools/export_gguf.py",
+        "mini_trainer/tools/plot_metrics.py",
+        "mini_trainer/tools/sweep/__main__.py",
+        "mini_trainer/tools/verify.py",
+    ),
 ]
 TOKENIZER = "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({model!r})"
 MODEL = """
@@ -45,11 +56,11 @@ def make_env(work_dir: Path) -> dict[str, str]:
 def prepare(work_dir: Path, env: dict[str, str]) -> tuple[Path, Path, Path]:
     """Makes the quickstart's chats, one chat, and a model; returns the chats, the chat and the model."""
     chats, one, model = work_dir / "chats" / "train.jsonl", work_dir / "one.jsonl", work_dir / "model"
-    make = [sys.executable, ROOT / "quickstart" / "make_data.py", "--output-dir", chats.parent]
+    make = [sys.executable, ROOT / "examples/quickstart/make_data.py", "--output-dir", chats.parent]
     subprocess.run(make, env=env, stdout=subprocess.DEVNULL, check=True)
     one.write_text(chats.read_text().splitlines(keepends=True)[0])
-    make = [sys.executable, ROOT / "quickstart" / "make_tiny_model.py", "--messages-file", chats, "--output-dir", model]
-    subprocess.run([*make, "--vocab-size", "1024"], env=env, capture_output=True, check=True)
+    make = [sys.executable, ROOT / "examples/quickstart/make_tiny_model.py", "--messages-file", chats]
+    subprocess.run([*make, "--output-dir", model, "--vocab-size", "1024"], env=env, capture_output=True, check=True)
     return chats, one, model
 
 

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
 
 import yaml
 from fork_server import share_server, start_server, use_server
@@ -46,10 +46,10 @@ def run_program(*words: object) -> None:
 
 def make_settings(root: Path, *, num_steps: int) -> Path:
     """Writes model, data and the sweep's settings; returns the settings' path."""
-    run_program("quickstart/make_data.py", "--output-dir", root)
+    run_program("examples/quickstart/make_data.py", "--output-dir", root)
     rows = ("--messages-file", root / "train.jsonl")
     size = ("--vocab-size", 512, "--hidden-size", 64, "--num-layers", 2)
-    run_program("quickstart/make_tiny_model.py", *rows, "--output-dir", root / "model", *size)
+    run_program("examples/quickstart/make_tiny_model.py", *rows, "--output-dir", root / "model", *size)
     for name in ("train", "held_out"):
         files = ("--input-file", root / f"{name}.jsonl", "--output-file", root / f"{name}.arrow")
         run_program("process_data.py", *files, "--model-name-or-path", root / "model", "--preview", 0)
@@ -110,23 +110,24 @@ def read_pid(lock: Path) -> int | None:
 
 
 def drive(settings: Path, log: Path, shared: dict[str, str]) -> None:
-    """In a forked process: runs the sweep as tools/sweep.py does, with forked trials."""
+    """In a forked process: runs the sweep as mini-trainer sweep does, with forked trials."""
     use_server(shared)
     from sweep_runs import ForkedPool
 
-    import tools.sweep
-    from lifecycle.stages import ending_experiment
-    from options import SweepOptions
+    from mini_trainer.options import SweepOptions
+    from mini_trainer.run.stages import ending_experiment
 
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    tools.sweep.Pool = ForkedPool
+    from mini_trainer.tools.sweep import __main__ as program
+
+    program.Pool = ForkedPool
     with ending_experiment():
-        tools.sweep.sweep(SweepOptions(config_file=str(settings)))
+        program.sweep(SweepOptions(config_file=str(settings)))
 
 
 def start(settings: Path) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "__main__.py"), "sweep", str(settings)]
+    command = [sys.executable, "-m", "mini_trainer", "sweep", str(settings)]
     with (settings.parent / "sweep.log").open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=ENV, stdin=subprocess.DEVNULL)
 

@@ -24,27 +24,27 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 from harness import build, build_state, describe_versions, make_options, time_call, watch_memory
+from mini_trainer.sampler import Batch, iterate_batches
 from preferences_cost import SHAPE, make_sides, to_row, write_data
 from tiny_models import save_tokenizer
 
-from chat.labels import IGNORED
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.text import TextFamily
-from lifecycle.step import TrainState, train_step
-from lifecycle.teacher import SELF, add_scores
-from methods.full import Full
-from methods.lora import LoRA
-from model.teaching import OtherModel, StartWeights
-from objectives.next_tokens import CausalLM
-from objectives.teachers import make_taught
-from objectives.token_columns import TextColumns
-from options import DataOptions, TrainOptions
-from ranks.row_group import Place
-from ranks.world import World, init_world, setup_logging
-from sampler import Batch, iterate_batches
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.token_columns import TextColumns
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.row_group import Place
+from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.teaching import OtherModel, StartWeights
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.teachers import make_taught
+from mini_trainer.options import DataOptions, TrainOptions
+from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.run.teacher import SELF, add_scores
 
 NUM_ROWS, BATCH_SIZE, TOP_K = 32, 8, 32
 NUM_ROUNDS, NUM_MEMORY_STEPS = 5, 2  # after a first step that is not counted; steps of a process that is watched
@@ -180,7 +180,7 @@ def prepare(folder: Path) -> None:
     rows = [{key: value for key, value in to_row([side]).items() if key != "sequence_lengths"} for side in sides]
     write_data(folder / "data.arrow", rows, TextColumns.schema, folder / "model", {})
     for name, temperature in (("teacher", 1.0), ("at_2", 2.0)):
-        command = [sys.executable, ROOT / "tools/score_data.py", "--model-name-or-path", folder / "teacher",
+        command = [sys.executable, "-m", "mini_trainer", "score-data", "--model-name-or-path", folder / "teacher",
                    "--data-path", folder / "data.arrow", "--name", name, "--temperature", temperature,
                    "--top-k", TOP_K, "--dtype", "float32"]  # fmt: skip
         subprocess.run(list(map(str, command)), check=True, capture_output=True)

@@ -37,17 +37,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 import datasets
 from make_tiny_model import read_contents, train_tokenizer
+from mini_trainer.process_data import process_data
 from transformers import AutoTokenizer
 
-from chat.labels import IGNORED
-from chat.masking import Chat, ChatMasker
-from options import ProcessDataOptions, group_options
-from process_data import process_data
+from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.options import ProcessDataOptions, group_options
 
 CHUNK_ROWS = 1000
 NUM_GENERATED = 7473  # as many as GSM8K has for training, and about as long

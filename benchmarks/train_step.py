@@ -46,29 +46,29 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 from harness import build_state, describe_versions, make_options, write_random_data
 from make_tiny_model import train_tokenizer
+from mini_trainer.sampler import draw_samples, iterate_batches, pin_memory, prefetch
 from packing import DISTRIBUTIONS, draw_lengths
 
-from chat.labels import IGNORED
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.micro_batch import MicroBatch
-from families.sample import Sample
-from lifecycle.step import train_step
-from methods.full import Full
-from methods.lora import LoRA
-from model.activation_checkpointing import apply_activation_checkpointing
-from model.flops import FlopCount, count_flops
-from model.method import Method
-from model.sharding import reshard
-from objectives.next_tokens import CausalLM
-from options import LoRAOptions, TrainOptions
-from pretrained.parts import find_blocks
-from ranks.devices import peak_flops, peak_memory
-from ranks.world import World, init_world, setup_logging
-from sampler import draw_samples, iterate_batches, pin_memory, prefetch
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.devices import peak_flops, peak_memory
+from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing
+from mini_trainer.model.flops import FlopCount, count_flops
+from mini_trainer.model.method import Method
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.sharding import reshard
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import LoRAOptions, TrainOptions
+from mini_trainer.run.step import train_step
 
 METHODS = {
     "ours": "train.py's step: packed, trained rows reach the head, one gradient per global batch",

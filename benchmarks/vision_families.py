@@ -32,25 +32,25 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer,
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
+from mini_trainer.process_data import process_data
 from tiny_vision import VISION_MODELS, make_rows, save_vision_model
 
-from chat.labels import IGNORED
-from corpus.reader import TokenizedData
-from families.text import TextFamily
-from families.vision import VisionLanguageFamily, VisionLanguageReader
-from lifecycle.export import ExportParts, export_model
-from methods.full import Full
-from model.build import build_model
-from model.check import check_model
-from model.config import ModelSource, load_config, load_generation_config
-from model.sharding import reshard
-from objectives.next_tokens import VisionLanguage
-from objectives.packed_model import PackedModel
-from options import ProcessDataOptions, group_options
-from options.problems.packages import is_installed
-from process_data import process_data
-from ranks.world import World, init_world
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.world import World, init_world
+from mini_trainer.model.build import build_model
+from mini_trainer.model.check import check_model
+from mini_trainer.model.config import ModelSource, load_config, load_generation_config
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.sharding import reshard
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader
+from mini_trainer.objectives.next_tokens import VisionLanguage
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options.problems.packages import is_installed
+from mini_trainer.run.export import ExportParts, export_model
 
 RESULTS = ROOT / "benchmarks/results/vision_families.txt"
 HEADINGS = ("family", "type", "exact", "packed = alone", "export reloads", "processor", "")

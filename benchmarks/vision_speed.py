@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 nice python benchmarks/vision_speed.py
 
-The same model (quickstart/make_pictures.py's LLaVA, larger: an image is 36 tokens), the same rows (one picture each,
-with one to four questions), the same batch size, AdamW and clipping, fp32, nothing frozen, one process. A round is an
-epoch; rounds take turns, each begins with the other method, and the ratio is taken round by round.
-Seconds are the process's own CPU seconds, which other work on the machine moves little; decoding and resizing images
-are among them on both sides. TRL trains every token and ours what the assistant says: TRL computes logits for all
-tokens either way. The share of waiting is in seconds that pass: the loader's thread shares one core with the step.
+The same model (examples/quickstart/make_pictures.py's LLaVA, larger: an image is 36 tokens), the same rows (one picture
+each, with one to four questions), the same batch size, AdamW and clipping, fp32, nothing frozen, one process. A round
+is an epoch; rounds take turns, each begins with the other method, and the ratio is taken round by round. Seconds are
+the process's own CPU seconds, which other work on the machine moves little; decoding and resizing images are among them
+on both sides. TRL trains every token and ours what the assistant says: TRL computes logits for all tokens either way.
+The share of waiting is in seconds that pass: the loader's thread shares one core with the step.
 """
 
 import argparse
@@ -24,22 +24,22 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 from harness import describe_versions, make_options, open_objective, read_clock
 from make_pictures import TEMPLATE, ask_questions, choose_shapes, draw_picture, make_row, save_vision_model
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
+from mini_trainer.sampler import iterate_batches, prefetch
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from lifecycle.step import TrainState, train_step
-from methods.full import Full
-from model.build import build_model
-from model.flops import count_flops
-from optim.optimizers import build_optimizer
-from options import ProcessDataOptions, group_options
-from process_data import process_data
-from ranks.world import World, init_world, setup_logging
-from sampler import iterate_batches, prefetch
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.model.build import build_model
+from mini_trainer.model.flops import count_flops
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.run.step import TrainState, train_step
 
 LEARNING_RATE = 1e-4
 ROLES = ("user", "assistant")

@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compiles the packer once, before several processes would at the same time, and make promised seconds long."""
     if not hasattr(session.config, "workerinput"):
-        from batch_packer import pack_batch
+        from mini_trainer.batch_packer import pack_batch
 
         pack_batch([2, 1], 2, 1)
 
@@ -141,7 +141,7 @@ def world() -> Iterator:
     """A process group of one process, as `python train.py` makes it."""
     import torch.distributed as dist
 
-    from ranks.world import init_world
+    from mini_trainer.distributed.world import init_world
 
     yield init_world()
     dist.destroy_process_group()

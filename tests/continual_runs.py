@@ -8,17 +8,17 @@ import yaml
 from forked import run_forked
 from make_tiny_model import save_tiny_model, train_tokenizer
 
-from continual.experiment import find_root, run_experiments
-from continual.running import Runner
-from continual.settings import read_settings
-from ranks.children import find_last_words
+from mini_trainer.continual.experiment import find_root, run_experiments
+from mini_trainer.continual.running import Runner
+from mini_trainer.continual.settings import read_settings
+from mini_trainer.distributed.children import find_last_words
 
 NUM_ROWS, NUM_TESTS = 24, 8
 WORDS = ("red", "green", "blue", "white", "black", "brown", "pink", "grey")
 TASKS = {"twice": lambda word: f"{word} {word}", "shout": str.upper, "first": lambda word: word[0]}
 SCRIPTS = {"process-data": "process_data.py", "train": "train.py", "generate": "generate.py",
-           "evaluate": "evaluate_model.py", "score-data": "tools/score_data.py",
-           "merge-models": "tools/merge_models.py"}  # fmt: skip
+           "evaluate": "evaluate_model.py", "score-data": "mini_trainer/tools/score_data.py",
+           "merge-models": "mini_trainer/tools/merge_models.py"}  # fmt: skip
 TRAIN = dict(learning_rate=1e-2, batch_size=8, max_epochs=1, max_tokens_per_gpu=512, activation_checkpointing="none")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from program import ROOT
 
-from options import ProcessDataOptions, group_options
+from mini_trainer.options import ProcessDataOptions, group_options
 
 
 def chat(i: int, *, words: int = 3) -> dict:

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-from evaluate_model import evaluate
-from options import EvaluateOptions, group_options
-from options.problems.finding import find_problems
-from ranks.world import World
+from mini_trainer.evaluate_model import evaluate
+
+from mini_trainer.distributed.world import World
+from mini_trainer.options import EvaluateOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
 
 NUM_RESAMPLES = 200
 

@@ -6,11 +6,11 @@ import torch
 from tiny_models import FAMILIES, SHAPE, build, load_source
 from transformers import AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
 
-from families.text import TextFamily
-from lifecycle.export import ExportParts, export_model
-from methods.full import Full
-from model.config import load_generation_config
-from ranks.world import World
+from mini_trainer.distributed.world import World
+from mini_trainer.model.config import load_generation_config
+from mini_trainer.model.methods.full import Full
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.run.export import ExportParts, export_model
 
 MODELS = FAMILIES | {
     # routers with a buffer that belongs to the checkpoint

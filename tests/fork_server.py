@@ -6,10 +6,12 @@ starts, or one of a session's own. It has imported preloaded.py, which takes 12 
 
 import multiprocessing
 import os
-import sys
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
+
+from processes import ENV
+from pytest import MonkeyPatch
 
 SERVER = forkserver._forkserver
 PRIVATE = ("_forkserver_address", "_forkserver_authkey")  # the second from Python 3.14 on
@@ -19,13 +21,9 @@ def start_server() -> BaseContext:
     """The context whose processes are forked from the server; starts it unless it is there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Python 3.11's server takes no other
-    SERVER.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ENV["PYTHONPATH"])  # Python 3.11's server is not told sys.path
+        SERVER.ensure_running()
     return context
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.micro_batch import MicroBatch
-from families.sample import Sample
-from objectives.next_tokens import CausalLM
+from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.next_tokens import CausalLM
 
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, labels, and weights if there are some
 

@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from forked import run_forked
+from mini_trainer.train import train
 from processes import flags
 
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
-from plan.planner import plan_run
-from ranks.ending import ExitCode
-from ranks.monitor import RunControl
-from ranks.world import World
-from train import train
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.world import World
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.plan.planner import plan_run
 
 
 def train_on(num_ranks: int, world: World, **options: object) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from continual.matrix import Cell, Experiment
-from continual.matrix import Sequence as TaskSequence
+from mini_trainer.continual.matrix import Cell, Experiment
+from mini_trainer.continual.matrix import Sequence as TaskSequence
 
 HOSTILE = "</script><img src=x onerror=alert(1)> $DATA$ \"quote' <b> &lt; \u202e ü"
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from chat.masking import Chat, ChatMasker
-from corpus.report import Totals
-from corpus.writer import TokenizedSample
-from evaluation.comparison import Scores, compare
+from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.rows.report import Totals
+from mini_trainer.data.rows.writer import TokenizedSample
+from mini_trainer.use.evaluation.comparison import Scores, compare
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> $SCRIPT$ & \u2028"
 

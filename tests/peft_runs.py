@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from hand_made import read_triple
 from in_process import train_on
+from mini_trainer.sampler import draw_samples
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
@@ -13,10 +14,9 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from ranks.world import World
-from sampler import draw_samples
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.world import World
 
 BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
 CONFIGS = FAMILIES | {

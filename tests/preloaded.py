@@ -8,17 +8,19 @@ import importlib
 import importlib.util
 import os
 
+from mini_trainer.batch_packer import pack_batch
 from processes import flags
 from tiny_classifiers import CLASSIFIERS
 from tiny_models import FAMILIES, HYBRIDS
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import generate  # noqa: F401
-import plan.planner  # noqa: F401
-import train  # noqa: F401
-from batch_packer import pack_batch
-from command_line import parse_options
-from options import TrainOptions
+import mini_trainer.run.plan.planner  # noqa: F401
+from mini_trainer import (
+    generate,  # noqa: F401
+    train,  # noqa: F401
+)
+from mini_trainer.options import TrainOptions
+from mini_trainer.options.command_line import parse_options
 
 os.fsync = os.fstat  # as in conftest.py
 for package in ("bitsandbytes", "peft"):

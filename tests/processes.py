@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+PATHS = (ROOT, ROOT / "tests", ROOT / "examples" / "quickstart", ROOT / "benchmarks")
+PYTHONPATH = os.pathsep.join(filter(None, [*map(str, PATHS), os.environ.get("PYTHONPATH")]))
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
 
 # Makes the third optimizer step of rank 1 fail.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = {"tests", "benchmarks", "quickstart", "docs", "clusters"}
+OUTSIDE = {"tests", "benchmarks", "docs", "examples"}
 
 
 def list_sources() -> dict[str, str]:

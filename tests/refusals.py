@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from command_line import parse_options
-from options import TrainOptions
-from ranks.ending import ExitCode
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.options import TrainOptions
+from mini_trainer.options.command_line import parse_options
 
 
 def refuse(argv: list[str], capfd: pytest.CaptureFixture, options_class: type = TrainOptions) -> str:

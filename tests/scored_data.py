@@ -6,12 +6,12 @@ from pathlib import Path
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
-from options import ScoreDataOptions, group_options
-from options.problems.finding import find_problems
-from ranks.world import World
-from tools.score_data import score
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.distributed.world import World
+from mini_trainer.options import ScoreDataOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.tools.score_data import score
 
 TOP_K = 5
 

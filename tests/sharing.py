@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from small_runs import make_samples_of
 
-from lifecycle.step import run_backward
-from objectives.next_tokens import CausalLM
-from objectives.packed_model import PackedModel
-from optim.optimizers import local_gradients
-from optim.reduction import StepSums, reduce_step
-from ranks.row_group import RowGroup, count_sharing
-from ranks.world import World
+from mini_trainer.distributed.row_group import RowGroup, count_sharing
+from mini_trainer.distributed.world import World
+from mini_trainer.model.optim.optimizers import local_gradients
+from mini_trainer.model.optim.reduction import StepSums, reduce_step
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.run.step import run_backward
 
 DIVISOR = 100  # of losses: any number, the same for all
 

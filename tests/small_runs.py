@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from families.micro_batch import MicroBatch
-from families.sample import Sample
-from lifecycle.checkpoint_files import TensorReader, read_manifest
-from objectives.next_tokens import CausalLM
+from mini_trainer.data.columns.sample import Sample
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.run.checkpoint_files import TensorReader, read_manifest
 
 NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0,

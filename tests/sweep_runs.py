@@ -12,8 +12,8 @@ from small_runs import make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from sweep.running import Pool, divide_devices
-from sweep.settings import Settings, check_trials, read_settings
+from mini_trainer.tools.sweep.running import Pool, divide_devices
+from mini_trainer.tools.sweep.settings import Settings, check_trials, read_settings
 
 TRAIN = dict(max_tokens_per_gpu=64, batch_size=8, max_steps=4, activation_checkpointing="none")
 
@@ -95,8 +95,8 @@ def wait_for_step(metrics: Path, process: ForkedRanks) -> None:
 
 def run(given: dict[str, Any], folder: Path, pool: Pool | None = None, *, num_parallel: int = 1) -> Path:
     """Runs, or continues, the sweep; returns its directory."""
-    from sweep.search import find_direction, run_sweep
-    from sweep.study import draw_trials
+    from mini_trainer.tools.sweep.search import find_direction, run_sweep
+    from mini_trainer.tools.sweep.study import draw_trials
 
     settings: Settings = read_settings(write_settings(given, folder))
     drawn = draw_trials(settings)

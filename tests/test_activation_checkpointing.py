@@ -10,18 +10,18 @@ from small_runs import full_gradients
 from tiny_models import FAMILIES, VOCAB_SIZE, build, make_osft, save_model
 from torch import Tensor
 
-from families.micro_batch import MicroBatch
-from lifecycle.choosing import choose_method
-from methods.full import Full
-from model.activation_checkpointing import (
+from mini_trainer.model.activation_checkpointing import (
     ATTENTION,
     choose_kept_operations,
     forget_random_states,
     set_activation_checkpointing,
 )
-from model.check import draws_random_numbers
-from objectives.next_tokens import CausalLM
-from options import TrainOptions, group_options
+from mini_trainer.model.check import draws_random_numbers
+from mini_trainer.model.methods.full import Full
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.run.choosing import choose_method
 
 MODES = ("none", "selective", "full")
 COSTLY = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention_for_cpu"}

@@ -12,6 +12,8 @@ from breadth import wide
 from exports import export
 from forked import run_forked
 from in_process import train_here
+from mini_trainer.generate import generate
+from mini_trainer.process_data import process_data
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from processes import flags
 from scored_data import TOP_K, score_here, write_data
@@ -19,13 +21,11 @@ from tiny_data import read_lines, write_counting_chats, write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from corpus.reader import TokenizedData
-from generate import generate
-from options import GenerateOptions, MergeAdapterOptions, ProcessDataOptions, group_options
-from process_data import process_data
-from ranks.ending import RunError
-from scoring.score_files import ScoreFile
-from tools.merge_adapter import merge_adapter
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.model.scoring.score_files import ScoreFile
+from mini_trainer.options import GenerateOptions, MergeAdapterOptions, ProcessDataOptions, group_options
+from mini_trainer.tools.merge_adapter import merge_adapter
 
 NEW = 12
 ADAPTER_FILES = {"generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
@@ -149,7 +149,7 @@ def test_a_generation_config_that_cannot_be_read_is_refused_by_name(base, tmp_pa
     words = flags(model=adapter, prompts=prompts, output=tmp_path / "answers.jsonl")
     for script, given in (
         ("generate.py", words),
-        ("tools/merge_adapter.py", flags(adapter=adapter, output_dir=tmp_path / "m")),
+        ("mini_trainer/tools/merge_adapter.py", flags(adapter=adapter, output_dir=tmp_path / "m")),
     ):
         done = run_forked(0, script, *given)
         assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -188,7 +188,7 @@ def install_vllm(monkeypatch) -> list[dict]:
 
     request = SimpleNamespace(LoRARequest=lambda *given: given)
     stand_in = SimpleNamespace(__version__="0", LLM=LLM, SamplingParams=SimpleNamespace)
-    monkeypatch.setattr("inference.vllm_engine.require", lambda *given, **named: None)
+    monkeypatch.setattr("mini_trainer.use.inference.vllm_engine.require", lambda *given, **named: None)
     for name, module in {"vllm": stand_in, "vllm.lora": stand_in, "vllm.lora.request": request}.items():
         monkeypatch.setitem(sys.modules, name, module)
     return asked

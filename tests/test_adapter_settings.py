@@ -14,9 +14,8 @@ from peft_runs import load_with_adapter, logits_of, make_inputs, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from inference.models import find_answering_model, load_answering_model
-from methods import patterns
-from methods.adapter_settings import (
+from mini_trainer.model.methods import patterns
+from mini_trainer.model.methods.adapter_settings import (
     ADAPTER_WEIGHTS,
     BY_PEFT,
     FOLLOWED,
@@ -25,9 +24,10 @@ from methods.adapter_settings import (
     PREFIX,
     check_settings,
 )
-from methods.lora_layers import choose_names
-from options import MergeAdapterOptions
-from tools.merge_adapter import merge_adapter
+from mini_trainer.model.methods.lora_layers import choose_names
+from mini_trainer.options import MergeAdapterOptions
+from mini_trainer.tools.merge_adapter import merge_adapter
+from mini_trainer.use.inference.models import find_answering_model, load_answering_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, of settings that are seldom used
 
@@ -51,7 +51,7 @@ def make_adapter(inputs: dict[str, str], directory: Path, **settings: object) ->
 
 
 def merge(inputs: dict[str, str], adapter: Path, output_dir: Path, world) -> torch.Tensor:
-    """The logits of the model that tools/merge_adapter.py writes."""
+    """The logits of the model that mini-trainer merge-adapter writes."""
     name = inputs["model_name_or_path"]
     options = dict(model_name_or_path=name, adapter=str(adapter), output_dir=str(output_dir), export_dtype="float32")
     merge_adapter(MergeAdapterOptions(**options), world)

@@ -12,16 +12,23 @@ from pathlib import Path
 import pytest
 from breadth import wide
 from forked import run_forked
+from mini_trainer.process_data import process_data
+from mini_trainer.sampler import RunPosition
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from safetensors.torch import save_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoTokenizer
 
-from corpus.reader import TokenizedData
-from lifecycle.agreement import describe_inputs, describe_start
-from lifecycle.start import open_inputs
-from options import (
+import mini_trainer
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed import program
+from mini_trainer.distributed.agreement import Account, describe_differences, find_kinds, hash_groups
+from mini_trainer.distributed.meeting import describe_missing
+from mini_trainer.distributed.messages import MOST_RUNS, describe_ranks
+from mini_trainer.distributed.open_files import count_open_files, list_group_sizes
+from mini_trainer.distributed.program import fingerprint_code, list_versions
+from mini_trainer.options import (
     MAY_DIFFER,
     PATH_OPTIONS,
     ProcessDataOptions,
@@ -31,14 +38,8 @@ from options import (
     group_options,
     list_identifying_options,
 )
-from process_data import process_data
-from ranks import program
-from ranks.agreement import Account, describe_differences, find_kinds, hash_groups
-from ranks.meeting import describe_missing
-from ranks.messages import MOST_RUNS, describe_ranks
-from ranks.open_files import count_open_files, list_group_sizes
-from ranks.program import fingerprint_code, list_versions
-from sampler import RunPosition
+from mini_trainer.run.agreement import describe_inputs, describe_start
+from mini_trainer.run.start import open_inputs
 
 NUM_RANKS = 1024
 
@@ -361,10 +362,11 @@ def test_a_rank_that_is_late_is_named_and_ends_the_run(root, tmp_path):
 
 def test_a_line_of_code_and_a_library_of_another_version_differ(tmp_path, monkeypatch):
     here, versions = fingerprint_code(), dict(list_versions())
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py")):
-        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / path.relative_to(ROOT))
-    monkeypatch.setattr(program, "__file__", str(tmp_path / "ranks" / "program.py"))
+    shutil.copytree(ROOT / "mini_trainer", tmp_path / "mini_trainer")
+    for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(mini_trainer, "__file__", str(tmp_path / "mini_trainer" / "__init__.py"))
     assert fingerprint_code() == here
     with (tmp_path / "sampler.py").open("a") as file:
         file.write("# another version\n")

@@ -13,8 +13,8 @@ from osft_cost import count_layer_bytes, without_square_form
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 from torch import float32
 
-from lifecycle.step import train_step
-from ranks.world import World
+from mini_trainer.distributed.world import World
+from mini_trainer.run.step import train_step
 
 
 def read_table(text: str, first_column: str) -> dict[str, list[str]]:

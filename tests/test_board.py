@@ -19,16 +19,24 @@ import pytest
 from browser import Browser, needs_browser
 from forked import ForkedJob
 from in_process import train_here
-from processes import ENV, ROOT, check_serving, flags
+from processes import ENV, check_serving, flags
 from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import write_jsonl
 
-import disk
-import plots.server
-from plots.board import MOST_COMPARED, Board, BoardServer, estimate_seconds_left, find_runs, find_share, read_tail
-from plots.columns import MAX_LINE_BYTES, MOST_ROWS, MetricsReader
-from plots.run_files import open_runs
+from mini_trainer.data.stores import disk
+from mini_trainer.use.plots import server as plots_server
+from mini_trainer.use.plots.board import (
+    MOST_COMPARED,
+    Board,
+    BoardServer,
+    estimate_seconds_left,
+    find_runs,
+    find_share,
+    read_tail,
+)
+from mini_trainer.use.plots.columns import MAX_LINE_BYTES, MOST_ROWS, MetricsReader
+from mini_trainer.use.plots.run_files import open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> 'quote' %2e%2e"
@@ -251,7 +259,7 @@ def test_curves_follow_the_chosen_runs_while_they_grow(server):
 def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
     ids, path = find_ids(server), server.board.folder / "first" / METRICS
     write_jsonl(path, [{"step": step, "loss": 1.0} for step in range(1, 3 * MOST_ROWS)])
-    monkeypatch.setattr("plots.board.BYTES_PER_REQUEST", 400_000)
+    monkeypatch.setattr("mini_trainer.use.plots.board.BYTES_PER_REQUEST", 400_000)
     counts, data = [], {"is_behind": True}
     while data["is_behind"]:
         data = json.loads(fetch(server, f"data?run={ids['first']}")[1])
@@ -272,14 +280,14 @@ def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
 )
 def test_what_cannot_be_served_gets_one_message_and_exit_code_2(words, message, tmp_path):
     (tmp_path / "setup.txt").touch()
-    command = [sys.executable, ROOT / "tools/board.py", *words]
+    command = [sys.executable, "-m", "mini_trainer", "board", *words]
     done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.lower() and "Traceback" not in done.stderr
 
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
-    check_serving([sys.executable, "__main__.py", "board", str(tmp_path)], "board")
+    check_serving([sys.executable, "-m", "mini_trainer", "board", str(tmp_path)], "board")
 
 
 # ---- runs of the trainer
@@ -442,8 +450,8 @@ def test_a_document_that_is_too_large_is_a_note(tmp_path, monkeypatch):
 
 
 def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots.server, "SECONDS_TO_ASK", 1.0)
-    monkeypatch.setattr(plots.server, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(plots_server, "SECONDS_TO_ASK", 1.0)
+    monkeypatch.setattr(plots_server, "MOST_CONNECTIONS", 8)
     write_run(tmp_path / "run", num_steps=3)
     with BoardServer(tmp_path, port=0) as server:
         Thread(target=server.serve_forever, daemon=True).start()

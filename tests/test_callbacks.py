@@ -1,6 +1,7 @@
 """Callbacks: the order of their calls, their answers on all ranks, their errors, and what cannot be one."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,18 +9,18 @@ import pytest
 import torch
 from forked import run_forked
 from in_process import end_here, print_plan
-from mini_trainer import Answer, Callback, TorchrunArgs, TrainingArgs, run_training
-from mini_trainer.api.callbacks import FOLDERS, HOOKS, NAMES_ELSEWHERE, check_callback
-from mini_trainer.api.commands import make_environment, make_train_words
-from mini_trainer.api.errors import BadInputError
-from processes import flags
+from processes import ENV, ROOT, flags
 from scripted_callbacks import SCRIPT, OnAllRanks, Scripted, read_calls, read_metrics
 from small_runs import OPTIONS, TIMES, load_checkpoint, make_inputs, read_rows
 
-from lifecycle.callbacks import load_callbacks
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
-from ranks.ending import ExitCode, RunError
+from mini_trainer import Answer, Callback, TorchrunArgs, TrainingArgs, run_training
+from mini_trainer.api.commands import make_environment, make_train_words
+from mini_trainer.api.errors import BadInputError
+from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.callbacks import load_callbacks
+from mini_trainer.run.hooks import FOLDERS, HOOKS, NAMES_ELSEWHERE, check_callback
 
 STEPS = 4
 SCRIPTED, ON_ALL = "scripted_callbacks:Scripted", "scripted_callbacks:OnAllRanks"
@@ -235,16 +236,19 @@ def test_a_plan_reports_it_and_makes_no_object(inputs, elsewhere, play):
         play({}, callbacks=(UNMAKEABLE,))
 
 
-def test_callbacks_import_this_program_and_not_another_one_that_is_installed(tmp_path):
-    (tmp_path / "other" / "mini_trainer").mkdir(parents=True)
-    (tmp_path / "other" / "mini_trainer" / "__init__.py").touch()
-    (tmp_path / "my_hooks.py").write_text(MODULE)
-    (tmp_path / "script.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(tmp_path / 'other')!r})\n"
-        "from lifecycle.callbacks import load_callbacks\nprint(load_callbacks(('my_hooks:Good',)))\n"
+def test_modules_beside_a_callback_are_the_users_whatever_they_are_called(inputs, tmp_path):
+    names = ("model", "options", "sampler", "train")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"THRESHOLD = '{name} of the user'\n")
+    (tmp_path / "my_hooks.py").write_text(
+        f"import {', '.join(names)}\nfrom mini_trainer import Callback, sampler as ours\n\n\nclass Good(Callback):\n"
+        f"    def on_start(self, run):\n        print({', '.join(f'{name}.THRESHOLD' for name in names)}, ours.Batch)\n"
     )
-    done = run_forked(0, tmp_path / "script.py", folder=tmp_path)
-    assert done.stdout == "{'my_hooks:Good': <class 'my_hooks.Good'>}\n", done.stderr
+    words = flags(**inputs | BASE, output_dir="run", callbacks=("my_hooks:Good",), max_steps=1)
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "model of the user options of the user sampler of the user train of the user <class 'mini_" in done.stdout
 
 
 def test_options_that_cannot_be_meant_are_found():

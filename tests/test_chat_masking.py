@@ -15,10 +15,9 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from chat import rendering as chat_rendering
-from chat.borders import find_token
-from chat.labels import IGNORED
-from chat.masking import (
+from mini_trainer.data.chat import rendering as chat_rendering
+from mini_trainer.data.chat.borders import find_token
+from mini_trainer.data.chat.masking import (
     Chat,
     ChatMasker,
     Completion,
@@ -29,7 +28,8 @@ from chat.masking import (
     load_stop_token_ids,
     split_by_training,
 )
-from chat.token_spans import DIVIDED, Remark
+from mini_trainer.data.chat.token_spans import DIVIDED, Remark
+from mini_trainer.data.columns.labels import IGNORED
 
 # Llama 3: begin-of-text, headers in special tokens, contents trimmed.
 LLAMA3_TEMPLATE = (

@@ -19,7 +19,7 @@ from make_tiny_model import CHATML_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chat.masking import Chat, ChatMasker, split_by_training
+from mini_trainer.data.chat.masking import Chat, ChatMasker, split_by_training
 
 HERE = Path(__file__).parent / "chat_templates"
 TRL = find_spec("trl")

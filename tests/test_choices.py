@@ -7,15 +7,14 @@ from typing import Any, get_origin
 
 import pytest
 import torch
+from mini_trainer.evaluate_model import evaluate
+from mini_trainer.generate import generate
+from mini_trainer.process_data import process_data
+from mini_trainer.sampler import RunPosition
 
-import options as all_options
-from corpus.rows import IMPLEMENTED_ROWS
-from evaluate_model import evaluate
-from generate import generate
-from inference import choice
-from lifecycle.choosing import IMPLEMENTED
-from lifecycle.start import open_inputs
-from options import (
+from mini_trainer import options as all_options
+from mini_trainer.data.rows.rows import IMPLEMENTED_ROWS
+from mini_trainer.options import (
     BoardOptions,
     ContinualOptions,
     EvaluateOptions,
@@ -33,14 +32,15 @@ from options import (
     flag_name,
     group_options,
 )
-from options.choices import check_choices, list_choices
-from options.fields import iterate_fields
-from process_data import process_data
-from sampler import RunPosition
-from tools.export_gguf import export_gguf
-from tools.import_config import import_config
-from tools.merge_adapter import merge_adapter
-from tools.score_data import score
+from mini_trainer.options.choices import check_choices, list_choices
+from mini_trainer.options.fields import iterate_fields
+from mini_trainer.run.choosing import IMPLEMENTED
+from mini_trainer.run.start import open_inputs
+from mini_trainer.tools.export_gguf import export_gguf
+from mini_trainer.tools.import_config import import_config
+from mini_trainer.tools.merge_adapter import merge_adapter
+from mini_trainer.tools.score_data import score
+from mini_trainer.use.inference import choice
 
 open_run = functools.partial(open_inputs, device=torch.device("cpu"), world_size=1, start=RunPosition())
 PROGRAMS: dict[type, Callable[[Any], Any]] = {

@@ -14,8 +14,8 @@ from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_c
 from tiny_data import read_lines
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
 
 BATCH_SIZE = 6
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, keep_checkpoints=9,

@@ -16,21 +16,21 @@ import pytest
 from forked import run_forked
 from make_encoder import train_word_pieces
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
 from processes import flags
 from tiny_data import write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from chat.labels import IGNORED
-from corpus.files import find_sources, iterate_rows, read_chunks
-from corpus.labelled import FieldNames
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from corpus.survey import survey_rows
-from objectives.columns import SEQUENCES, TOKENS, Task
-from options import ProcessDataOptions, RowOptions, group_options, replace_options
-from options.problems.finding import find_problems
-from process_data import process_data
+from mini_trainer.data.columns.columns import SEQUENCES, TOKENS, Task
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.labelled import FieldNames
+from mini_trainer.data.rows.survey import survey_rows
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import ProcessDataOptions, RowOptions, group_options, replace_options
+from mini_trainer.options.problems.finding import find_problems
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']
 REVIEWS = [
@@ -336,7 +336,7 @@ def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(decoder, tmp_path):
 
 
 def test_workers_do_not_matter(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 1 << 10)
+    monkeypatch.setattr("mini_trainer.data.rows.preparing.BYTES_PER_WORKER", 1 << 10)
     rows = [{"text": f"film {i % 997}" + " good" * (i % 9), "label": i % 5} for i in range(3000)]
     source = write_csv(tmp_path / "a.csv", rows)
     written = []
@@ -437,7 +437,7 @@ def test_what_is_broken_is_named_with_its_line(name, encoder, tmp_path):
 
 
 def test_a_quote_that_is_not_closed_does_not_fill_memory(tmp_path, encoder, monkeypatch):
-    monkeypatch.setattr("corpus.tables.MAX_ROW_BYTES", 1 << 10)
+    monkeypatch.setattr("mini_trainer.data.rows.tables.MAX_ROW_BYTES", 1 << 10)
     (tmp_path / "a.csv").write_bytes(TABLE + b'"x,pos\n' + b"good film,pos\n" * 1000)
     with pytest.raises(ValueError, match="begins in line 4 is longer than 1,024 bytes: perhaps it has an"):
         prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")

@@ -10,11 +10,11 @@ from pathlib import Path
 import yaml
 from heavy import need
 
-from command_line import parse_options
-from options import ProcessDataOptions, TrainOptions
+from mini_trainer.options import ProcessDataOptions, TrainOptions
+from mini_trainer.options.command_line import parse_options
 
 ROOT = Path(__file__).parent.parent
-CLUSTERS = ROOT / "clusters"
+CLUSTERS = ROOT / "examples" / "clusters"
 
 
 def test_the_train_job_is_one_of_kubeflows_and_its_command_one_of_ours():

@@ -8,7 +8,6 @@ torchrun's, and test_package.py's.
 import json
 import os
 import re
-import runpy
 import shutil
 import socket
 import subprocess
@@ -24,7 +23,8 @@ from make_tiny_model import save_tiny_model, train_tokenizer
 from program import ROOT
 from tiny_vision import make_image, save_vision_model
 
-PROGRAM = runpy.run_path(str(ROOT / "__main__.py"), run_name="looked at, not run")
+from mini_trainer.__main__ import PROGRAMS, split_options
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "text", "python", "yaml", "json"}
 BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]+) -->\n)?^```sh\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
@@ -84,6 +84,11 @@ def test_every_block_has_a_language_and_the_counts_are_told(capsys):
         print(f"{sum(bool(reason) for reason, _ in blocks)} are not; ", end="")
 
 
+def find_script(module: str) -> str:
+    path = f"{module.replace('.', '/')}.py"
+    return path if (ROOT / path).exists() else f"mini_trainer/{path}"
+
+
 class Shell:
     """Runs blocks of commands in a folder, as a reader would."""
 
@@ -114,10 +119,12 @@ class Shell:
     def run_program(self, program: str, folder: str, words: list[str]) -> int:
         """Exit code of one of the project's scripts, in one process."""
         if program == "mini-trainer":
-            _, words = PROGRAM["split_options"](words)
-            words = [PROGRAM["SCRIPTS"][words[0]][0], *words[1:]]
+            _, words = split_options(words)
+            words = [find_script(PROGRAMS[words[0]][0]), *words[1:]]
         elif program == "torchrun":
             words = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
+        if words[0] == "-m":
+            words = [find_script(words[1].removeprefix("mini_trainer.")), *words[2:]]
         cache = {"HOME": str(self.folder), "MPLCONFIGDIR": str(Path.home() / ".cache" / "matplotlib")}
         done = run_forked(0, ROOT / words[0], *words[1:], folder=Path(folder), env=cache, timeout=900)
         self.output = done.stdout + done.stderr
@@ -174,7 +181,7 @@ def belongings(tmp_path_factory) -> Path:
         "output_dir": "runs/x",
     }
     (path / "axolotl.yaml").write_text(json.dumps(axolotl | {"optimizer": "adamw_torch", "lr_scheduler": "cosine"}))
-    (path / "recipes").symlink_to(ROOT / "recipes")
+    (path / "recipes").symlink_to(ROOT / "examples" / "recipes")
     shell = Shell(path, tmp_path_factory.mktemp("tools") / "bin")
     shell.run(
         "python process_data.py --model-name-or-path M --input-file chats.jsonl --output-file chats.arrow"

@@ -11,10 +11,17 @@ from small_runs import OPTIONS, make_inputs, read_rows
 from tiny_models import FAMILIES, build, save_model
 from torch.distributed.tensor import DTensor, Shard
 
-from optim import compact_adamw
-from optim.compact_adamw import CompactAdamW, decode, encode, make_generator, round_to_bf16, update_rows
-from optim.optimizers import build_optimizer, set_step
-from options import OptimizationOptions
+from mini_trainer.model.optim import compact_adamw
+from mini_trainer.model.optim.compact_adamw import (
+    CompactAdamW,
+    decode,
+    encode,
+    make_generator,
+    round_to_bf16,
+    update_rows,
+)
+from mini_trainer.model.optim.optimizers import build_optimizer, set_step
+from mini_trainer.options import OptimizationOptions
 
 ADAMW = dict(learning_rate=1e-2, weight_decay=0.1)
 

@@ -30,16 +30,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer
 
-from methods.full import Full
-from methods.lora import LoRA
-from model import attention as packed_attention
-from model.compiled_check import check_compiled
-from model.sharding import reshard
-from objectives.next_tokens import CausalLM
-from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
-from options import DataOptions, LoRAOptions
-from pretrained.parts import find_blocks
-from ranks.compilation import CACHE_VARIABLE, Compiled, count_graphs, run_eagerly
+from mini_trainer.distributed.compilation import CACHE_VARIABLE, Compiled, count_graphs, run_eagerly
+from mini_trainer.model import attention as packed_attention
+from mini_trainer.model.compiled_check import check_compiled
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.sharding import reshard
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from mini_trainer.options import DataOptions, LoRAOptions
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_no_micro_batch_after_the_first_compiles_again(
     counter = CompileCounterWithBackend(backend)
     compile_by(counter, monkeypatch)
     in_chunks = functools.partial(sum_token_loss, chunk_bytes=16 * 4 * VOCAB_SIZE)  # of 16 rows
-    monkeypatch.setattr("objectives.next_tokens.sum_token_loss", in_chunks)
+    monkeypatch.setattr("mini_trainer.objectives.next_tokens.sum_token_loss", in_chunks)
     path = save_model(deepen(family, 10), tmp_path)
     model = build(path, world, activation_checkpointing=checkpointing, compile=True)
     reference = build(path, world)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from processes import ENV, ROOT
 
-from options import PlotOptions, TrainOptions
-from options.completion import SHELLS, complete_options
+from mini_trainer.__main__ import OPTIONS, PROGRAMS
+from mini_trainer.options import PlotOptions, TrainOptions
+from mini_trainer.options.completion import SHELLS, complete_options
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_options_without_choices_offer_nothing():
 def folder(tmp_path_factory) -> Path:
     """A directory for PATH with a command mini-trainer."""
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "mini-trainer").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/__main__.py "$@"\n')
+    (folder / "mini-trainer").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m mini_trainer "$@"\n')
     (folder / "mini-trainer").chmod(0o755)
     return folder
 
@@ -80,7 +81,4 @@ def test_zsh_reads_its_code(folder):
 
 
 def test_every_word_has_options_to_complete():
-    import runpy
-
-    program = runpy.run_path(str(ROOT / "__main__.py"), run_name="looked at, not run")
-    assert program["OPTIONS"].keys() == program["SCRIPTS"].keys() and set(SHELLS) == {"bash", "zsh", "fish"}
+    assert OPTIONS.keys() == PROGRAMS.keys() and set(SHELLS) == {"bash", "zsh", "fish"}

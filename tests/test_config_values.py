@@ -13,13 +13,13 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import GPT2Config
 
-from chat.templates import load_tokenizer
-from families.text import TextFamily
-from inference.models import find_answering_model, load_answering_model
-from methods.adapter_files import read_generation_config
-from model.config import load_config, load_generation_config
-from pretrained.config_values import check_values
-from pretrained.files import find_model
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.stores.config_values import check_values
+from mini_trainer.data.stores.model_files import find_model
+from mini_trainer.model.config import load_config, load_generation_config
+from mini_trainer.model.methods.adapter_files import read_generation_config
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.use.inference.models import find_answering_model, load_answering_model
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 WRONG = [
@@ -120,7 +120,7 @@ def list_programs(model: Path, data: Path, folder: Path) -> dict[str, list[objec
         "process_data": ["process_data.py", *process],
         "generate": ["generate.py", *flags(model=model, prompts=rows, output=folder / "answers.jsonl")],
         "evaluate": ["evaluate_model.py", *flags(model=model, data=tokenized, output_dir=folder / "evaluation")],
-        "merge": ["tools/merge_models.py", "--model", model, model, "--output-dir", folder / "merged"],
+        "merge": ["mini_trainer/tools/merge_models.py", "--model", model, model, "--output-dir", folder / "merged"],
     }
 
 

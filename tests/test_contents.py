@@ -10,24 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from in_process import train_here
+from mini_trainer.evaluate_model import evaluate
+from mini_trainer.generate import generate
 from safetensors.torch import load_file
 from scored_data import score_here, write_data
 from small_runs import OPTIONS
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-import contents
-from contents import check_recorded, hash_once, sign
-from corpus.reader import TokenizedData, read_sidecar, verify_data
-from disk import hash_file, locked
-from evaluate_model import evaluate
-from generate import generate
-from lifecycle.agreement import describe_data
-from lifecycle.reference import read_file
-from methods.osft_bases import open_bases
-from methods.osft_calibration import open_statistics
-from methods.osft_subspaces import read_subspace
-from options import (
+from mini_trainer.data.stores import contents
+from mini_trainer.data.stores.contents import check_recorded, hash_once, sign
+from mini_trainer.data.stores.disk import hash_file, locked
+from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar, verify_data
+from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.model.methods.osft_bases import open_bases
+from mini_trainer.model.methods.osft_calibration import open_statistics
+from mini_trainer.model.methods.osft_subspaces import read_subspace
+from mini_trainer.options import (
     EvaluateOptions,
     ExportGgufOptions,
     GenerateOptions,
@@ -36,11 +35,12 @@ from options import (
     VerifyOptions,
     group_options,
 )
-from ranks.ending import ExitCode, RunError
-from tools.export_gguf import export_gguf
-from tools.merge_adapter import merge_adapter
-from tools.merge_models import merge_models
-from tools.verify import verify
+from mini_trainer.run.agreement import describe_data
+from mini_trainer.run.reference import read_file
+from mini_trainer.tools.export_gguf import export_gguf
+from mini_trainer.tools.merge_adapter import merge_adapter
+from mini_trainer.tools.merge_models import merge_models
+from mini_trainer.tools.verify import verify
 
 DAMAGED = "its SHA-256 is not the one in"
 LORA = dict(lora=True, lora_rank=2, lora_alpha=4.0)

@@ -16,18 +16,18 @@ from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_samples_o
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, load_source, save_model
 from transformers import GptOssConfig, PreTrainedConfig, Qwen3Config, RobertaConfig
 
-from families.text import TextFamily
-from lifecycle.choosing import choose_method
-from lifecycle.inputs import RunInputs
-from methods.full import Full
-from model.build import check_divisible, make_meta_model
-from model.config import ModelSource
-from model.context_parallel import describe_heads
-from objectives.next_tokens import CausalLM
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
-from plan.simulation import Load, Ranks, lay_out_model, simulate_step
-from ranks.row_group import RowGroup, check_sharing
+from mini_trainer.distributed.row_group import RowGroup, check_sharing
+from mini_trainer.model.build import check_divisible, make_meta_model
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.context_parallel import describe_heads
+from mini_trainer.model.methods.full import Full
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.simulation import Load, Ranks, lay_out_model, simulate_step
 
 pytestmark = pytest.mark.slow
 

@@ -12,15 +12,15 @@ import yaml
 from continual_runs import NUM_ROWS, chat, make_inputs, read_lines, read_options, run, write_lines
 from safetensors.torch import load_file
 
-from continual.data import as_question, as_row
-from continual.matrix import read_experiment
-from continual.replay import keep_passing, mix
-from continual.rounds import cut, fill, pair_rows
-from continual.settings import Replay, Task, draw_orders, read_settings
-from corpus.formats import read_example
-from corpus.reader import TokenizedData
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
+from mini_trainer.continual.data import as_question, as_row
+from mini_trainer.continual.matrix import read_experiment
+from mini_trainer.continual.replay import keep_passing, mix
+from mini_trainer.continual.rounds import cut, fill, pair_rows
+from mini_trainer.continual.settings import Replay, Task, draw_orders, read_settings
+from mini_trainer.data.rows.formats import read_example
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
 
 
 def load_weights(model: Path | str) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from continual_runs import make_inputs, read_lines, read_options, run
-from processes import ROOT
 
 WRITTEN_BETWEEN = ("prompts.jsonl", "rows.jsonl", "student.jsonl", "teacher.jsonl")  # by the driver
 MADE = (".safetensors", ".arrow", ".jsonl", ".scores")
@@ -49,9 +48,9 @@ def repeat(before: Path, again: Path, folder: Path) -> int:
 
 
 def start_by_hand(word: str, config: Path, folder: Path) -> None:
-    kept = ("PATH", "HOME", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+    kept = ("PATH", "HOME", "PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
-    command = [sys.executable, str(ROOT / "__main__.py"), word, "--config", str(config)]
+    command = [sys.executable, "-m", "mini_trainer", word, "--config", str(config)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{config}: {done.stdout}{done.stderr}"
 

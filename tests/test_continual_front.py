@@ -8,7 +8,7 @@ import pytest
 from make_continual import DEMONSTRATION, TASKS, ContinualDataOptions, write_data
 from processes import ROOT
 
-from continual.settings import read_settings
+from mini_trainer.continual.settings import read_settings
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,8 @@ def test_every_method_is_accepted_and_shows_answers_as_the_start_model_has_seen_
 
 
 def test_the_small_version_has_methods_of_the_whole_one():
-    whole, small = (read_settings(ROOT / "recipes" / f"{name}.yaml") for name in ("continual", "continual_small"))
+    recipes = ROOT / "examples" / "recipes"
+    whole, small = (read_settings(recipes / f"{name}.yaml") for name in ("continual", "continual_small"))
     for one in small:
         assert one.train in [other.train for other in whole] and one.tasks == whole[0].tasks
 

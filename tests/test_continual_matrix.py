@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from continual.matrix import Cell, Experiment, Sequence, read_experiment, summarise, write_experiment
+from mini_trainer.continual.matrix import Cell, Experiment, Sequence, read_experiment, summarise, write_experiment
 
 NAN = float("nan")
 

@@ -11,10 +11,10 @@ import pytest
 from browser import Browser, needs_browser
 from made_experiments import HOSTILE, make_experiment, write_answers
 
-from continual.compare import check_comparable, describe_comparison, find_front
-from continual.lost import find_falls, find_lost
-from continual.matrix import Cell, Experiment
-from continual.page import EXAMPLES_BUDGET, describe_page, write_page
+from mini_trainer.continual.compare import check_comparable, describe_comparison, find_front
+from mini_trainer.continual.lost import find_falls, find_lost
+from mini_trainer.continual.matrix import Cell, Experiment
+from mini_trainer.continual.page import EXAMPLES_BUDGET, describe_page, write_page
 
 ORDERS = ((0, 1, 2), (2, 0, 1))
 TEXTS = "[...document.querySelectorAll('{}')].map(node => node.textContent)"

@@ -13,13 +13,13 @@ import yaml
 from processes import ENV, ROOT
 from safetensors.torch import save_file
 
-from continual.experiment import settle_all
-from continual.measuring import read_cell, read_harness
-from continual.own_answers import read_answers
-from continual.settings import SetSettings, read_settings
-from lifecycle.stages import Stage
-from options import ContinualOptions
-from tools.continual import continual
+from mini_trainer.continual.experiment import settle_all
+from mini_trainer.continual.measuring import read_cell, read_harness
+from mini_trainer.continual.own_answers import read_answers
+from mini_trainer.continual.settings import SetSettings, read_settings
+from mini_trainer.options import ContinualOptions
+from mini_trainer.run.stages import Stage
+from mini_trainer.tools.continual import continual
 
 A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}
 B = A | {"name": "b", "input_file": "b.jsonl"}
@@ -173,13 +173,13 @@ def test_a_comparison_that_cannot_be_written_is_refused_before_anything_is_read(
 
 
 def test_the_recipes_are_right():
-    found = {name: read_settings(ROOT / "recipes" / name) for name in ("trace.yaml", "continual.yaml")}
+    found = {name: read_settings(ROOT / "examples" / "recipes" / name) for name in ("trace.yaml", "continual.yaml")}
     assert [len(one) > 1 for one in found.values()] == [False, True]
 
 
 def test_a_refusal_is_one_message_without_a_traceback(tmp_path: Path):
     (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(GOOD | {"modle": "M"}))
-    command = [sys.executable, str(ROOT / "__main__.py"), "continual", str(path)]
+    command = [sys.executable, "-m", "mini_trainer", "continual", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"error: {path}: unknown key 'modle'; did you mean 'model'?\n"

@@ -8,19 +8,19 @@ import pytest
 import torch
 from breadth import long
 from in_process import print_plan, train_on
+from mini_trainer.sampler import draw_samples
 from small_runs import OPTIONS, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import write_pairs
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from lifecycle.checkpointing import NoValidCheckpoint
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
-from ranks.ending import ExitCode
-from ranks.world import World
-from sampler import draw_samples
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.world import World
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.checkpointing import NoValidCheckpoint
 
 STEPS, BATCH_SIZE = 3, 4  # of each of two rounds
 SIZE = STEPS * BATCH_SIZE

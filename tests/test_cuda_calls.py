@@ -15,9 +15,9 @@ from small_runs import full_gradients, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
 from torch import Tensor, nn
 
-from model import float8, gathering
-from objectives.packed_model import PackedModel
-from pretrained.parts import find_blocks
+from mini_trainer.model import float8, gathering
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.packed_model import PackedModel
 
 LENGTHS = (13, 1, 22, 7)
 # Objects of other packages with methods of these names.
@@ -149,7 +149,9 @@ def test_a_wait_that_is_left_out_shows(offloaded, monkeypatch):
 def test_a_source_that_is_freed_before_its_copy_shows(offloaded, monkeypatch):
     _, measure = offloaded
     monkeypatch.setattr(
-        "model.offloading.Offloader.leaving", property(lambda self: None, lambda self, value: None), raising=False
+        "mini_trainer.model.offloading.Offloader.leaving",
+        property(lambda self: None, lambda self, value: None),
+        raising=False,
     )
     with pytest.raises(AssertionError, match="freed before it was copied"):
         measure()

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat.masking import Chat, Completion, Document
-from corpus import files as data_files
-from corpus.files import Chunk, find_sources, iterate_rows, read_chunks
-from corpus.formats import detect_format, parse_row, read_example, read_examples
+from mini_trainer.data.chat.masking import Chat, Completion, Document
+from mini_trainer.data.rows import files as data_files
+from mini_trainer.data.rows.files import Chunk, find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.formats import detect_format, parse_row, read_example, read_examples
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}

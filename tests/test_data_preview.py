@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from made_pages import make_sample, make_totals
 from make_tiny_model import train_tokenizer
 
-from chat.labels import IGNORED
-from corpus.preview import (
+from mini_trainer.data.columns.columns import Task
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.rows.report import MAX_REASON_KINDS, Totals
+from mini_trainer.use.pages.preview import (
     COLOURS,
     NUM_BINS,
     RESET,
@@ -25,8 +27,6 @@ from corpus.preview import (
     split_segments,
     write_page,
 )
-from corpus.report import MAX_REASON_KINDS, Totals
-from objectives.columns import Task
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $SCRIPT$ & \u2028 \x1b[31m \u202e"
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedTorchrun, run_forked
+from mini_trainer.sampler import draw_samples
 from processes import ROOT, flags, free_port, name_node
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from sampler import draw_samples
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from processes import ENV, ROOT
 
 nbformat, NotebookClient = need("nbformat"), need("nbclient").NotebookClient
 
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 SHORT = "look_at_your_masks"  # the others train
 
 
@@ -22,9 +22,9 @@ def read_notebook(path: Path) -> "nbformat.NotebookNode":
 )
 def test_a_notebook_runs(path, tmp_path):
     """In a folder that looks like the repository to it, so that nothing is left behind."""
-    here = tmp_path / "docs" / "notebooks"
+    here = tmp_path / "examples" / "notebooks"
     here.mkdir(parents=True)
-    shutil.copytree(ROOT / "quickstart", tmp_path / "quickstart")
+    shutil.copytree(ROOT / "examples" / "quickstart", tmp_path / "examples" / "quickstart")
     env = ENV | {"HOME": str(tmp_path), "MPLCONFIGDIR": str(Path.home() / ".cache" / "matplotlib")}
     client = NotebookClient(
         read_notebook(path), timeout=500, kernel_name="python3", resources={"metadata": {"path": here}}

@@ -21,13 +21,20 @@ from tiny_data import make_samples, read_lines, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evaluation.comparison import Scores, adjust_by_holm, compare
-from evaluation.metrics import MEASURES, choose_measures, extract_number, read_label, score_answer, score_corpus
-from evaluation.models import list_models, make_labels, name_files
-from evaluation.page import make_results_page
-from inference.prompts import read_prompt
-from options import EvaluateOptions, group_options
-from options.problems.finding import find_problems
+from mini_trainer.options import EvaluateOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.use.evaluation.comparison import Scores, adjust_by_holm, compare
+from mini_trainer.use.evaluation.metrics import (
+    MEASURES,
+    choose_measures,
+    extract_number,
+    read_label,
+    score_answer,
+    score_corpus,
+)
+from mini_trainer.use.evaluation.models import list_models, make_labels, name_files
+from mini_trainer.use.evaluation.page import make_results_page
+from mini_trainer.use.inference.prompts import read_prompt
 
 QUESTIONS = [("Hi", "Ho"), ("Who are you?", "Me"), ("12 and 30?", "12 + 30 = 42\n#### 42"), ("a b c", "d")]
 NEW = 8

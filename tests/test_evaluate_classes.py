@@ -18,11 +18,11 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from chat.labels import IGNORED
-from evaluation.classes import average_f1, count_outcomes
-from evaluation.comparison import Folded, Scores, compare
-from objectives.classes import make_labels
-from objectives.columns import SEQUENCES, TOKENS, Task
+from mini_trainer.data.columns.columns import SEQUENCES, TOKENS, Task
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.objectives.classes import make_labels
+from mini_trainer.use.evaluation.classes import average_f1, count_outcomes
+from mini_trainer.use.evaluation.comparison import Folded, Scores, compare
 
 NUM_SAMPLES, NUM_LABELS = 24, 3
 KINDS = {

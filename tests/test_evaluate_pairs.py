@@ -13,9 +13,9 @@ from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.sample import list_sequences
+from mini_trainer.data.columns.sample import list_sequences
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from small_runs import make_micro_batch
 from tiny_models import SHAPE, build, load_source, save_model
 from transformers import AriaTextConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-from families.text import TextFamily
-from model.flops import count_flops
-from model.weights import read_weights
-from pretrained import stored
+from mini_trainer.model import stored
+from mini_trainer.model.flops import count_flops
+from mini_trainer.model.weights import read_weights
+from mini_trainer.objectives.families.text import TextFamily
 
 NUM_EXPERTS, LENGTHS = 128, (30, 1, 17)
 CONFIG = Qwen3MoeConfig(

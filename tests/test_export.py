@@ -18,13 +18,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lifecycle import export_weights
-from lifecycle.export_weights import WeightStream
-from lifecycle.tensor_files import DTYPES, TensorFile
-from lifecycle.write_pool import WritePool
-from methods.full import Full
-from methods.lora import LoRA
-from options import LoRAOptions
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.options import LoRAOptions
+from mini_trainer.run import export_weights
+from mini_trainer.run.export_weights import WeightStream
+from mini_trainer.run.tensor_files import DTYPES, TensorFile
+from mini_trainer.run.write_pool import WritePool
 
 MAX_BYTES = 20_000  # of a file: some families have a larger tensor
 

@@ -28,9 +28,9 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.tokenization_utils_base import generate_merges
 
-from exporters.gguf_tokenizer import SPLITS
-from options import ExportGgufOptions
-from tools.export_gguf import export_gguf
+from mini_trainer.options import ExportGgufOptions
+from mini_trainer.tools.export_gguf import export_gguf
+from mini_trainer.use.exporters.gguf_tokenizer import SPLITS
 
 LLAMA3_ROPE = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -87,7 +87,7 @@ def test_transformers_reads_the_same_model(name, models, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0"])
 def test_rounded_weights_are_those_of_the_gguf_package(dtype, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("exporters.gguf_file.ROW_BYTES", 2500)  # several pieces of a tensor
+    monkeypatch.setattr("mini_trainer.use.exporters.gguf_file.ROW_BYTES", 2500)  # several pieces of a tensor
     path = export(models["qwen3"], tmp_path / "model.gguf", dtype)
     own = AutoModelForCausalLM.from_pretrained(models["qwen3"])
     for param in own.parameters():
@@ -314,7 +314,7 @@ def test_numbers_that_float16_does_not_have_are_refused_and_leave_nothing(tmp_pa
 
 def test_the_program_writes_and_refuses_without_a_traceback(models, tmp_path):
     flags = ["--model-name-or-path", models["llama"], "--output", tmp_path / "a.gguf", "--dtype", "q8_0"]
-    done = run_forked(0, "tools/export_gguf.py", *flags)
+    done = run_forked(0, "mini_trainer/tools/export_gguf.py", *flags)
     assert done.returncode == 0 and "wrote" in done.stdout + done.stderr and (tmp_path / "a.gguf").exists()
-    done = run_forked(0, "tools/export_gguf.py", *flags)
+    done = run_forked(0, "mini_trainer/tools/export_gguf.py", *flags)
     assert done.returncode == 2 and "already exists" in done.stderr and "Traceback" not in done.stderr

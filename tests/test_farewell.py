@@ -17,8 +17,8 @@ from small_runs import OPTIONS, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from lifecycle.farewell import drop_flag
-from ranks import command
+from mini_trainer.distributed import command
+from mini_trainer.run.farewell import drop_flag
 
 TEXTS = ["the capital of peru is lima", "a b c d e f g"]
 
@@ -125,14 +125,13 @@ def test_a_flag_is_dropped_with_its_value():
     [
         (["/nowhere/bin/mini-trainer", "train", "--a b"], False, "/nowhere/bin/mini-trainer", "generate"),
         (["/x/mini_trainer/__main__.py", "train", "--a b"], True, "{python} -m mini_trainer", "generate"),
-        (["/x/mini_trainer/__main__.py", "train", "--a b"], False, "{python} /x/mini_trainer/__main__.py", "generate"),
     ],
 )
 def test_commands_are_named_as_they_were_typed(argv, is_module, name, generate, monkeypatch):
     name = name.format(python=shlex.quote(command.name_python()))
     monkeypatch.setenv(command.COMMAND, json.dumps([os.getppid(), argv, is_module]))
     assert command.name_command() == f"{name} train"
-    assert command.name_program("generate.py", "generate") == f"{name} {generate}"
+    assert command.name_program("generate") == f"{name} {generate}"
     assert shlex.join(command.repeat_command()) == f"{name} train '--a b'"
 
 
@@ -143,7 +142,8 @@ def test_scripts_are_named_by_their_paths(monkeypatch):
     monkeypatch.chdir(ROOT)
     python = command.name_python()
     assert command.name_command() == f"{python} train.py"
-    assert command.name_program("tools/plot_metrics.py", "plot-metrics") == f"{python} tools/plot_metrics.py"
+    assert command.name_program("generate") == f"{python} generate.py"
+    assert command.name_program("plot-metrics") == f"{python} -m mini_trainer plot-metrics"
     assert command.repeat_command() == [python, "train.py", "--max-steps", "1"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert command.name_command() == "torchrun train.py"

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 from forked import ForkedJob, ForkedTorchrunJob, run_forked
+from mini_trainer.sampler import draw_samples
 from processes import RAISING_RANK, Job, flags, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import LlamaConfig
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from ranks.ending import ExitCode
-from sampler import draw_samples
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -10,9 +10,9 @@ from small_runs import make_micro_batch
 from tiny_models import build, check, save_model
 from torch import Tensor, nn
 
-from model import float8
-from model.compiled_check import EIGHT_BIT, ROUNDED, BlockCheck
-from pretrained.parts import find_blocks
+from mini_trainer.model import float8
+from mini_trainer.model.compiled_check import EIGHT_BIT, ROUNDED, BlockCheck
+from mini_trainer.objectives.families.parts import find_blocks
 
 
 class Rounded(torch.autograd.Function):

@@ -5,19 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mini_trainer.process_data import process_data
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from corpus.mixture import Mixture
-from corpus.reader import RowSequences, TokenizedData
-from model.flops import FlopCount, count_flops
-from objectives.kto import Feedback
-from objectives.next_tokens import CausalLM
-from objectives.preferences import Preferences
-from options import ProcessDataOptions, group_options
-from plan.packing import count_row_tokens
-from process_data import process_data
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import RowSequences, TokenizedData
+from mini_trainer.model.flops import FlopCount, count_flops
+from mini_trainer.objectives.kto import Feedback
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.preferences import Preferences
+from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.run.plan.packing import count_row_tokens
 
 # Two layers, of which one has a window shorter than the sequences.
 FLOPS = FlopCount(600.0, 90.0, (12.0, 24.0), (None, 5), forward_per_token=200.0, forward_per_loss_token=30.0)

@@ -10,15 +10,15 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pytest
+from mini_trainer.process_data import process_data
 from stock_templates import make_tokenizer
 from tiny_data import write_jsonl
 from trait_templates import TRAITS
 
-from corpus.files import find_sources, iterate_rows, read_chunks
-from corpus.layout import find_fault
-from inference.prompts import read_prompts
-from options import ProcessDataOptions, group_options
-from process_data import process_data
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.layout import find_fault
+from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.use.inference.prompts import read_prompts
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": f"Answer {i}."}]}

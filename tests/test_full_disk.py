@@ -16,11 +16,11 @@ from processes import ROOT, run
 from run_directories import write_run
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
-from disk import SPARE_BYTES, make_aside, naming_failed_writes, written_aside
-from evaluation.kept import write_made
-from plots.figure import write_figure
-from plots.run_files import open_runs
-from ranks.ending import ExitCode
+from mini_trainer.data.stores.disk import SPARE_BYTES, make_aside, naming_failed_writes, written_aside
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.use.evaluation.kept import write_made
+from mini_trainer.use.plots.figure import write_figure
+from mini_trainer.use.plots.run_files import open_runs
 
 LIMITED = ROOT / "tests" / "workers" / "limited.py"
 ROOM = r"File too large.*; (it needs (more than )?[0-9,]+ bytes, )?the disk has [0-9,]+ free"
@@ -44,13 +44,13 @@ def model(tmp_path_factory) -> Path:
 
 # The words of each program, and the file that it cannot write.
 PROGRAMS = {
-    "page": ("tools/plot_metrics.py RUN --output OUT/c.html", "OUT/c.html"),
+    "page": ("mini_trainer/tools/plot_metrics.py RUN --output OUT/c.html", "OUT/c.html"),
     "rows": ("process_data.py --input-file ROWS --output-file OUT/d.arrow --model-name-or-path MODEL", "OUT/d.arrow"),
     "answers": (
         "generate.py --model MODEL --prompts ROWS --output OUT/a.jsonl --max-new-tokens 1",
         "OUT/a.jsonl.part0",
     ),
-    "mix": ("tools/merge_models.py --model MODEL MODEL --output-dir OUT/m", "the model OUT/m"),
+    "mix": ("mini_trainer/tools/merge_models.py --model MODEL MODEL --output-dir OUT/m", "the model OUT/m"),
 }
 
 

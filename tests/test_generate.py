@@ -9,19 +9,19 @@ import pytest
 import torch
 from breadth import long
 from forked import run_forked
+from mini_trainer.generate import generate, open_model
 from peft import LoraConfig, get_peft_model
 from processes import flags
 from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
-from generate import generate, open_model
-from inference.engine import Request
-from inference.hf_engine import make_generation_config
-from inference.padding import find_padding_obstacle
-from inference.prompts import encode_prompt, read_prompts
-from options import GenerateOptions, SamplingOptions, group_options
-from options.problems.finding import find_problems
+from mini_trainer.options import GenerateOptions, SamplingOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.use.inference.engine import Request
+from mini_trainer.use.inference.hf_engine import make_generation_config
+from mini_trainer.use.inference.padding import find_padding_obstacle
+from mini_trainer.use.inference.prompts import encode_prompt, read_prompts
 
 QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
 HYBRIDS = {
@@ -129,7 +129,7 @@ def test_what_is_drawn_depends_on_no_batch_and_follows_the_models_probabilities(
 
 
 def test_noise_draws_by_the_softmax_of_the_logits():
-    from inference.sampling import OwnNoise
+    from mini_trainer.use.inference.sampling import OwnNoise
 
     scores = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf")]])
     noise = OwnNoise([(0, 0)], seed=1, device=torch.device("cpu"))

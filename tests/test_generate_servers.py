@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
+from mini_trainer.generate import generate
 from openai_standin import Server, serve
 from processes import ENV, ROOT, flags
 from stock_templates import make_tokenizer
@@ -18,13 +19,12 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chat.masking import Chat, ChatMasker
-from generate import generate
-from inference.choice import open_engine
-from inference.prompts import Prompt
-from inference.terminal import chat
-from options import EngineOptions, GenerateOptions, SamplingOptions, group_options
-from options.problems.finding import find_problems
+from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.use.inference.choice import open_engine
+from mini_trainer.use.inference.prompts import Prompt
+from mini_trainer.use.inference.terminal import chat
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
     assert run(world, server, prompts, output, **given)[0]["made_by"]["base_url"] == server.url
     assert {body["key"] for _, body in server.asked} == {"Basic c29tZW9uZTpwQHNzLXcwcmQ="}  # as httpx sends it
     nobody = server.url.replace(str(server.server_port), "9").replace("http://", "http://someone:p%40ss-w0rd@")
-    monkeypatch.setattr("inference.openai_engine.NUM_RETRIES", 0)
+    monkeypatch.setattr("mini_trainer.use.inference.openai_engine.NUM_RETRIES", 0)
     with pytest.raises(ValueError, match="cannot be reached") as caught:
         run(world, server, prompts, tmp_path / "other.jsonl", **given | dict(base_url=nobody))
     for text in (told, str(caught.value), *(path.read_text() for path in tmp_path.iterdir())):
@@ -311,7 +311,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(tmp_path):
 
 
 def test_a_streamed_answer_is_that_of_generate_and_what_is_closed_computes_no_more(world, tmp_path):
-    from inference.models import find_answering_model
+    from mini_trainer.use.inference.models import find_answering_model
 
     path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     found = find_answering_model(str(path))

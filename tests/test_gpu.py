@@ -16,16 +16,10 @@ from in_process import train_forked, train_here
 from small_runs import make_micro_batch, read_rows
 from torch import Tensor
 
-from families.micro_batch import MicroBatch
-from model import tiling
-from model.attention import (
-    BACKENDS,
-    Rule,
-    activate_kernels,
-    find_obstacle,
-    list_functions,
-)
-from ranks.world import World
+from mini_trainer.distributed.world import World
+from mini_trainer.model import tiling
+from mini_trainer.model.attention import BACKENDS, Rule, activate_kernels, find_obstacle, list_functions
+from mini_trainer.objectives.families.micro_batch import MicroBatch
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [

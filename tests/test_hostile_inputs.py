@@ -15,9 +15,9 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, load_source, save_model, save_tokenizer
 from transformers import AutoTokenizer
 
-from chat.masking import ChatMasker
-from chat.templates import load_tokenizer
-from pretrained.files import find_model, find_weights
+from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.stores.model_files import find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

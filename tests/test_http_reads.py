@@ -11,15 +11,16 @@ import pytest
 from data_runs import chat, options_for, write_rows
 from heavy import need
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
 from range_server import RangeServer
 
-from chat import pictures
-from corpus import fetched, remote
-from corpus.fetched import fetch_sets, find_sets
-from corpus.files import find_sources, iterate_rows, read_chunks
-from options import replace_options
-from options.urls import RefusedRedirect, check_redirect, remove_query
-from process_data import process_data
+from mini_trainer.data.chat import pictures
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.stores import remote
+from mini_trainer.data.tokenized import fetched
+from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets
+from mini_trainer.options import replace_options
+from mini_trainer.options.urls import RefusedRedirect, check_redirect, remove_query
 
 ELSEWHERE = {
     "this machine": ("http://localhost:1/a.jsonl", "127.0.0.1: not a public address"),

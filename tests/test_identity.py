@@ -10,9 +10,8 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
-from lifecycle.record import OF_METHOD, check_same_run
-from options import (
+from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.options import (
     PATH_OPTIONS,
     WITHOUT_NUMBERS,
     CallbackOptions,
@@ -30,6 +29,7 @@ from options import (
     iterate_fields,
     list_identifying_options,
 )
+from mini_trainer.run.record import OF_METHOD, check_same_run
 
 IDENTITY = {"seed": 42, "osft-basis": "weights", OF_METHOD: [], "data": "0" * 64}
 

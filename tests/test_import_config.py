@@ -17,15 +17,15 @@ from tiny_data import write_jsonl, write_samples
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from typeguard import check_type
 
-from command_line import parse_options
-from corpus.hub_rows import find_dataset
-from corpus.reader import TokenizedData
-from importers.batches import measure_packs
-from importers.conversion import TRAINERS, convert, follow
-from importers.recognition import OTHER_OBJECTIVES, recognize
-from importers.rules import DIFFERS, MISSING, Conversion, Refusal
-from objectives.preference_losses import LOSSES, Pairs, Strength
-from options import ProcessDataOptions, RowOptions, TrainOptions, flatten_options, list_types
+from mini_trainer.data.rows.hub_rows import find_dataset
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.objectives.preference_losses import LOSSES, Pairs, Strength
+from mini_trainer.options import ProcessDataOptions, RowOptions, TrainOptions, flatten_options, list_types
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.tools.importers.batches import measure_packs
+from mini_trainer.tools.importers.conversion import TRAINERS, convert, follow
+from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, recognize
+from mini_trainer.tools.importers.rules import DIFFERS, MISSING, Conversion, Refusal
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """
@@ -86,13 +86,13 @@ assistant_only_loss: true
 @pytest.fixture(autouse=True)
 def every_package_is_installed(monkeypatch):
     """For the scripts that read what was written; the importer itself asks for none."""
-    monkeypatch.setattr("options.problems.packages.is_installed", lambda module: True)
+    monkeypatch.setattr("mini_trainer.options.problems.packages.is_installed", lambda module: True)
 
 
 def run_import(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess:
     (tmp_path / "theirs.yaml").write_text(text)
     words = ("--output-dir", str(tmp_path), *words)
-    command = [sys.executable, "tools/import_config.py", str(tmp_path / "theirs.yaml"), *words]
+    command = [sys.executable, "-m", "mini_trainer", "import-config", str(tmp_path / "theirs.yaml"), *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -753,8 +753,8 @@ def test_losses_without_a_reference_are_those_of_trls_own_code(given):
     ("path", "given", "expected"),
     [
         ("dpo_config.yaml", {}, "trl-dpo"),
-        ("recipes/orpo/config_full.yaml", dict(beta=0.1), "trl-orpo"),
-        ("recipes/sft/config.yaml", {}, "trl"),
+        ("examples/recipes/orpo/config_full.yaml", dict(beta=0.1), "trl-orpo"),
+        ("examples/recipes/sft/config.yaml", {}, "trl"),
         ("simpo.yaml", dict(beta=0.1, loss_type="sigmoid"), "trl-cpo"),
         ("kto.yaml", dict(loss_type="apo_zero"), "trl-dpo"),
         ("dpo/lora/config.yaml", {}, "trl"),
@@ -807,7 +807,7 @@ def test_the_scripts_train_what_was_written(make, tiny_model, tmp_path):
     place = write_jsonl(tmp_path / "rows.jsonl", rows)
     name = "base_model" if "reward_model" in given else "model_name_or_path"
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({name: str(tiny_model), "output_dir": "run"} | given))
-    done = run_forked(0, "tools/import_config.py", tmp_path / "theirs.yaml", "--output-dir", tmp_path)
+    done = run_forked(0, "mini_trainer/tools/import_config.py", tmp_path / "theirs.yaml", "--output-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     data = yaml.safe_load((tmp_path / "data.yaml").read_text())
     if data.pop("input_dataset", None):  # the hub's

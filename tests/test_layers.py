@@ -143,9 +143,9 @@ def test_no_modules_import_each_other_in_a_circle(imports):
 @pytest.mark.parametrize(
     ("script", "some"),
     [
-        ("process_data", {"chat.masking", "corpus.writer", "options"}),
-        ("tools.plot_metrics", {"plots.page", "pages.page"}),
-        ("tools.board", {"plots.board", "pages.page"}),
+        ("process_data", {"mini_trainer.data.chat.masking", "mini_trainer.data.rows.writer", "options"}),
+        ("mini_trainer.tools.plot_metrics", {"mini_trainer.use.plots.page", "mini_trainer.use.pages.page"}),
+        ("mini_trainer.tools.board", {"mini_trainer.use.plots.board", "mini_trainer.use.pages.page"}),
     ],
 )
 def test_nothing_that_these_scripts_import_has_torch(script, some, imports):
@@ -200,7 +200,9 @@ def find_long_signatures(source: str) -> list[str]:
 
 def test_no_function_but_a_kernel_takes_many_parameters():
     signatures = {name: find_long_signatures(source) for name, source in list_modules().items()}
-    kernels = signatures.pop("model.attention")  # what transformers calls, with a parameter for all there is
+    kernels = signatures.pop(
+        "mini_trainer.model.attention"
+    )  # what transformers calls, with a parameter for all there is
     assert {name: found for name, found in signatures.items() if found} == {}
     assert kernels == ["attention"]
     assert find_long_signatures("class A:\n    def f(self, a, b, c, /, d, e, *, f, g, h): pass") == []
@@ -210,57 +212,113 @@ def test_no_function_but_a_kernel_takes_many_parameters():
 @pytest.mark.parametrize(
     ("name", "line", "found"),
     [
-        ("chat.masking", "from lifecycle import record", "chat.masking (level 3) imports lifecycle.record (level 10)"),
-        ("chat.masking", "import corpus.files as files", "chat.masking (level 3) imports corpus.files (level 6)"),
-        ("optim.optimizers", "from model.build import x", "optim.optimizers (level 8) imports model.build (level 8)"),
-        ("options", "def f():\n    import disk", "options (level 0) imports disk (level 0)"),
-        ("disk", "if TYPE_CHECKING:\n    import ranks.world", "disk (level 0) imports ranks.world (level 1)"),
-        ("plan.planner", "from train import train", "plan.planner (level 11) imports train (level 14)"),
-        ("train", "from process_data import x", "train (level 14) imports process_data (level 14)"),
+        (
+            "mini_trainer.data.chat.masking",
+            "from mini_trainer.run import record",
+            "data.chat.masking (level 3) imports run.record (level 10)",
+        ),
+        (
+            "mini_trainer.data.chat.masking",
+            "import mini_trainer.data.rows.files as files",
+            "data.chat.masking (level 3) imports data.rows.files (level 6)",
+        ),
+        (
+            "mini_trainer.model.optim.optimizers",
+            "from mini_trainer.model.build import x",
+            "model.optim.optimizers (level 8) imports model.build (level 8)",
+        ),
+        (
+            "options",
+            "def f():\n    from mini_trainer.data.stores import disk",
+            "options (level 0) imports disk (level 0)",
+        ),
+        (
+            "disk",
+            "if TYPE_CHECKING:\n    import mini_trainer.distributed.world",
+            "disk (level 0) imports distributed.world (level 1)",
+        ),
+        (
+            "mini_trainer.run.plan.planner",
+            "from mini_trainer.train from mini_trainer import train",
+            "run.plan.planner (level 11) imports train (level 14)",
+        ),
+        ("train", "from mini_trainer.process_data import x", "train (level 14) imports process_data (level 14)"),
         ("__init__", "from .sampler import prefetch", "__init__ (level 4) imports sampler (level 7)"),
-        ("ranks.lock", "from .. import sampler", "ranks.lock (level 1) imports sampler (level 7)"),
+        (
+            "mini_trainer.distributed.lock",
+            "from .. from mini_trainer import sampler",
+            "distributed.lock (level 1) imports sampler (level 7)",
+        ),
     ],
 )
 def test_an_import_that_is_turned_round_is_found(name, line, found):
-    sources = dict.fromkeys(["lifecycle.record", "corpus.files", "model.build", "sampler", "train", "process_data"], "")
-    turned = read_all(sources | {"disk": "", "ranks.world": "", name: line})
+    sources = dict.fromkeys(
+        [
+            "mini_trainer.run.record",
+            "mini_trainer.data.rows.files",
+            "mini_trainer.model.build",
+            "sampler",
+            "train",
+            "process_data",
+        ],
+        "",
+    )
+    turned = read_all(sources | {"disk": "", "mini_trainer.distributed.world": "", name: line})
     assert find_upward(turned) == [found]
 
 
 def test_an_import_that_leads_down_is_not_found():
-    sources = {"sampler": "from corpus.reader import Data\nimport options", "corpus.reader": "import numpy"}
-    sources |= {"methods.osft_calibration": "from osft import x", "__init__": "from .options import x", "options": ""}
+    sources = {
+        "sampler": "from mini_trainer.data.tokenized.reader import Data\nimport options",
+        "mini_trainer.data.tokenized.reader": "import numpy",
+    }
+    sources |= {
+        "mini_trainer.model.methods.osft_calibration": "from mini_trainer.osft import x",
+        "__init__": "from .options import x",
+        "options": "",
+    }
     assert find_upward(read_all(sources | {"osft": "import torch.nn"})) == []
 
 
 def test_circles_are_found():
-    sources = {"model.a": "import model.b", "model.b": "from model import c", "model.c": "from model.a import x"}
+    sources = {
+        "model.a": "import model.b",
+        "model.b": "from mini_trainer.model import c",
+        "model.c": "from mini_trainer.model.a import x",
+    }
     circle = "model.a -> model.b -> model.c -> model.a"
     assert find_circles(read_all(sources | {"model.d": "import model.a"})) == [circle]
     assert find_circles(read_all(sources | {"model.c": "import model.d", "model.d": ""})) == []
 
 
 def test_torch_is_found_however_far_away():
-    sources = {"process_data": "from corpus import files", "corpus.files": "def f():\n    from torch import nn"}
+    sources = {
+        "process_data": "from mini_trainer.data.rows import files",
+        "mini_trainer.data.rows.files": "def f():\n    from torch import nn",
+    }
     closure = find_closure("process_data", read_all(sources))
-    assert closure["torch"] == ["process_data", "corpus.files", "torch"]
-    sources = {"process_data": "from corpus import files", "corpus.files": "", "corpus.__init__": "import torch"}
+    assert closure["torch"] == ["process_data", "mini_trainer.data.rows.files", "torch"]
+    sources = {
+        "process_data": "from mini_trainer.data.rows import files",
+        "mini_trainer.data.rows.files": "",
+        "corpus.__init__": "import torch",
+    }
     assert "torch" in find_closure("process_data", read_all(sources))
 
 
 # Modules that print texts of others themselves, and why that is safe.
 PRINT = {
-    "ranks.printing": "what its callers have cleaned",
-    "ranks.messages": "what is clean",
-    "ranks.ending": "stacks of this program's threads",
-    "ranks.monitor": "what is clean, on a line of its own",
-    "corpus.preview": "segments that are made visible, in our colours",
-    "inference.terminal": "pieces of answers, each made visible",
-    "lifecycle.training_log": "JSON in ASCII",
+    "mini_trainer.distributed.printing": "what its callers have cleaned",
+    "mini_trainer.distributed.messages": "what is clean",
+    "mini_trainer.distributed.ending": "stacks of this program's threads",
+    "mini_trainer.distributed.monitor": "what is clean, on a line of its own",
+    "mini_trainer.use.pages.preview": "segments that are made visible, in our colours",
+    "mini_trainer.use.inference.terminal": "pieces of answers, each made visible",
+    "mini_trainer.run.training_log": "JSON in ASCII",
     "command_line": "the user's options as YAML",
     "__main__": "the user's own words",
-    "ranks.children": "lines of a script, which are clean",
-    "lifecycle.raw_rows": "lines of a script, which are clean",
+    "mini_trainer.distributed.children": "lines of a script, which are clean",
+    "mini_trainer.run.raw_rows": "lines of a script, which are clean",
 }
 
 

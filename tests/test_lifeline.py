@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ranks.ending import RunError
-from ranks.lifeline import Connection, Lifeline
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.distributed.lifeline import Connection, Lifeline
 
 
 class Ears:
@@ -80,7 +80,7 @@ def test_beats_do_not_pile_up_for_a_rank_that_does_not_read(ranks):
 
 
 def test_a_stranger_who_says_nothing_is_shown_out(ranks, monkeypatch):
-    monkeypatch.setattr("ranks.lifeline.SECONDS_TO_SAY_HELLO", 0.1)
+    monkeypatch.setattr("mini_trainer.distributed.lifeline.SECONDS_TO_SAY_HELLO", 0.1)
     zero = ranks[0]
     port, _ = zero.lifeline.listen()
     with socket.create_connection(("127.0.0.1", port)):
@@ -99,7 +99,7 @@ def test_calls_of_other_threads_are_made_in_their_order_where_it_polls(ranks):
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):
-    monkeypatch.setattr("ranks.lifeline.SECONDS_TO_CONNECT", 0.05)
+    monkeypatch.setattr("mini_trainer.distributed.lifeline.SECONDS_TO_CONNECT", 0.05)
     with pytest.raises(RunError, match=r"ranks 1-2 did not connect to rank 0 on .*, port 7"):
         Lifeline(0, 3, on_met=print, on_message=print, on_lost=print).connect(7, "token")
 

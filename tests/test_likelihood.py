@@ -16,12 +16,12 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from evaluation.likelihood import encode_choices, score_choices
-from evaluation.task_files import describe_task_file
-from inference.hf_engine import HFEngine
-from inference.models import find_answering_model
-from inference.prompts import Prompt
-from options import EngineOptions, SamplingOptions
+from mini_trainer.options import EngineOptions, SamplingOptions
+from mini_trainer.use.evaluation.likelihood import encode_choices, score_choices
+from mini_trainer.use.evaluation.task_files import describe_task_file
+from mini_trainer.use.inference.hf_engine import HFEngine
+from mini_trainer.use.inference.models import find_answering_model
+from mini_trainer.use.inference.prompts import Prompt
 
 need("lm_eval")
 

@@ -12,10 +12,10 @@ from processes import ENV, ROOT, flags
 from small_runs import OPTIONS, make_inputs
 from terminal import open_terminal, read_screen, run_on_terminal
 
-from lifecycle.live_line import LiveLine, open_console
-from lifecycle.time_left import TimeLeft
-from lifecycle.training_log import Console
-from ranks.terminal import LinesAboveBars
+from mini_trainer.distributed.terminal import LinesAboveBars
+from mini_trainer.run.live_line import LiveLine, open_console
+from mini_trainer.run.time_left import TimeLeft
+from mini_trainer.run.training_log import Console
 
 STEP = dict(step=1, epoch=0.5, loss=2.0, lr=0.1, grad_norm=1.0, tokens_per_second=1234.0, mfu=None)
 END = "<end>"
@@ -103,7 +103,7 @@ def test_a_steps_line_has_the_newest_validation_and_never_that_of_the_untrained_
 ):
     read_terminal = sit_down()
     caplog.set_level("INFO", logger="mini_trainer")
-    monkeypatch.setattr("lifecycle.training_log.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("mini_trainer.run.training_log.SECONDS_BETWEEN_LINES", 0.0)
     console = kind(make_time_left(num_steps=None), shown=())
 
     def write_step(step: int) -> str:

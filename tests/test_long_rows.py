@@ -8,15 +8,15 @@ from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, make_osft, save_model
 from torch import Tensor
 from transformers import LlamaConfig, OPTConfig
 
-from methods.lora import LoRA
-from model import tiling
-from model.offloading import apply_offloading
-from objectives.next_tokens import CausalLM
-from objectives.packed_model import PackedModel
-from options import LoRAOptions, TrainOptions, group_options
-from options.problems.finding import find_problems
-from pretrained.parts import find_blocks
-from ranks.memory import MemoryCounter
+from mini_trainer.distributed.memory import MemoryCounter
+from mini_trainer.model import tiling
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.offloading import apply_offloading
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import LoRAOptions, TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
 
 LENGTHS, LEAST_TOKENS = (13, 1, 40, 27), 8  # borders inside of tiles; the last tile is smaller
 MODES = ("none", "selective", "full")
@@ -80,7 +80,7 @@ def test_the_same_gradients_of_layers_that_a_method_puts_in(kind, world, tmp_pat
 
 def test_tiles_change_nothing_of_what_is_known_of_experts(world, tmp_path, monkeypatch):
     path = save_model(FAMILIES["mixtral"], tmp_path / "model")
-    monkeypatch.setattr("families.text.find_router_loss", lambda model, asked: 0.1)
+    monkeypatch.setattr("mini_trainer.objectives.families.text.find_router_loss", lambda model, asked: 0.1)
     plain, tiled = (run_backward(build(path, world, tiled_mlp=is_tiled)) for is_tiled in (False, True))
     assert torch.equal(tiled["expert_loads"], plain["expert_loads"]) and plain["router_loss"] > 0
     check_same(tiled, plain)

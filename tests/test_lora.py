@@ -29,14 +29,14 @@ from tiny_models import SHAPE, VOCAB_SIZE, build, compile_by, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from chat.masking import fingerprint_tokenizer
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from methods.lora import NUM_COMPARED, LoRA
-from methods.nf4 import NF4Linear, pack, unpack
-from objectives.packed_model import PackedModel
-from options import DataOptions, LoRAOptions, TrainOptions, group_options
-from options.problems.finding import find_problems
+from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.model.methods.lora import NUM_COMPARED, LoRA
+from mini_trainer.model.methods.nf4 import NF4Linear, pack, unpack
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import DataOptions, LoRAOptions, TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
 
 ALWAYS = [("llama", {}), ("qwen3_moe", {}), ("gpt2", dict(lora_use_dora=True)), ("gpt_oss_sinks", {})]
 
@@ -375,7 +375,7 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     inputs = make_inputs(tmp_path, "mixtral")
     export = train(world, inputs, tmp_path / "run")
     command = [
-        "tools/merge_adapter.py",
+        "mini_trainer/tools/merge_adapter.py",
         *flags(adapter=export / "adapter", output_dir=tmp_path / "m", export_dtype="float32"),
     ]
     done = run_forked(0, *command)
@@ -386,7 +386,7 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     AutoTokenizer.from_pretrained(tmp_path / "m")
     again = run_forked(0, *command)
     assert again.returncode == 2 and "already exists" in again.stderr
-    none = run_forked(0, "tools/merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
+    none = run_forked(0, "mini_trainer/tools/merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
     assert none.returncode == 2 and "has no adapter_config.json" in none.stderr
 
 

@@ -11,25 +11,25 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from in_process import train_here
+from mini_trainer.sampler import StreamTokens, choose_batching, count_steps, draw_samples, iterate_batches
 from small_runs import OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import save_tokenizer
 from tiny_pairs import write_pairs
 
-import sampler
-from corpus import by_row, index, order
-from corpus.by_row import Joined, RowRange, find_top_row, join_rows, sum_values
-from corpus.mixture import Mixture
-from corpus.order import FeistelPermutation, draw_permutation
-from corpus.reader import TokenizedData
-from model.fingerprints import fingerprint_data
-from objectives.next_tokens import CausalLM
-from objectives.soft_targets import make_record_type
-from objectives.token_columns import TextColumns
-from options import DataOptions, EndOptions
-from ranks.row_group import Place
-from sampler import StreamTokens, choose_batching, count_steps, draw_samples, iterate_batches
-from scoring import score_files
+from mini_trainer import sampler
+from mini_trainer.data.columns.token_columns import TextColumns
+from mini_trainer.data.tokenized import by_row, index, order
+from mini_trainer.data.tokenized.by_row import Joined, RowRange, find_top_row, join_rows, sum_values
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.order import FeistelPermutation, draw_permutation
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.row_group import Place
+from mini_trainer.model.fingerprints import fingerprint_data
+from mini_trainer.model.scoring import score_files
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.soft_targets import make_record_type
+from mini_trainer.options import DataOptions, EndOptions
 
 VOCAB_SIZE, STEPS = 160, 5
 ENDINGS = (".arrow", ".parquet", ".jsonl")

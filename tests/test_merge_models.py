@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from options import MergeModelsOptions
-from options.problems.finding import find_problems
-from tools.merge_models import merge_models
+from mini_trainer.options import MergeModelsOptions
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.tools.merge_models import merge_models
 
 
 def make(path: Path, family: str, *, seed: int, dtype: torch.dtype, shard: str = "5GB") -> Path:
@@ -46,8 +46,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("weights", [(0.25, 0.75), (1.5, -0.5), ()])
 def test_a_weighted_mean_is_what_torch_makes_of_whole_models(weights, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("model.merging.SHARD_BYTES", 15_000)  # several files, and several pieces of a tensor
-    monkeypatch.setattr("model.merging.ROW_BYTES", 1000)
+    monkeypatch.setattr(
+        "mini_trainer.model.merging.SHARD_BYTES", 15_000
+    )  # several files, and several pieces of a tensor
+    monkeypatch.setattr("mini_trainer.model.merging.ROW_BYTES", 1000)
     path = mix(tmp_path / "mixed", model=(str(models["b"]), str(models["a"])), weights=weights)
     first, second = read_tensors(models["b"]), read_tensors(models["a"])
     w, v = weights or (0.5, 0.5)
@@ -85,11 +87,11 @@ def test_no_more_is_held_than_a_file_that_is_written(models, tmp_path, monkeypat
         shutil.copytree(models["a"], tmp_path / name)
         save_file(big, tmp_path / name / "model.safetensors")
     total = sum(tensor.nbytes for tensor in big.values())
-    monkeypatch.setattr("model.merging.SHARD_BYTES", total // 8)
-    monkeypatch.setattr("model.merging.ROW_BYTES", total // 50)
+    monkeypatch.setattr("mini_trainer.model.merging.SHARD_BYTES", total // 8)
+    monkeypatch.setattr("mini_trainer.model.merging.ROW_BYTES", total // 50)
     saved = []
     monkeypatch.setattr(
-        "model.merging.save_file",
+        "mini_trainer.model.merging.save_file",
         lambda tensors, path, metadata: (
             saved.append(sum(t.nbytes for t in tensors.values())) or save_file(tensors, path)
         ),

@@ -12,7 +12,7 @@ from breadth import wide
 from forked import run_forked
 from processes import ENV, ROOT
 
-from ranks.messages import CleanFormatter, hide_secrets, make_visible
+from mini_trainer.distributed.messages import CleanFormatter, hide_secrets, make_visible
 
 TURNING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # Unicode's names for what turns writing
 
@@ -79,8 +79,8 @@ except Exception as error:
     print(type(error).__name__)
 """
 GUARD = """
-from command_line import parse_options
-from options import GenerateOptions
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options import GenerateOptions
 parse_options(GenerateOptions, ["--model", "m"])
 """
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from hand_made import read_triple
 from in_process import train_here, train_on
+from mini_trainer.sampler import StreamTokens, count_drawn, draw_samples
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
-from corpus.mixture import Mixture, interleave
-from corpus.reader import TokenizedData
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
-from sampler import StreamTokens, count_drawn, draw_samples
+from mini_trainer.data.tokenized.mixture import Mixture, interleave
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
 
 SIZES, WEIGHTS = dict(a=30, b=11, c=5), (0.5, 0.3, 0.2)
 STEPS = 6

@@ -20,13 +20,13 @@ from tiny_models import VOCAB_SIZE
 from tiny_vision import make_image, save_vision_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lifecycle import hub as hub_module
-from lifecycle import uploads as uploads_module
-from lifecycle.model_card import MAX_POINTS, describe_data, describe_head, describe_usage, draw_curve
-from lifecycle.uploads import BEST, REGULAR, Uploads
-from objectives.next_tokens import CausalLM
-from options import HubOptions, TrainOptions, group_options
-from options.problems.finding import find_problems
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import HubOptions, TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run import hub as hub_module
+from mini_trainer.run import uploads as uploads_module
+from mini_trainer.run.model_card import MAX_POINTS, describe_data, describe_head, describe_usage, draw_curve
+from mini_trainer.run.uploads import BEST, REGULAR, Uploads
 
 TOKEN = "hf_aTokenThatNobodyMaySee"
 

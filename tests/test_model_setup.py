@@ -37,14 +37,14 @@ from transformers import (
     XLMConfig,
 )
 
-from families.family import Own
-from families.micro_batch import Targets
-from families.sample import Sample
-from families.text import TextFamily
-from model import attention as packed_attention
-from model.config import check_rope
-from model.sharding import choose_dim
-from objectives.next_tokens import TokenLoss
+from mini_trainer.data.columns.sample import Sample
+from mini_trainer.model import attention as packed_attention
+from mini_trainer.model.config import check_rope
+from mini_trainer.model.sharding import choose_dim
+from mini_trainer.objectives.families.family import Own
+from mini_trainer.objectives.families.micro_batch import Targets
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import TokenLoss
 
 LENGTHS = (13, 1, 22, 7)
 
@@ -337,7 +337,7 @@ def test_weights_of_tokens_are_not_rounded_to_the_compute_type(world, tmp_path, 
     model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
     seen = []
     monkeypatch.setattr(
-        "objectives.next_tokens.sum_token_loss", lambda tokens, measure: seen.append(tokens.token_weights)
+        "mini_trainer.objectives.next_tokens.sum_token_loss", lambda tokens, measure: seen.append(tokens.token_weights)
     )
     ids = np.arange(3, 12)
     model(pack_samples([(ids, ids, np.full(len(ids), 0.3, dtype=np.float32))]))

@@ -26,19 +26,19 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from chat.templates import load_tokenizer
-from disk import hash_file
-from families.text import TextFamily
-from lifecycle.tower_files import add_tensors, find_tensors
-from lifecycle.write_pool import WritePool
-from methods.full import Full
-from model.build import build_model
-from model.weights import list_left_out
-from objectives.next_tokens import CausalLM
-from options import MergeAdapterOptions, TrainOptions, group_options
-from pretrained.stored import find_stored
-from pretrained.text_tower import find_placeholders, text_config
-from tools.merge_adapter import merge_adapter
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.stores.disk import hash_file
+from mini_trainer.model.build import build_model
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.stored import find_stored
+from mini_trainer.model.weights import list_left_out
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.text_tower import find_placeholders, text_config
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import MergeAdapterOptions, TrainOptions, group_options
+from mini_trainer.run.tower_files import add_tensors, find_tensors
+from mini_trainer.run.write_pool import WritePool
+from mini_trainer.tools.merge_adapter import merge_adapter
 
 IMAGE, VIDEO = 280, 281  # token ids that stand for what is no text
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16)

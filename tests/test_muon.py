@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import _muon
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from optim import matrices
-from optim.matrices import Layout, find_matrices
-from optim.muon import Muon, Unit, share_out
-from optim.optimizers import set_step
-from optim.rates import choose_rates
-from options import OptimizationOptions
+from mini_trainer.model.optim import matrices
+from mini_trainer.model.optim.matrices import Layout, find_matrices
+from mini_trainer.model.optim.muon import Muon, Unit, share_out
+from mini_trainer.model.optim.optimizers import set_step
+from mini_trainer.model.optim.rates import choose_rates
+from mini_trainer.options import OptimizationOptions
 
 MUON = dict(optimizer="muon", learning_rate=2e-3, weight_decay=0.1)
 TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -12,25 +12,25 @@ import pyarrow as pa
 import pytest
 import torch
 from in_process import print_plan, train_on
+from mini_trainer.sampler import draw_samples
 from small_runs import make_inputs
 from tiny_models import VOCAB_SIZE
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.family import Family
-from families.sample import LENGTHS_COLUMN
-from families.text import TextFamily
-from objectives.choice import KINDS, Kind, make_text_family
-from objectives.data_kinds import COLUMNS
-from objectives.next_tokens import CausalLM, TokenLoss
-from objectives.token_columns import TextColumns
-from options.objectives import OBJECTIVES, ObjectiveFacts
-from ranks.ending import ExitCode
-from sampler import draw_samples
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.sample import LENGTHS_COLUMN
+from mini_trainer.data.columns.token_columns import TextColumns
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.objectives.choice import KINDS, Kind, make_text_family
+from mini_trainer.objectives.families.family import Family
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
+from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
 
 NAME, WEIGHT = "pairs", 1e-2
 NUM_SAMPLES = 24

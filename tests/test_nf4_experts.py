@@ -16,11 +16,11 @@ from tiny_models import build, compile_by
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from methods.lora import LoRA
-from methods.nf4 import pack, unpack
-from methods.nf4_experts import NF4Experts
-from model.flops import count_flops
-from options import LoRAOptions
+from mini_trainer.model.flops import count_flops
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.methods.nf4 import pack, unpack
+from mini_trainer.model.methods.nf4_experts import NF4Experts
+from mini_trainer.options import LoRAOptions
 
 LENGTHS = (13, 2, 22, 7)
 

@@ -12,7 +12,7 @@ from processes import ENV, is_alive, list_children
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from ranks.ending import ExitCode
+from mini_trainer.distributed.ending import ExitCode
 
 nbclient, nbformat = need("nbclient"), need("nbformat")
 need("ipykernel")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from breadth import long
 from in_process import print_plan, train_on
+from mini_trainer.sampler import RunPosition, draw_samples, iterate_batches
 from scored_data import write_data
 from small_runs import read_rows
 from tiny_data import make_samples, read_lines, write_samples
@@ -15,15 +16,14 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from lifecycle.run_model import build_run_model
-from lifecycle.start import open_inputs
-from lifecycle.step import run_backward
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
-from ranks.ending import ExitCode
-from sampler import RunPosition, draw_samples, iterate_batches
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.run_model import build_run_model
+from mini_trainer.run.start import open_inputs
+from mini_trainer.run.step import run_backward
 
 BATCH_SIZE, NUM_SAMPLES, CAP = 8, 24, 160
 

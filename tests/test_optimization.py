@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from optim.optimizers import build_optimizer, clip_gradients
-from optim.schedules import learning_rate_at
-from options import OptimizationOptions
+from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients
+from mini_trainer.model.optim.schedules import learning_rate_at
+from mini_trainer.options import OptimizationOptions
 
 
 def rates(scheduler: str, num_steps: int = 10, **changes) -> list[float]:

@@ -16,10 +16,8 @@ from refusals import refuse
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from command_line import check_yaml, describe_options, parse_options, read_option_file, read_yaml
-from continual.settings import read_settings as read_continual
-from lifecycle.stages import Stage
-from options import (
+from mini_trainer.continual.settings import read_settings as read_continual
+from mini_trainer.options import (
     ContinualOptions,
     ImportConfigOptions,
     PlotOptions,
@@ -29,9 +27,11 @@ from options import (
     environment,
     flatten_options,
 )
-from options.completion import complete_options
-from sweep.settings import read_settings as read_sweep
-from tools.import_config import import_config
+from mini_trainer.options.command_line import check_yaml, describe_options, parse_options, read_option_file, read_yaml
+from mini_trainer.options.completion import complete_options
+from mini_trainer.run.stages import Stage
+from mini_trainer.tools.import_config import import_config
+from mini_trainer.tools.sweep.settings import read_settings as read_sweep
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d", "--output-dir", "o", "--max-steps", "1"]
 MODEL = ["--data-path", "d", "--output-dir", "o", "--max-steps", "1"]

@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import runpy
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -15,10 +14,11 @@ from breadth import long
 from processes import ENV, run_unread
 from refusals import refuse
 
-import options
-from command_line import find_closest, parse_options
-from objectives.choice import KINDS
-from options import (
+from mini_trainer import options
+from mini_trainer.__main__ import PROGRAMS
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.objectives.choice import KINDS
+from mini_trainer.options import (
     GenerateOptions,
     ProcessDataOptions,
     TrainOptions,
@@ -27,15 +27,15 @@ from options import (
     list_types,
     replace_options,
 )
-from options.choices import list_choices
-from options.names_elsewhere import NAMES_ELSEWHERE
-from options.objectives import OBJECTIVES
-from options.problems import packages
-from options.problems.finding import find_problems, find_wrong_options
-from ranks.ending import ExitCode
+from mini_trainer.options.choices import list_choices
+from mini_trainer.options.command_line import find_closest, parse_options
+from mini_trainer.options.names_elsewhere import NAMES_ELSEWHERE
+from mini_trainer.options.objectives import OBJECTIVES
+from mini_trainer.options.problems import packages
+from mini_trainer.options.problems.finding import find_problems, find_wrong_options
 
 ROOT = Path(__file__).parent.parent
-OTHERS = sorted({*runpy.run_path(str(ROOT / "__main__.py"))["SCRIPTS"]} - {"train"})  # words of mini-trainer
+OTHERS = sorted({*PROGRAMS} - {"train"})  # words of mini-trainer
 REQUIRED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o", "--max-steps", "5"]
 
 
@@ -331,7 +331,7 @@ def test_help_names_options(script, some):
 
 @pytest.mark.parametrize("words", ["--help", "--version", "train --help", *(long(f"{word} --help") for word in OTHERS)])
 def test_help_that_nobody_reads_to_its_end_is_no_error(words):
-    done = run_unread([sys.executable, "__main__.py", *words.split()])
+    done = run_unread([sys.executable, "-m", "mini_trainer", *words.split()])
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -348,7 +348,7 @@ COMPLETE = {
     "import-config": ["c.yaml", *OUTPUT],
     "score-data": [*MODEL, "--data-path", "d"],
     "continual": ["c.yaml"],
-    "sweep": ["recipes/sweep.yaml"],  # which is read first
+    "sweep": ["examples/recipes/sweep.yaml"],  # which is read first
     "board": ["b"],
     "plot-metrics": ["r", "--output", "o.html"],
     "verify": ["chats.arrow"],
@@ -370,7 +370,7 @@ sys.meta_path.insert(0, Interrupting)
 def test_ctrl_c_while_libraries_are_imported_is_one_message(word, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ENV['PYTHONPATH']}"}
-    command = [sys.executable, "__main__.py", word, *COMPLETE[word]]
+    command = [sys.executable, "-m", "mini_trainer", word, *COMPLETE[word]]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == ExitCode.INTERRUPTED
     assert re.fullmatch(r"error: interrupted.*\n", done.stderr)
@@ -480,8 +480,8 @@ def test_options_ask_for_no_objective_by_name():
     names = OBJECTIVES.keys() - list_choices(TrainOptions)["format"]  # "preference" is a format, too
     rooms = {path: texts for path, texts in read_texts().items() if path.startswith("options/")}
     asked = {path: found for path, texts in rooms.items() if (found := names.intersection(texts))}
-    del asked["options/objectives.py"]
-    assert asked == {"options/learning.py": {"causal-lm"}}  # the default
+    del asked["mini_trainer/options/objectives.py"]
+    assert asked == {"mini_trainer/options/learning.py": {"causal-lm"}}  # the default
 
 
 def test_train_has_no_more_options_than_it_had():

@@ -8,6 +8,7 @@ import torch
 from breadth import wide
 from hand_made import pack_samples
 from in_process import train_here, train_on
+from mini_trainer.osft import OSFT, OSFTLinear, fill_layer, measure_leak, project_gradients, project_updates
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, check, compile_by, make_osft, save_model, save_tokenizer
@@ -16,20 +17,19 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from corpus.reader import TokenizedData
-from methods.osft_calibration import Statistics, prepare_statistics
-from methods.osft_subspaces import (
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.model.gathering import gather_all
+from mini_trainer.model.methods.osft_calibration import Statistics, prepare_statistics
+from mini_trainer.model.methods.osft_subspaces import (
     count_kept,
     decompose,
     make_subspace,
     oriented_shape,
     prepare_subspaces,
 )
-from model.gathering import gather_all
-from objectives.next_tokens import CausalLM
-from optim.optimizers import build_optimizer, clip_gradients, local_gradients
-from options import DataOptions, OptimizationOptions, OSFTOptions
-from osft import OSFT, OSFTLinear, fill_layer, measure_leak, project_gradients, project_updates
+from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, local_gradients
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import DataOptions, OptimizationOptions, OSFTOptions
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}
@@ -300,7 +300,7 @@ def test_a_second_start_and_another_ratio_decompose_nothing(world, tmp_path, mon
     path = save_model(FAMILIES["gpt2"], tmp_path / "model")
     first = gather(build(path, world, method=settings(tmp_path)), world)
     num_files = len(list((tmp_path / "cache").iterdir()))
-    monkeypatch.setattr("methods.osft_subspaces.make_subspace", None)
+    monkeypatch.setattr("mini_trainer.model.methods.osft_subspaces.make_subspace", None)
     again = gather(build(path, world, method=settings(tmp_path, 0.6)), world)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert len(list((tmp_path / "cache").iterdir())) == num_files == 8

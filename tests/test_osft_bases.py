@@ -18,9 +18,9 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, make_osft, sav
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from families.text import TextFamily
-from model.build import make_meta_model
-from options import TrainOptions, group_options
+from mini_trainer.model.build import make_meta_model
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.options import TrainOptions, group_options
 
 LEAK = 1e-5
 STEPS = 5

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -18,8 +17,11 @@ from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, is_alive, list_children
 from program import list_dependencies
 
+from mini_trainer.__main__ import TORCHRUN_OPTIONS
+from mini_trainer.root_files import NAMES
+
 # What a checkout has beside the package.
-OUTSIDE = {".ci", "benchmarks", "clusters", "docs", "quickstart", "recipes", "slurm", "tests"}
+OUTSIDE = {".ci", "benchmarks", "docs", "examples", "tests"}
 
 
 def list_files() -> list[Path]:
@@ -82,11 +84,9 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
 def test_a_wheel_has_one_name_and_every_file_of_the_package(wheel):
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
     assert sorted({name.parts[0] for name in names}) == ["mini_trainer", "mini_trainer_fsdp-0.1.0.dist-info"]
-    held = {Path(*name.parts[1:]) for name in names if name.parts[0] == "mini_trainer"}
-    files = list_files()
-    belonging = {path for path in files if len(path.parts) > 1 and path.parts[0] not in OUTSIDE}
-    belonging |= {path for path in files if len(path.parts) == 1 and (path.suffix == ".py" or path.name == "py.typed")}
-    assert held == belonging
+    held = {name for name in names if name.parts[0] == "mini_trainer"}
+    belonging = {path for path in list_files() if path.parts[0] == "mini_trainer"}
+    assert held == belonging | {Path("mini_trainer", f"{name}.py") for name in NAMES}
 
 
 @pytest.mark.long
@@ -113,15 +113,13 @@ def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(si
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_installed_modules_of_the_root_are_one_module_under_two_names(site, elsewhere):
-    """Each alone, in a process that knows no checkout."""
-    names = ("batch_packer", "sampler", "osft", "train", "process_data", "generate", "evaluate_model")
+def test_installed_files_of_the_root_are_modules_of_the_package(site, elsewhere):
+    """In a process that knows no checkout, beside a train.py that is another program's."""
     code = (
-        "import importlib, sys\n"
-        f"for name in {names}:\n"
-        "    first = importlib.import_module(f'mini_trainer.{name}')\n"
-        "    assert first is importlib.import_module(name) is sys.modules[f'mini_trainer.{name}'], name\n"
-        f"    assert first.__file__ == f'{site}/mini_trainer/{{name}}.py', first.__file__\n"
+        "import importlib\n"
+        f"for name in {NAMES}:\n"
+        "    module = importlib.import_module(f'mini_trainer.{name}')\n"
+        f"    assert module.__file__ == f'{site}/mini_trainer/{{name}}.py', module.__file__\n"
     )
     env = ENV | {"PYTHONPATH": str(site)}
     done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, env=env, capture_output=True, text=True)
@@ -195,10 +193,9 @@ def test_no_message_or_page_names_the_namesakes_on_the_index():
 def test_what_train_hands_to_torchrun_is_torchruns_and_no_option_of_its_own():
     from torch.distributed.run import get_args_parser
 
-    from options import TrainOptions, iterate_fields
+    from mini_trainer.options import TrainOptions, iterate_fields
 
-    program = runpy.run_path(str(ROOT / "__main__.py"), run_name="looked at, not run")
-    names = {name.replace("-", "_") for name in program["TORCHRUN_OPTIONS"]}
+    names = {name.replace("-", "_") for name in TORCHRUN_OPTIONS}
     assert names & {option.name for option, _ in iterate_fields(TrainOptions)} == set()
     takes_a_value = {action.dest for action in get_args_parser()._actions if action.nargs is None}
     assert names - takes_a_value == set()

@@ -20,10 +20,10 @@ from tiny_models import FAMILIES, build, check, compile_by, save_model
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from families.micro_batch import Row
-from model import attention as packed_attention
-from model.activation_checkpointing import ATTENTION
-from model.attention import Rule, attend_eager, attend_sdpa, choose_backend, list_functions
+from mini_trainer.model import attention as packed_attention
+from mini_trainer.model.activation_checkpointing import ATTENTION
+from mini_trainer.model.attention import Rule, attend_eager, attend_sdpa, choose_backend, list_functions
+from mini_trainer.objectives.families.micro_batch import Row
 
 LENGTHS = (7, 1, 12, 3)
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 8

@@ -27,10 +27,10 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE, load_source, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from families.text import TextFamily
-from model.packed_integers import unpack_words
-from model.quantized import find_quantization
-from model.weights import read_weights
+from mini_trainer.model.packed_integers import unpack_words
+from mini_trainer.model.quantized import find_quantization
+from mini_trainer.model.weights import read_weights
+from mini_trainer.objectives.families.text import TextFamily
 
 MLP = "model.layers.0.mlp.down_proj"
 OF_INPUTS = {"input_scale": torch.tensor(0.5), "input_scale_ub": torch.tensor([1200.0])}
@@ -66,7 +66,7 @@ def save(kind: str, path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", RELEASES)
 def test_weights_are_those_that_the_format_defines(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("model.weights.read_whole", None)  # never the model as a whole
+    monkeypatch.setattr("mini_trainer.model.weights.read_whole", None)  # never the model as a whole
     expected = save(kind, tmp_path)
     readers = read_weights(load_source(tmp_path), TextFamily())
     assert len(expected) > 10

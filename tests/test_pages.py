@@ -9,10 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from mini_trainer.osft import OSFT
 
-from lifecycle.metrics import SourceMetrics, StepMetrics
-from objectives.teachers import VALUES
-from osft import OSFT
+from mini_trainer.objectives.teachers import VALUES
+from mini_trainer.run.metrics import SourceMetrics, StepMetrics
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -145,11 +145,11 @@ def test_every_metric_is_explained():
 
 
 def test_the_slurm_script_finds_the_output_directory():
-    lines = (ROOT / "clusters" / "multi_node.sbatch").read_text().splitlines()
+    lines = (ROOT / "examples" / "clusters" / "multi_node.sbatch").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("READ_OUTPUT_DIR="))
     last = next(i for i, line in enumerate(lines) if line.startswith("OUTPUT_DIR="))
     script = "\n".join(["set -e", *lines[first : last + 1], 'echo "$OUTPUT_DIR"'])
-    words = ["--config", "recipes/quickstart.yaml", "--output-dir", "/shared/a run"]
+    words = ["--config", "examples/recipes/quickstart.yaml", "--output-dir", "/shared/a run"]
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script, "sbatch", *words], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stdout == "/shared/a run\n", done.stderr

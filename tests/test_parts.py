@@ -16,17 +16,17 @@ from forked import ForkedRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
 from processes import ROOT
 
-import corpus.files as data_files
-from command_line import parse_options
-from corpus.files import find_sources, iterate_rows, read_chunks
-from corpus.parts import Part, divide, list_parts, name_directory, read_results
-from options import ProcessDataOptions, replace_options
-from options.problems.finding import find_problems
-from process_data import process_data
-from ranks.lock import RunLock
-from ranks.tasks import find_task
+from mini_trainer.data.rows import files as data_files
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.parts import Part, divide, list_parts, name_directory, read_results
+from mini_trainer.distributed.lock import RunLock
+from mini_trainer.distributed.tasks import find_task
+from mini_trainer.options import ProcessDataOptions, replace_options
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.problems.finding import find_problems
 
 COUNT = 3
 SMALL_SECTIONS = ROOT / "tests" / "workers" / "small_sections.py"
@@ -230,7 +230,7 @@ def test_a_part_that_runs_code_is_refused(made, tmp_path):
 
 
 def test_an_input_that_changes_while_it_is_read_is_noticed(made, tmp_path, monkeypatch):
-    from corpus import parts
+    from mini_trainer.data.rows import parts
 
     def change(*args):
         os.utime(tmp_path / "in.jsonl", ns=(0, 0))
@@ -256,7 +256,7 @@ def test_one_process_joins_at_a_time(made, tmp_path, capsys):
 
 def test_a_part_that_others_joined_while_this_process_started_is_not_made_again(made, tmp_path, capsys, monkeypatch):
     """An array is started again after its join was killed: its first process joins, and the others find no parts."""
-    import process_data as program
+    from mini_trainer import process_data as program
 
     def prepare_late(*args):
         monkeypatch.undo()

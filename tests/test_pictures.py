@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from ask_pictures import exchange, guess_best
 from make_pictures import COLOURS, CORNER, CORNERS, ask_questions, choose_shapes, draw_picture
+from mini_trainer.process_data import process_data
 from PIL import Image
 from processes import ROOT, run
 from tiny_data import write_jsonl
 from tiny_vision import VISION_MODELS, make_image, make_rows, save_vision_model
 
-from chat.pictures import ImageExpander, load_processor, open_image
-from chat.token_spans import Located
-from corpus.preview import THUMBNAIL_SIDE
-from options import ProcessDataOptions, group_options
-from process_data import process_data
-from ranks.ending import ExitCode
+from mini_trainer.data.chat.pictures import ImageExpander, load_processor, open_image
+from mini_trainer.data.chat.token_spans import Located
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.use.pages.preview import THUMBNAIL_SIDE
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_what_is_not_there_is_told_before_anything_is_loaded(tmp_path):
     """Also in the words of a path that nobody expanded."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    script, rows = ROOT / "quickstart" / "ask_pictures.py", tmp_path / "none.jsonl"
+    script, rows = ROOT / "examples" / "quickstart" / "ask_pictures.py", tmp_path / "none.jsonl"
     for model, message in (
         (tmp_path / "samples_*", f"--model {tmp_path}/samples_*: there is no config.json in it"),
         (tmp_path / "model", f"--questions {rows}: there is no such file"),

@@ -12,6 +12,7 @@ import torch
 from breadth import long, wide
 from forked import run_forked
 from in_process import print_plan, train_here
+from mini_trainer.process_data import process_data
 from processes import flags
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
@@ -19,27 +20,26 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import _chunk_with_empty
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
 
-from families.text import TextFamily
-from lifecycle.choosing import choose_method, choose_settings
-from lifecycle.export import ExportParts
-from lifecycle.exports import Exports
-from lifecycle.inputs import RunInputs
-from lifecycle.step import TrainState, run_backward
-from model import tiling
-from model.sharding import prepare_backward
-from objectives.choice import KINDS, make_objective
-from objectives.columns import Task
-from objectives.objective import Objective
-from optim.optimizers import build_optimizer
-from optim.reduction import reduce_step
-from options import ProcessDataOptions, TrainOptions, group_options
-from options.objectives import OBJECTIVES
-from options.problems.finding import find_problems
-from plan import memory
-from plan.simulation import Load, Ranks, StepMemory, cut_first, lay_out_model, simulate_step
-from process_data import process_data
-from ranks.ending import ExitCode
-from ranks.memory import MemoryCounter
+from mini_trainer.data.columns.columns import Task
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.memory import MemoryCounter
+from mini_trainer.model import tiling
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.model.sharding import prepare_backward
+from mini_trainer.objectives.choice import KINDS, make_objective
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options.objectives import OBJECTIVES
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.choosing import choose_method, choose_settings
+from mini_trainer.run.export import ExportParts
+from mini_trainer.run.exports import Exports
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan import memory
+from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, cut_first, lay_out_model, simulate_step
+from mini_trainer.run.step import TrainState, run_backward
 
 pytestmark = pytest.mark.slow
 
@@ -192,8 +192,8 @@ def test_no_gradient_outlives_its_step(inputs, world, tmp_path, monkeypatch):
         num_alive.append([sum(not reference.expired() for reference in step) for step in held])
         prepare_backward(*args, **kwargs)
 
-    monkeypatch.setattr("lifecycle.step.reduce_step", look_at_gradients)
-    monkeypatch.setattr("lifecycle.step.prepare_backward", look_back)
+    monkeypatch.setattr("mini_trainer.run.step.reduce_step", look_at_gradients)
+    monkeypatch.setattr("mini_trainer.run.step.prepare_backward", look_back)
     train_here(world, **inputs | dict(dry_run=False, max_steps=3, max_tokens_per_gpu=1000, output_dir=str(tmp_path)))
     assert len(held[0]) > 10 and num_alive == [[], [0], [0, 0]]  # at the beginning of each step
 

@@ -21,18 +21,18 @@ from browser import Browser, needs_browser
 from heavy import need
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import ENV, ROOT, check_serving, run
+from processes import ENV, check_serving, run
 from run_directories import make_sources, write_run
 from tiny_data import write_jsonl
 
-from options import PlotOptions
-from options.problems.tools import find_plot_problems
-from plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
-from plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
-from plots.figure import smooth, write_figure
-from plots.page import describe_page, make_curves_page
-from plots.run_files import Run, name_runs, open_runs
-from plots.server import CurvesServer
+from mini_trainer.options import PlotOptions
+from mini_trainer.options.problems.tools import find_plot_problems
+from mini_trainer.use.plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
+from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
+from mini_trainer.use.plots.figure import smooth, write_figure
+from mini_trainer.use.plots.page import describe_page, make_curves_page
+from mini_trainer.use.plots.run_files import Run, name_runs, open_runs
+from mini_trainer.use.plots.server import CurvesServer
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> $DATA$ \"quote' %{x} <b> &lt; \u202e _ü"
@@ -458,7 +458,7 @@ def test_options_that_cannot_be_used(options, problem):
 
 
 def plot(*words: object) -> subprocess.CompletedProcess:
-    return run([sys.executable, "tools/plot_metrics.py", *map(str, words)])
+    return run([sys.executable, "-m", "mini_trainer", "plot-metrics", *map(str, words)])
 
 
 def test_the_command_writes_a_page_and_says_where(tmp_path):
@@ -487,7 +487,11 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
 )
 def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/plot_metrics.py", *words], cwd=tmp_path, env=ENV, capture_output=True, text=True
+        [sys.executable, "-m", "mini_trainer", "plot-metrics", *words],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and "Traceback" not in done.stderr
@@ -496,10 +500,10 @@ def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, t
 def test_ctrl_c_while_a_run_is_read_is_one_message(tmp_path):
     path = write_run(tmp_path / "a", num_steps=2)
     code = f"""if True:
-        import os, runpy, signal, sys, plots.run_files
+        import os, runpy, signal, sys, use.plots.run_files
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        plots.run_files.open_runs = lambda paths: os.kill(os.getpid(), signal.SIGINT)
-        sys.argv = ["tools/plot_metrics.py", {str(path)!r}, "--output", "x.html"]
+        use.plots.run_files.open_runs = lambda paths: os.kill(os.getpid(), signal.SIGINT)
+        sys.argv = ["mini_trainer/tools/plot_metrics.py", {str(path)!r}, "--output", "x.html"]
         runpy.run_path(sys.argv[0], run_name="__main__")"""
     done = run([sys.executable, "-c", code])
     assert (done.returncode, done.stderr) == (130, "error: interrupted; no output is left\n")
@@ -518,7 +522,12 @@ def test_without_the_libraries_the_message_says_what_to_install(tmp_path):
     (tmp_path / "missing").mkdir()
     for name, ending in (("plotly", "html"), ("matplotlib", "png")):
         (tmp_path / "missing" / f"{name}.py").write_text("raise ImportError")
-        command = [sys.executable, "tools/plot_metrics.py", str(path), "--output", str(tmp_path / f"x.{ending}")]
+        command = [
+            *(sys.executable, "-m", "mini_trainer", "plot-metrics"),
+            str(path),
+            "--output",
+            str(tmp_path / f"x.{ending}"),
+        ]
         done = run(command, env={"PYTHONPATH": f"{tmp_path / 'missing'}"})
         assert done.returncode == 2 and f"pip install {name}" in done.stderr
 
@@ -571,7 +580,7 @@ def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
     path = write_run(tmp_path / "run", num_steps=5)
-    check_serving([sys.executable, "tools/plot_metrics.py", str(path), "--follow"], "curves")
+    check_serving([sys.executable, "-m", "mini_trainer", "plot-metrics", str(path), "--follow"], "curves")
 
 
 # ---- in a browser

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from bad_preference_rows import ASKED, BAD, BAD_FEEDBACK, BAD_PAIRS, FEEDBACK, GOOD, PAIR, USER, say
 from forked import run_forked
+from mini_trainer.process_data import process_data
 from processes import flags
 from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
-from chat.templates import load_tokenizer
-from command_line import parse_options
-from corpus.reader import TokenizedData
-from families.sample import list_sequences
-from options import ProcessDataOptions
-from process_data import process_data
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.columns.sample import list_sequences
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import ProcessDataOptions
+from mini_trainer.options.command_line import parse_options
 
 CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"

@@ -60,5 +60,5 @@ def test_the_words_of_held_out_prompts_are_trained():
 
 def test_the_page_shows_the_wordings_of_its_data():
     page = (ROOT / "docs" / "preferences.md").read_text()
-    assert "quickstart/make_preferences.py" in page and "recipes/preferences.yaml" in page
+    assert "examples/quickstart/make_preferences.py" in page and "examples/recipes/preferences.yaml" in page
     assert f"{ANSWER.format(code='P5S')} {POLITE}" in page

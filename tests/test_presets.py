@@ -8,24 +8,24 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import train_here
+from mini_trainer.process_data import process_data
 from refusals import refuse
 from small_runs import make_inputs
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_models import FAMILIES, load_source, save_model, save_tokenizer
 from tiny_vision import make_rows, save_vision_model, tokenize
 
-from command_line import describe_options, parse_options
-from lifecycle.export import ExportParts
-from lifecycle.export_check import check_export
-from methods.full import Full
-from model.config import load_generation_config
-from objectives.next_tokens import CausalLM
-from objectives.packed_model import PackedModel
-from options import PRESETS, ProcessDataOptions, TrainOptions, flatten_options, group_options
-from options.problems.finding import find_problems
-from process_data import process_data
-from ranks.ending import RunError
-from sweep.settings import read_train
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.model.config import load_generation_config
+from mini_trainer.model.methods.full import Full
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import PRESETS, ProcessDataOptions, TrainOptions, flatten_options, group_options
+from mini_trainer.options.command_line import describe_options, parse_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.export import ExportParts
+from mini_trainer.run.export_check import check_export
+from mini_trainer.tools.sweep.settings import read_train
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]
 

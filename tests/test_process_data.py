@@ -20,19 +20,19 @@ from breadth import long, wide
 from data_runs import chat, command_for, options_for, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from mini_trainer.process_data import process_data
 from processes import run_unread
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from chat.labels import IGNORED
-from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
-from command_line import parse_options
-from corpus.files import MAX_ROW_BYTES
-from corpus.preparing import BYTES_PER_WORKER
-from corpus.reader import TokenizedData
-from corpus.report import percentile
-from options import ProcessDataOptions, replace_options
-from options.problems.finding import find_problems
-from process_data import process_data
+from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.rows.files import MAX_ROW_BYTES
+from mini_trainer.data.rows.preparing import BYTES_PER_WORKER
+from mini_trainer.data.rows.report import percentile
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import ProcessDataOptions, replace_options
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.problems.finding import find_problems
 
 ROOT = Path(__file__).parent.parent
 
@@ -410,7 +410,7 @@ def test_only_documents_are_cut(model, tmp_path):
 
 @pytest.mark.parametrize("ending", READERS)
 def test_only_samples_of_rows_with_weights_have_some(model, tmp_path, monkeypatch, ending):
-    monkeypatch.setattr("corpus.files.CHUNK_ROWS", 2)
+    monkeypatch.setattr("mini_trainer.data.rows.files.CHUNK_ROWS", 2)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [chat(i) for i in range(7)]
     rows[4]["messages"][1]["weight"] = 0.25
@@ -507,7 +507,7 @@ def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatc
 )
 def test_templates_and_tokens_that_are_refused(base_model, tmp_path, monkeypatch, options, reason):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("chat.rendering.RENDER_SECONDS", 0.3)
+    monkeypatch.setattr("mini_trainer.data.chat.rendering.RENDER_SECONDS", 0.3)
     Path("broken.jinja").write_text("{% for message in messages %}")
     loop = "{% for i in range(99999) %}"
     Path("endless.jinja").write_text(loop * 3 + "{% endfor %}" * 3)

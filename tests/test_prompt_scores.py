@@ -14,8 +14,8 @@ from scored_data import TOP_K, score_here, write_data
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
-from objectives.soft_targets import make_record_type
-from scoring.score_files import locate_scores
+from mini_trainer.model.scoring.score_files import locate_scores
+from mini_trainer.objectives.soft_targets import make_record_type
 
 Change = Callable[[dict[str, Any], list[int]], object]  # of a choice, and the prompt's ids
 
@@ -71,7 +71,7 @@ def teacher(model) -> Teacher:
 @pytest.fixture
 def server(teacher, monkeypatch) -> Iterator[Server]:
     teacher.answer_well()
-    monkeypatch.setattr("inference.openai_engine.NUM_RETRIES", 0)
+    monkeypatch.setattr("mini_trainer.use.inference.openai_engine.NUM_RETRIES", 0)
     with serve(teacher) as server:
         yield server
 
@@ -199,7 +199,7 @@ def test_a_page_or_another_protocol_is_refused_by_row_and_server(kind, text, wor
 
 def test_a_server_in_trouble_leaves_a_file_to_continue(world, server, teacher, data, monkeypatch):
     whole = ask(world, server, data).read_bytes()
-    monkeypatch.setattr("scoring.score_files.PART_BYTES", 60 * make_record_type(TOP_K).itemsize)
+    monkeypatch.setattr("mini_trainer.model.scoring.score_files.PART_BYTES", 60 * make_record_type(TOP_K).itemsize)
     teacher.change, teacher.num_good = ODD["null"][0], teacher.num_asked + 8
     with pytest.raises(ValueError, match="no prompt_logprobs"):
         ask(world, server, data, name="later")

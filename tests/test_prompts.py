@@ -12,25 +12,25 @@ from breadth import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults
+from mini_trainer.generate import open_model
+from mini_trainer.process_data import process_data
 from stock_templates import TEMPLATES, make_tokenizer
 from tiny_data import read_lines, write_jsonl
 from tiny_models import SHAPE, save_model
 from trait_templates import ONLY_PARTS, PROMPTED_REASONING
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from chat.labels import IGNORED
-from chat.masking import Chat, ChatMasker
-from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from chat.rendering import Patience
-from chat.token_spans import Remark, TokenizedChat
-from corpus.formats import find_format, read_example
-from corpus.labelled_tokens import LabelledTokenizer
-from evaluation.likelihood import encode_choices
-from generate import open_model
-from inference.engine import Request
-from inference.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts
-from options import GenerateOptions, ProcessDataOptions, group_options
-from process_data import process_data
+from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
+from mini_trainer.data.chat.rendering import Patience
+from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.rows.formats import find_format, read_example
+from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
+from mini_trainer.options import GenerateOptions, ProcessDataOptions, group_options
+from mini_trainer.use.evaluation.likelihood import encode_choices
+from mini_trainer.use.inference.engine import Request
+from mini_trainer.use.inference.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts
 
 IM_END = "<|im_end|>"
 USER, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Five."}

@@ -19,10 +19,17 @@ import typing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import mini_trainer
 import pytest
 import tyro
 from breadth import wide
+from mini_trainer.process_data import process_data as run_process_data
+from processes import ENV, is_alive, list_children
+from program import list_sources
+from tiny_data import make_samples, write_counting_chats, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from torch.distributed.elastic.agent.server import local_elastic_agent
+
+import mini_trainer
 from mini_trainer import (
     DataProcessArgs,
     DeepSpeedOptions,
@@ -45,31 +52,23 @@ from mini_trainer.api.commands import (
     make_train_words,
 )
 from mini_trainer.api.errors import ERRORS, BadInputError, StorageError, make_error
-from mini_trainer.api.root_modules import ROOT_MODULES
 from mini_trainer.api.stub import STUB, make_stub
-from mini_trainer.ranks import children
-from mini_trainer.ranks.children import find_last_words
-from processes import ENV, is_alive, list_children
-from program import list_sources
-from tiny_data import make_samples, write_counting_chats, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
-from torch.distributed.elastic.agent.server import local_elastic_agent
-
-from chat.rendering import TemplateTooSlow, UnreadableContent
-from chat.turns import UnknownPrompt
-from corpus.columns import RefusedColumn
-from corpus.formats import UnknownFormat
-from corpus.parquet import UnpacksToTooMuch
-from corpus.parts import JoinedElsewhere
-from corpus.remote import BrokenTransfer
-from corpus.worker_pool import WorkerDied
-from importers.rules import Refusal
-from lifecycle.checkpointing import NoValidCheckpoint
-from lifecycle.stages import Stopped
-from options import ProcessDataOptions, TrainOptions, flatten_options, group_options, iterate_fields
-from options.urls import RefusedRedirect
-from process_data import process_data as run_process_data
-from ranks.ending import ExitCode, RanksDiffer, RunError
+from mini_trainer.data.chat.rendering import TemplateTooSlow, UnreadableContent
+from mini_trainer.data.chat.turns import UnknownPrompt
+from mini_trainer.data.rows.columns import RefusedColumn
+from mini_trainer.data.rows.formats import UnknownFormat
+from mini_trainer.data.rows.parts import JoinedElsewhere
+from mini_trainer.data.rows.worker_pool import WorkerDied
+from mini_trainer.data.stores.parquet import UnpacksToTooMuch
+from mini_trainer.data.stores.remote import BrokenTransfer
+from mini_trainer.distributed import children
+from mini_trainer.distributed.children import find_last_words
+from mini_trainer.distributed.ending import ExitCode, RanksDiffer, RunError
+from mini_trainer.options import ProcessDataOptions, TrainOptions, flatten_options, group_options, iterate_fields
+from mini_trainer.options.urls import RefusedRedirect
+from mini_trainer.run.checkpointing import NoValidCheckpoint
+from mini_trainer.run.stages import Stopped
+from mini_trainer.tools.importers.rules import Refusal
 
 NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
 CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
@@ -390,7 +389,7 @@ def test_children_do_not_inherit_a_launchers_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "x")
     said, script = tmp_path / "environment.json", tmp_path / "child.py"
     script.write_text(f"import json, os\njson.dump(dict(os.environ), open({str(said)!r}, 'w'))\n")
-    monkeypatch.setattr(children, "PROGRAM", script)
+    monkeypatch.setattr(children, "name_module", lambda module: [sys.executable, str(script)])
     assert children.run_child([], more={"MORE": "y", "RANK": "0"})[0] == 0
     found = json.loads(said.read_text())
     assert (found["MY_TOKEN"], found["MORE"], found["RANK"]) == ("x", "y", "0")
@@ -431,13 +430,6 @@ def test_torchruns_arguments(args, words):
     assert make_torchrun_words(args) == words
 
 
-@pytest.mark.parametrize("name", ROOT_MODULES)
-def test_modules_of_the_root_are_one_module_under_two_names(name):
-    module = importlib.import_module(name)
-    assert importlib.import_module(f"mini_trainer.{name}") is module is getattr(mini_trainer, name)
-    assert (module.__name__, module.__spec__.name) == (name, name)
-
-
 def test_process_data_is_called_whether_or_not_its_module_has_been_imported(monkeypatch):
     importlib.import_module("mini_trainer.process_data")
     monkeypatch.setattr("mini_trainer.api.launch.run_child", lambda words: (ExitCode.DONE, ""))
@@ -450,15 +442,6 @@ def test_a_script_runs_by_its_modules_name(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == ExitCode.BAD_INPUT, done.stderr
     assert "unknown option --inptu-file; did you mean --input-file?" in done.stderr
-
-
-def test_a_module_that_hides_one_of_ours_is_named(tmp_path):
-    (tmp_path / "corpus.py").write_text("")
-    environment = ENV | {"PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
-    command = [sys.executable, "-c", "import corpus, mini_trainer.sampler"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert f"imports the module corpus by that name, which another one has here ({tmp_path}/corpus.py)" in done.stderr
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -491,7 +474,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_storage(tmp_path):
 def test_a_child_that_is_killed_is_said_to_be_with_its_last_words(tmp_path, monkeypatch):
     script = tmp_path / "child.py"
     script.write_text("import os, signal\nprint('step 7', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    monkeypatch.setattr(children, "PROGRAM", script)
+    monkeypatch.setattr(children, "name_module", lambda module: [sys.executable, str(script)])
     assert children.run_child([]) == (137, "killed by SIGKILL; last output:\nstep 7")
 
 
@@ -547,7 +530,7 @@ def test_the_first_stage_is_a_process_with_its_words(chats, tmp_path, monkeypatc
     said = tmp_path / "words.json"
     script = tmp_path / "child.py"
     script.write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(said)!r}, 'w'))\n")
-    monkeypatch.setattr(children, "PROGRAM", script)
+    monkeypatch.setattr(children, "name_module", lambda module: [sys.executable, str(script)])
     dp.main(DataProcessArgs(data_output_path=str(tmp_path), model_path=chats["model_path"],
                             data_path=chats["data_path"], max_seq_len=200, chat_tmpl_path=None))  # fmt: skip
     word, *words = json.loads(said.read_text())

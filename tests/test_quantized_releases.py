@@ -27,11 +27,11 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE, load_source, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from families.text import TextFamily
-from model.quantized import guess_base
-from model.weights import read_weights
-from options import MergeAdapterOptions
-from tools.merge_adapter import merge_adapter
+from mini_trainer.model.quantized import guess_base
+from mini_trainer.model.weights import read_weights
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.options import MergeAdapterOptions
+from mini_trainer.tools.merge_adapter import merge_adapter
 
 STEPS = 3
 
@@ -43,7 +43,7 @@ def never_whole(monkeypatch) -> None:
     def refuse(*args, **kwargs):
         raise AssertionError("the whole model was loaded")
 
-    monkeypatch.setattr("model.weights.read_whole", refuse)
+    monkeypatch.setattr("mini_trainer.model.weights.read_whole", refuse)
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # to dequantize

@@ -13,16 +13,16 @@ import pytest
 from hub_standin import Hub
 from in_process import train_here
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
 from small_runs import read_rows
 from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
-from corpus.cache import find_outputs
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from lifecycle.raw_rows import find_data
-from options import ProcessDataOptions, RowOptions, TrainOptions, group_options, parse_subset
-from process_data import process_data
+from mini_trainer.data.tokenized.cache import find_outputs
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import ProcessDataOptions, RowOptions, TrainOptions, group_options, parse_subset
+from mini_trainer.run.raw_rows import find_data
 
 ROOT = Path(__file__).parent.parent
 
@@ -124,8 +124,8 @@ def test_the_hub_is_asked_for_the_commit_and_what_it_does_not_have_is_said(tmp_p
     hub = Hub()
     hub.datasets = {"me/chats": {"main": "a" * 40, "v1": "b" * 40}, "me/cut": {}}
     code = """
-from corpus.hub_rows import find_revision
-from options import RowOptions
+from mini_trainer.data.rows.hub_rows import find_revision
+from mini_trainer.options import RowOptions
 for name in ("me/chats@", "me/chats:config@v1", "me/chats@v2", "me/none@", "me/cut@"):
     name, _, revision = name.partition("@")
     try:

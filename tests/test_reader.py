@@ -10,10 +10,10 @@ import pytest
 from hand_made import read_triple
 from tiny_data import make_samples, to_row, write_rows, write_samples
 
-from chat.labels import IGNORED
-from corpus.reader import INFERRED_BYTES, TokenizedData
-from objectives.next_tokens import CausalLM
-from objectives.token_columns import WEIGHTS_COLUMN, TextColumns
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
+from mini_trainer.data.tokenized.reader import INFERRED_BYTES, TokenizedData
+from mini_trainer.objectives.next_tokens import CausalLM
 
 VOCAB_SIZE = 160
 ENDINGS = (".arrow", ".parquet", ".jsonl")

@@ -23,10 +23,10 @@ from plan_recipes import (
 )
 from processes import ROOT
 
-from families.text import TextFamily
-from model.config import load_config
-from options import flatten_options
-from options.problems.finding import find_problems
+from mini_trainer.model.config import load_config
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.options import flatten_options
+from mini_trainer.options.problems.finding import find_problems
 
 NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images included
     "qwen3-0.6b": 596_049_920,

@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from data_runs import chat, options_for, write_rows
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
 from range_server import RangeServer
 from s3_server import KEY, serve_bucket
 
-from corpus import remote
-from corpus.cache import identify_source, name_rows
-from corpus.files import find_sources, iterate_rows, read_chunks
-from options import RowOptions, replace_options
-from process_data import process_data
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.stores import remote
+from mini_trainer.data.tokenized.cache import identify_source, name_rows
+from mini_trainer.options import RowOptions, replace_options
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def model(tmp_path_factory) -> Path:
 def no_waits(monkeypatch):
     monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0, 0))
     monkeypatch.setattr(remote, "FETCHED_BYTES", 2000)
-    monkeypatch.setattr("corpus.files.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("mini_trainer.data.rows.files.BLOCK_BYTES", 1000)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_files_of_s3(bucket, rows, model, tmp_path, given):
 
 
 def test_parts_of_a_file_on_s3(bucket, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("corpus.files.SECTION_BYTES", 3000)
+    monkeypatch.setattr("mini_trainer.data.rows.files.SECTION_BYTES", 3000)
     source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
     bucket.upload_file(str(source), "bucket", "in.jsonl")
     for name, given, shards in (("here", str(source), ["1/1"]), ("there", "s3://bucket/in.jsonl", ["2/2", "1/2"])):

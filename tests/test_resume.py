@@ -18,14 +18,14 @@ from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, load_checkp
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
-from contents import write_json, write_manifest
-from disk import put_in_place, remove
-from lifecycle.checkpoint_files import count_shards, remove_shards, shard_name
-from lifecycle.checkpointing import NoValidCheckpoint
-from lifecycle.farewell import read_ends
-from lifecycle.model_card import read_rows as read_card_rows
-from lifecycle.trackers import EarlierSteps
-from lifecycle.training_log import MetricsFile
+from mini_trainer.data.stores.contents import write_json, write_manifest
+from mini_trainer.data.stores.disk import put_in_place, remove
+from mini_trainer.run.checkpoint_files import count_shards, remove_shards, shard_name
+from mini_trainer.run.checkpointing import NoValidCheckpoint
+from mini_trainer.run.farewell import read_ends
+from mini_trainer.run.model_card import read_rows as read_card_rows
+from mini_trainer.run.trackers import EarlierSteps
+from mini_trainer.run.training_log import MetricsFile
 
 
 @pytest.fixture(scope="module")

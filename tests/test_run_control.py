@@ -15,11 +15,11 @@ import pytest
 from breadth import wide
 from processes import ENV, ROOT, is_alive
 
-from options import parse_duration
-from ranks.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
-from ranks.lock import RunLock, read_boot_id, write_exit_file
-from ranks.monitor import BY_USER, STOPS, Flag, may_be_launcher, stop_reason
-from ranks.peers import Peer, describe_hang, is_hanging
+from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
+from mini_trainer.distributed.lock import RunLock, read_boot_id, write_exit_file
+from mini_trainer.distributed.monitor import BY_USER, STOPS, Flag, may_be_launcher, stop_reason
+from mini_trainer.distributed.peers import Peer, describe_hang, is_hanging
+from mini_trainer.options import parse_duration
 
 pytestmark = pytest.mark.slow
 PROMISE = 10.0  # seconds within which all ranks are gone
@@ -306,7 +306,7 @@ def test_a_directory_in_use_is_refused_and_left_alone(ranks, tmp_path):
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_the_lock_of_another_host_is_watched(lives, tmp_path, monkeypatch):
-    monkeypatch.setattr("ranks.lock.SECONDS_TO_WATCH", 3)
+    monkeypatch.setattr("mini_trainer.distributed.lock.SECONDS_TO_WATCH", 3)
     holder = {"host": "node7", "boot_id": "another", "pid": 12, "started": "2026-01-01"}
     (tmp_path / ".lock").write_text(json.dumps(holder))
     if not lives:

@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 import torch
 from hand_made import pack_samples
+from mini_trainer.sampler import (
+    choose_batching,
+    collect_garbage_between,
+    count_steps,
+    draw_samples,
+    iterate_batches,
+    prefetch,
+)
 from tiny_data import make_samples, write_samples
 
-from chat.labels import IGNORED
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from objectives.next_tokens import CausalLM
-from options import DataOptions, EndOptions
-from ranks.row_group import Place
-from sampler import choose_batching, collect_garbage_between, count_steps, draw_samples, iterate_batches, prefetch
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.row_group import Place
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import DataOptions, EndOptions
 
 VOCAB_SIZE = 160
 NUM_SAMPLES = 50

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
+from mini_trainer.generate import generate
 from openai.types.chat import ChatCompletion, ChatCompletionAssistantMessageParam
 from openai_standin import Server, repeat, serve
 from processes import flags
@@ -13,12 +14,11 @@ from pydantic import TypeAdapter
 from stock_templates import make_tokenizer
 from tiny_data import read_lines, write_jsonl
 
-from chat.masking import Chat, ChatMasker
-from continual.own_answers import replace_answer
-from generate import generate
-from inference.choice import open_engine
-from inference.prompts import Prompt, as_protocol
-from options import EngineOptions, GenerateOptions, SamplingOptions, group_options
+from mini_trainer.continual.own_answers import replace_answer
+from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
+from mini_trainer.use.inference.choice import open_engine
+from mini_trainer.use.inference.prompts import Prompt, as_protocol
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 ASKED = [{"role": "user", "content": "How many are 12 and 30?"}]

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from model.sharding import prepare_backward
-from optim.optimizers import build_optimizer, local_gradients
-from options import OptimizationOptions, ShardingOptions
-from pretrained.parts import find_blocks
-from ranks.world import count_shards
+from mini_trainer.distributed.world import count_shards
+from mini_trainer.model.optim.optimizers import build_optimizer, local_gradients
+from mini_trainer.model.sharding import prepare_backward
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.options import OptimizationOptions, ShardingOptions
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)
 
@@ -145,7 +145,7 @@ def test_offloaded_weights_are_offloaded_in_every_part_of_the_model(world, tmp_p
         policies.append(offload_policy)
         return fully_shard(*args, offload_policy=offload_policy, **kwargs)
 
-    monkeypatch.setattr("model.sharding.fully_shard", record)
+    monkeypatch.setattr("mini_trainer.model.sharding.fully_shard", record)
     for cpu_offload in (True, False):
         policies.clear()
         build(path, world, cpu_offload=cpu_offload, reshard_after_forward="always")

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import runpy
 from pathlib import Path
 
 import build_site
@@ -12,9 +11,10 @@ import pictures
 import pytest
 from program import ROOT
 
-from objectives.data_kinds import COLUMNS
-from options import TrainOptions, flag_name, iterate_fields
-from ranks.ending import ExitCode
+from mini_trainer.__main__ import PROGRAMS
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.options import TrainOptions, flag_name, iterate_fields
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,7 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.mark.long
 def test_the_reference_has_every_option_of_every_command(site):
-    program = runpy.run_path(str(ROOT / "__main__.py"), run_name="looked at, not run")
-    assert set(option_reference.COMMANDS) == set(program["SCRIPTS"])
+    assert set(option_reference.COMMANDS) == set(PROGRAMS)
     listed = (site / "reference" / "index.md").read_text()
     for command, (options_class, _) in option_reference.COMMANDS.items():
         flags = [flag_name(option.name) for option, _ in iterate_fields(options_class)]
@@ -45,7 +44,7 @@ def test_the_reference_has_exit_codes_columns_names_and_versions(site):
         name = type(columns).__name__
         rows = code_reference.read_schema(code_reference.SCHEMAS[name][0], name)
         assert [column for column, _, _ in rows] == columns.schema.names
-    package = (ROOT / "__init__.py").read_text()
+    package = (ROOT / "mini_trainer" / "__init__.py").read_text()
     offered = ast.literal_eval(re.search(r"__all__ = (\[.*?\])", package, flags=re.DOTALL)[1])
     names = re.findall(r"^## (\w+)$", (site / "reference" / "python.md").read_text(), flags=re.MULTILINE)
     assert sorted(names) == sorted(offered)
@@ -76,13 +75,13 @@ def test_every_link_of_a_page_leads_to_a_file_of_the_site(site):
 
 def test_links_are_moved_with_their_page_and_files_copied():
     copied = []
-    text = "[a](docs/data.md#files) [b](CHANGELOG.md) [c](recipes/trace.yaml) [d](https://x.y) [e](#f)"
+    text = "[a](docs/data.md#files) [b](CHANGELOG.md) [c](examples/recipes/trace.yaml) [d](https://x.y) [e](#f)"
     moved = build_site.move_links(text, Path("README.md"), copy=copied.append)
     assert moved == "[a](data.md#files) [b](changelog.md) [c](files/recipes/trace.yaml) [d](https://x.y) [e](#f)"
     assert build_site.move_links("[a](../../SECURITY.md)", Path("docs/tasks/serve.md"), copy=copied.append) == (
         "[a](../security.md)"
     )
-    assert copied == [Path("recipes/trace.yaml")]
+    assert copied == [Path("examples/recipes/trace.yaml")]
 
 
 def test_the_pictures_are_those_that_the_program_draws():

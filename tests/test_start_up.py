@@ -10,7 +10,7 @@ from processes import ROOT, flags, run
 from small_runs import make_inputs
 from start_up import PROGRAMS
 
-from ranks.garbage import pause_collector, resume_collector, without_collector
+from mini_trainer.distributed.garbage import pause_collector, resume_collector, without_collector
 
 # Libraries that a text model's first step does not need, nor its tokenizer, nor an answer.
 UNUSED = {
@@ -55,11 +55,11 @@ def test_help_imports_nothing_slow(program, tmp_path):
 
 
 def test_every_program_is_among_those_measured():
-    scripts = {path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]}
+    scripts = {path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.py"), *ROOT.glob("mini_trainer/**/*.py")]}
     assert {path for path in scripts if "parse_options(" in (ROOT / path).read_text()} == {
         *PROGRAMS,
-        "__main__.py",
-        "command_line.py",
+        "mini_trainer/__main__.py",
+        "mini_trainer/options/command_line.py",
     }
 
 
@@ -70,9 +70,22 @@ def test_a_first_step_imports_only_what_it_uses(inputs, tmp_path):
                   max_steps=1)  # fmt: skip
     found = run_and_list(tmp_path / "report.json", "train.py", *words)
     assert not find_loaded(
-        found, UNUSED | {"evaluation", "importers", "inference", "packers.images", "plan.planner", "plots"}
+        found,
+        UNUSED
+        | {
+            "evaluation",
+            "importers",
+            "inference",
+            "mini_trainer.data.packers.images",
+            "mini_trainer.run.plan.planner",
+            "plots",
+        },
     )
-    assert find_loaded(found, {"packers.texts", "torch", "lifecycle"}) == {"packers.texts", "torch", "lifecycle"}
+    assert find_loaded(found, {"mini_trainer.data.packers.texts", "torch", "lifecycle"}) == {
+        "mini_trainer.data.packers.texts",
+        "torch",
+        "lifecycle",
+    }
     assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
 
 
@@ -89,7 +102,9 @@ def test_a_tokenized_row_and_an_answer_import_only_what_they_use(inputs, tmp_pat
     assert found["collects"]
     words = flags(model=model, prompts=chat, output=tmp_path / "answers.jsonl", max_new_tokens=1)
     found = run_and_list(report, "generate.py", *words)
-    assert not find_loaded(found, UNUSED | {"corpus.reader", "evaluation", "lifecycle", "numba", "optim", "scoring"})
+    assert not find_loaded(
+        found, UNUSED | {"mini_trainer.data.tokenized.reader", "evaluation", "lifecycle", "numba", "optim", "scoring"}
+    )
     assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
 
 

@@ -13,26 +13,26 @@ import pytest
 import torch
 from data_runs import chat, write_rows
 from in_process import train_forked
+from mini_trainer.process_data import choose_part, process_data
+from mini_trainer.train import train
 from range_server import RangeServer
 from s3_server import KEY, SECRET, read_bucket, serve_bucket
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corpus import remote
-from corpus.fetched import fetch_sets, find_sets, locate_sets, name_source
-from corpus.reader import TokenizedData
-from corpus.uploading import describe_upload, upload_directory
-from lifecycle import uploads as uploads_module
-from lifecycle.local_data import make_data_local
-from lifecycle.store import WRITTEN_LAST, Store
-from lifecycle.uploads import REGULAR, Uploads
-from options import ProcessDataOptions, TrainOptions, group_options
-from options.problems.finding import find_problems
-from process_data import choose_part, process_data
-from ranks.ending import RunError
-from ranks.monitor import RunControl
-from ranks.world import World, call_on_each_node
-from train import train
+from mini_trainer.data.stores import remote
+from mini_trainer.data.stores.uploading import describe_upload, upload_directory
+from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets, locate_sets, name_source
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.world import World, call_on_each_node
+from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run import uploads as uploads_module
+from mini_trainer.run.local_data import make_data_local
+from mini_trainer.run.store import WRITTEN_LAST, Store
+from mini_trainer.run.uploads import REGULAR, Uploads
 
 ROWS = [chat(i) for i in range(40)]
 
@@ -497,7 +497,7 @@ def test_commands_that_upload():
     ],
 )
 def test_options_that_are_refused(options, reason, monkeypatch):
-    monkeypatch.setattr("options.problems.packages.is_installed", lambda module: module != "gcsfs")
+    monkeypatch.setattr("mini_trainer.options.problems.packages.is_installed", lambda module: module != "gcsfs")
     given = dict(model_name_or_path="m", output_dir="o", max_epochs=1, data_path="d.arrow") | options
     problems = find_problems(group_options(TrainOptions, **given))
     assert len(problems) == 1 and reason in problems[0] and "hunter2" not in problems[0]

@@ -27,19 +27,19 @@ from sweep_runs import (
     write_settings,
 )
 
-from command_line import parse_options
-from lifecycle.stages import Stage
-from options import SweepOptions, TrainOptions, group_options
-from ranks.ending import ExitCode, RunError
-from sweep.running import Pool, divide_devices
-from sweep.settings import Settings, read_settings
-from tools.sweep import sweep
+from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.options import SweepOptions, TrainOptions, group_options
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.run.stages import Stage
+from mini_trainer.tools.sweep.__main__ import sweep
+from mini_trainer.tools.sweep.running import Pool, divide_devices
+from mini_trainer.tools.sweep.settings import Settings, read_settings
 
 need("optuna")
 
-from sweep.results import describe_command
-from sweep.search import find_direction, read_best, settle
-from sweep.study import Study, draw_trials
+from mini_trainer.tools.sweep.results import describe_command
+from mini_trainer.tools.sweep.search import find_direction, read_best, settle
+from mini_trainer.tools.sweep.study import Study, draw_trials
 
 HALVING = {"search": "halving", "min_steps": 2, "reduction_factor": 2}
 
@@ -399,7 +399,10 @@ def test_a_command_is_the_trial_with_all_its_options(given, tmp_path):
 def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
     path = write_settings(given | {"output_dir": str(tmp_path / "sweep"), "num_processes": 2}, tmp_path)
     done = subprocess.run(
-        [sys.executable, "tools/sweep.py", str(path), "--print-command"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "mini_trainer", "sweep", str(path), "--print-command"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -408,12 +411,14 @@ def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
 
 
 def test_a_missing_optuna_is_named(given, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "optuna" or name == "sweep.study"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "optuna" or name == "mini_trainer.tools.sweep.study"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    for name in ("sweep.results", "sweep.search"):
+    for name in ("mini_trainer.tools.sweep.results", "mini_trainer.tools.sweep.search"):
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("sweep.study", None, raising=False)
+    monkeypatch.setattr("mini_trainer.tools.sweep.study", None, raising=False)
     path = write_settings(given, tmp_path)
     with pytest.raises(ValueError, match="sweeps need the package optuna, which is not installed: pip install optuna"):
         sweep(SweepOptions(config_file=str(path)))

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from processes import ROOT
 
-from options import TrainOptions, group_options
-from sweep.settings import (
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.tools.sweep.settings import (
     Parameter,
     Settings,
     check_trials,
@@ -50,7 +50,7 @@ def test_options_of_files_and_presets_are_overridden_by_the_files_own(tmp_path, 
 
 def test_the_recipe_is_a_sweep_of_the_quickstart(monkeypatch):
     monkeypatch.chdir(ROOT)
-    settings = read_settings(Path("recipes/sweep.yaml"))
+    settings = read_settings(Path("examples/recipes/sweep.yaml"))
     check_trials(settings, [{"learning_rate": 1e-3, "batch_size": 16}])
     assert settings.rungs == (30, 90, 270) and settings.train["lr_scheduler"] == "cosine"
 

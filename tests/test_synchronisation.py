@@ -10,10 +10,10 @@ from op_recording import WaitRecorder
 from small_runs import LENGTHS, OPTIONS, make_inputs, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
 
-from lifecycle.step import TrainState, run_backward, update_weights
-from methods.full import Full
-from optim.optimizers import build_optimizer, clip_gradients, local_gradients
-from options import OptimizationOptions
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, local_gradients
+from mini_trainer.options import OptimizationOptions
+from mini_trainer.run.step import TrainState, run_backward, update_weights
 
 NUM_STEPS = 4
 

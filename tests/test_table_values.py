@@ -16,20 +16,20 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from mini_trainer.process_data import process_data
 from stock_templates import make_tokenizer
 from tiny_data import write_jsonl
 from trait_templates import TRAITS
 
-from corpus.feedback import FeedbackFields
-from corpus.feedback import read_row as read_feedback
-from corpus.files import find_sources, iterate_rows, read_chunks
-from corpus.formats import OWN_NAMES, build_chat, parse_row, read_example, read_fields
-from corpus.labelled import FieldNames, check_values
-from corpus.pictured import read_column
-from corpus.preferences import PreferenceFields, read_preference
-from inference.prompts import read_prompts
-from options import ProcessDataOptions, group_options
-from process_data import process_data
+from mini_trainer.data.rows.feedback import FeedbackFields
+from mini_trainer.data.rows.feedback import read_row as read_feedback
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.formats import OWN_NAMES, build_chat, parse_row, read_example, read_fields
+from mini_trainer.data.rows.labelled import FieldNames, check_values
+from mini_trainer.data.rows.pictured import read_column
+from mini_trainer.data.rows.preferences import PreferenceFields, read_preference
+from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.use.inference.prompts import read_prompts
 
 USER = {"role": "user", "content": "Weather?"}
 TEMPLATE = TRAITS["content that may not be null"]  # writes arguments as JSON

@@ -9,6 +9,7 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import print_plan, train_on
+from mini_trainer.sampler import draw_samples
 from peft import LoraConfig, PeftModel, get_peft_model
 from scored_data import TOP_K, score_here, write_data
 from small_runs import read_rows
@@ -17,18 +18,17 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from lifecycle.record import find_changes
-from objectives.divergences import FROM_LOGITS, FROM_TOP, Top
-from objectives.soft_targets import make_record_type
-from objectives.teachers import Terms, measure_taught_chunk
-from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
-from options import TrainOptions, group_options
-from options.problems.finding import find_problems
-from ranks.ending import ExitCode, RunError
-from sampler import draw_samples
-from scoring.score_files import PART_BYTES, ScoreFile
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.model.scoring.score_files import PART_BYTES, ScoreFile
+from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP, Top
+from mini_trainer.objectives.soft_targets import make_record_type
+from mini_trainer.objectives.teachers import Terms, measure_taught_chunk
+from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.record import find_changes
 
 R, V, K = 9, 23, 6
 BATCH_SIZE = 8
@@ -266,7 +266,7 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
     score_here(world, models[1], path)
     file = tmp_path / "data.arrow.teacher.scores"
     file.rename(whole), Path(f"{file}.json").unlink()
-    monkeypatch.setattr("scoring.score_files.PART_BYTES", 60 * make_record_type(5).itemsize)
+    monkeypatch.setattr("mini_trainer.model.scoring.score_files.PART_BYTES", 60 * make_record_type(5).itemsize)
     assert PART_BYTES > 10**6
     calls = []
 
@@ -276,7 +276,7 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
             raise KeyboardInterrupt
         return original(*args)
 
-    from scoring.score_files import ScoreWriter
+    from mini_trainer.model.scoring.score_files import ScoreWriter
 
     original = ScoreWriter.write
     monkeypatch.setattr(ScoreWriter, "write", fail_at_third)

@@ -10,7 +10,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from pretrained.text_tower import AbsentEmbedder, find_placeholders, keep_text_tower
+from mini_trainer.objectives.families.text_tower import AbsentEmbedder, find_placeholders, keep_text_tower
 
 SEES, HEARS = 272, 280  # the first ids that a tower's own embedding stands for
 

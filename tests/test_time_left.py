@@ -4,11 +4,11 @@ import random
 from functools import partial
 
 import pytest
+from mini_trainer.sampler import RunPosition
 
-from lifecycle.due import count_validations, is_validation_due
-from lifecycle.time_left import TimeLeft
-from options import ValidationOptions
-from sampler import RunPosition
+from mini_trainer.options import ValidationOptions
+from mini_trainer.run.due import count_validations, is_validation_due
+from mini_trainer.run.time_left import TimeLeft
 
 BATCH_SIZE = 8
 

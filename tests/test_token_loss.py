@@ -8,7 +8,7 @@ from op_recording import OpRecorder
 from torch.nn.functional import cross_entropy, linear
 from transformers.trainer_pt_utils import LabelSmoother
 
-from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 
 N, H, V = 13, 8, 29
 

@@ -16,8 +16,8 @@ from mask_oracle import find_faults, list_trained_texts
 from stock_templates import TEMPLATES, TRL, make_tokenizer
 from trait_templates import TRAITS
 
-from chat.masking import Chat, ChatMasker, split_by_training
-from chat.rendering import prepare_for
+from mini_trainer.data.chat.masking import Chat, ChatMasker, split_by_training
+from mini_trainer.data.chat.rendering import prepare_for
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
 ANSWER = {"role": "assistant", "content": "Five of them."}

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import yaml
 from evaluations import evaluate_here, list_means
+from mini_trainer.process_data import process_data
 from program import ROOT
 from tiny_data import read_lines
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from trace_rows import ROWS, write_trace
 from transformers import AutoTokenizer
 
-from evaluation.metrics import score_answer
-from inference.prompts import read_prompts
-from options import ProcessDataOptions, TrainOptions, group_options
-from options.problems.finding import find_problems
-from process_data import process_data
+from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.use.evaluation.metrics import score_answer
+from mini_trainer.use.inference.prompts import read_prompts
 
-RECIPE = yaml.safe_load((ROOT / "recipes" / "trace.yaml").read_text(encoding="utf-8"))
+RECIPE = yaml.safe_load((ROOT / "examples" / "recipes" / "trace.yaml").read_text(encoding="utf-8"))
 TASKS = {Path(task["input_file"]).parent.name: task for task in RECIPE["tasks"]}
 
 

@@ -18,19 +18,13 @@ from small_runs import OPTIONS, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from lifecycle import trackers
-from lifecycle.tracker_packages import PACKAGES
-from lifecycle.trackers import (
-    TrackedRun,
-    Trackers,
-    clean_name,
-    name_step_metrics,
-    name_validation_metrics,
-)
-from options import TrainOptions, group_options
-from options.problems import packages
-from options.problems.finding import find_problems
-from ranks.messages import hide_secrets
+from mini_trainer.distributed.messages import hide_secrets
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems import packages
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run import trackers
+from mini_trainer.run.tracker_packages import PACKAGES
+from mini_trainer.run.trackers import TrackedRun, Trackers, clean_name, name_step_metrics, name_validation_metrics
 
 STEPS, KILLED_AFTER, RESUMED_FROM = 6, 4, 2
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")

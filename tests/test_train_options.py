@@ -20,8 +20,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chat.masking import fingerprint_tokenizer
-from options import RowOptions, TrainOptions, iterate_fields
+from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.options import RowOptions, TrainOptions, iterate_fields
 
 NUM_SAMPLES = 30
 STEPS, BATCH_SIZE = 4, 8
@@ -71,7 +71,7 @@ def run(paths, world, tmp_path_factory):
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
-        from ranks.ending import log
+        from mini_trainer.distributed.ending import log
 
         log.addHandler(handler)
         log.setLevel(changes.get("logging_level", "INFO"))

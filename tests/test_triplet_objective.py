@@ -16,6 +16,7 @@ import pytest
 import torch
 from forked import run_forked
 from in_process import train_on
+from mini_trainer.sampler import draw_samples
 from processes import flags
 from small_runs import read_rows
 from tiny_data import read_lines
@@ -24,24 +25,23 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForCausalLM
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
-from corpus.mixture import Mixture
-from corpus.preview import format_figures, format_targets
-from corpus.reader import TokenizedData
-from corpus.report import Totals
-from families.family import Family, Own, Reader
-from families.micro_batch import MicroBatch, Row, Targets
-from families.sample import LENGTHS_COLUMN, Sample, list_sequences
-from families.text import TextFamily
-from objectives.choice import KINDS, Kind, Settings, make_text_family
-from objectives.columns import Columns, CountLabels, RowFacts, Task
-from objectives.data_kinds import COLUMNS
-from objectives.objective import Loss, Objective, Scores
-from options import ClassificationOptions, TrainOptions, group_options
-from options.objectives import OBJECTIVES, ObjectiveFacts
-from options.problems.finding import find_problems
-from sampler import draw_samples
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.columns.columns import Columns, CountLabels, RowFacts, Task
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample, list_sequences
+from mini_trainer.data.rows.report import Totals
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.objectives.choice import KINDS, Kind, Settings, make_text_family
+from mini_trainer.objectives.families.family import Family, Own, Reader
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.objective import Loss, Objective, Scores
+from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
+from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.use.pages.preview import format_figures, format_targets
 
 NAME, TAU = "triplet", 0.5
 NUM_SAMPLES, BATCH_SIZE = 24, 8

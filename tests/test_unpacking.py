@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 from data_runs import options_for
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
 
-from corpus import parquet
-from corpus.files import find_sources, iterate_rows, read_chunks
-from corpus.hub_rows import find_dataset
-from corpus.lines import MAX_ROW_BYTES, TooLong
-from corpus.reader import TokenizedData
-from options import RowOptions
-from process_data import process_data
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.hub_rows import find_dataset
+from mini_trainer.data.stores import parquet
+from mini_trainer.data.stores.lines import MAX_ROW_BYTES, TooLong
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import RowOptions
 
 MOST_BYTES = 100 << 20  # of Arrow's memory, for rows of 8 MiB
 OF_ALL_TYPES = {
@@ -140,8 +140,8 @@ def test_a_damaged_header_is_an_error_of_the_file(tmp_path):
 
 
 def test_a_first_line_of_tokenized_rows_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("corpus.reader.INFERRED_BYTES", 10)
-    monkeypatch.setattr("corpus.reader.MAX_ROW_BYTES", 100)
+    monkeypatch.setattr("mini_trainer.data.tokenized.reader.INFERRED_BYTES", 10)
+    monkeypatch.setattr("mini_trainer.data.tokenized.reader.MAX_ROW_BYTES", 100)
     (tmp_path / "data.jsonl").write_text('{"input_ids": [' + "1, " * 100 + "1]}\n")
     with pytest.raises(ValueError, match=r"data\.jsonl: .*a line at its beginning is longer than 100 bytes"):
         TokenizedData(tmp_path / "data.jsonl")

@@ -15,10 +15,10 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, load_source, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
-from families.text import TextFamily
-from model.weights import list_left_out
-from options import MergeAdapterOptions
-from tools.merge_adapter import merge_adapter
+from mini_trainer.model.weights import list_left_out
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.options import MergeAdapterOptions
+from mini_trainer.tools.merge_adapter import merge_adapter
 
 HIDDEN = SHAPE["hidden_size"]
 # As releases call them: a whole layer behind the last one, or a module of its own.

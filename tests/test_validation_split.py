@@ -16,18 +16,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
+from mini_trainer.process_data import process_data
 from tiny_data import write_jsonl
 from transformers import AutoTokenizer
 
-from chat.masking import Chat, Completion, Document
-from command_line import parse_options
-from corpus.formats import read_example
-from corpus.outputs import Outputs
-from corpus.reader import TokenizedData
-from corpus.split import HASH_BYTES, falls_into_validation, hash_example
-from options import ProcessDataOptions, group_options
-from options.problems.finding import find_problems
-from process_data import process_data
+from mini_trainer.data.chat.masking import Chat, Completion, Document
+from mini_trainer.data.rows.formats import read_example
+from mini_trainer.data.rows.split import HASH_BYTES, falls_into_validation, hash_example
+from mini_trainer.data.tokenized.outputs import Outputs
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.problems.finding import find_problems
 
 SHARE = 0.3
 TEXTS = st.text(min_size=1).filter(lambda text: text.strip() and not any("\ud800" <= c <= "\udfff" for c in text))
@@ -226,8 +226,8 @@ def test_nothing_is_lost_and_every_side_counts_its_own(models, tmp_path, capsys)
 
 def test_sides_depend_on_nothing_else(models, tmp_path, monkeypatch):
     """Order, duplicates, other rows, files, formats, tokenizers, templates, the limit, and the number of workers."""
-    monkeypatch.setattr("corpus.files.CHUNK_ROWS", 7)
-    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 100)
+    monkeypatch.setattr("mini_trainer.data.rows.files.CHUNK_ROWS", 7)
+    monkeypatch.setattr("mini_trainer.data.rows.preparing.BYTES_PER_WORKER", 100)
     rows = [chat(i) for i in range(120)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     sides = [set(read_texts(models[0], side)) for side in split(models[0], source, tmp_path / "out.arrow", num_proc=1)]
@@ -258,8 +258,8 @@ def test_sides_depend_on_nothing_else(models, tmp_path, monkeypatch):
 @pytest.mark.parametrize("num_proc", [1, 2])
 @pytest.mark.parametrize("block_size", [None, 7, 64])
 def test_whole_documents_fall_on_one_side(models, tmp_path, monkeypatch, block_size, num_proc):
-    monkeypatch.setattr("corpus.files.CHUNK_ROWS", 3)
-    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 100)
+    monkeypatch.setattr("mini_trainer.data.rows.files.CHUNK_ROWS", 3)
+    monkeypatch.setattr("mini_trainer.data.rows.preparing.BYTES_PER_WORKER", 100)
     texts = [f"answer {i} and " * (1 + i % 9) for i in range(60)]
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     sides = split(models[0], source, tmp_path / "out.arrow", block_size=block_size, num_proc=num_proc)
@@ -369,8 +369,8 @@ def test_a_failure_leaves_both_sides_as_they_were(models, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, and so die as they are told, only there")
 def test_a_killed_worker_leaves_nothing(models, tmp_path, monkeypatch):
-    monkeypatch.setattr("corpus.files.CHUNK_ROWS", 5)
-    monkeypatch.setattr("corpus.preparing.BYTES_PER_WORKER", 100)
+    monkeypatch.setattr("mini_trainer.data.rows.files.CHUNK_ROWS", 5)
+    monkeypatch.setattr("mini_trainer.data.rows.preparing.BYTES_PER_WORKER", 100)
     parent = os.getpid()
 
     def die_late(example: Chat, share: float) -> bool:
@@ -378,7 +378,7 @@ def test_a_killed_worker_leaves_nothing(models, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
         return falls_into_validation(example, share)
 
-    monkeypatch.setattr("corpus.rows.falls_into_validation", die_late)
+    monkeypatch.setattr("mini_trainer.data.rows.rows.falls_into_validation", die_late)
     source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
     with pytest.raises(ValueError, match="a worker process was killed"):
         split(models[0], source, tmp_path / "out.arrow", num_proc=2)

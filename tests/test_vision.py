@@ -13,6 +13,7 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import print_plan, train_here, train_on
+from mini_trainer.osft import OSFTLinear
 from PIL import Image
 from processes import flags
 from safetensors.torch import load_file
@@ -30,33 +31,26 @@ from tiny_vision import (
 )
 from transformers import AutoConfig, PreTrainedModel
 
-from chat.labels import IGNORED
-from chat.pictures import load_processor, open_image
-from command_line import parse_options
-from corpus.cache import find_outputs
-from corpus.reader import TokenizedData
-from families.micro_batch import MicroBatch, pack_row
-from families.text import TextFamily
-from families.vision import REFUSED, Images, VisionLanguageFamily
-from lifecycle.raw_rows import find_data
-from methods.full import Full
-from methods.lora import LoRA
-from model.build import build_model
-from model.check import check_model
-from model.method import Method
-from objectives.columns import VISION
-from objectives.next_tokens import NextTokens, VisionLanguage
-from options import (
-    LoRAOptions,
-    MergeAdapterOptions,
-    TrainOptions,
-    flatten_options,
-    group_options,
-)
-from osft import OSFTLinear
-from pretrained.parts import list_parts
-from ranks.ending import ExitCode
-from tools.merge_adapter import merge_adapter
+from mini_trainer.data.chat.pictures import load_processor, open_image
+from mini_trainer.data.columns.columns import VISION
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.tokenized.cache import find_outputs
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.model.build import build_model
+from mini_trainer.model.check import check_model
+from mini_trainer.model.method import Method
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.objectives.families.micro_batch import MicroBatch, pack_row
+from mini_trainer.objectives.families.parts import list_parts
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLanguageFamily
+from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
+from mini_trainer.options import LoRAOptions, MergeAdapterOptions, TrainOptions, flatten_options, group_options
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.run.raw_rows import find_data
+from mini_trainer.tools.merge_adapter import merge_adapter
 
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
 

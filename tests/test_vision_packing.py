@@ -7,28 +7,28 @@ import numpy as np
 import pytest
 import torch
 from in_process import print_plan, train_on
+from mini_trainer.sampler import RunPosition
 from small_runs import OPTIONS, read_rows
 from tiny_models import load_source
 from tiny_vision import exact_families, load, make_image, make_rows, save_vision_model, tokenize
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from families.text import TextFamily
-from families.vision import VisionLanguageFamily, VisionLanguageReader
-from lifecycle.start import open_inputs
-from methods.full import Full
-from model.build import build_model
-from model.flops import count_flops, count_tower
-from objectives.next_tokens import VisionLanguage
-from optim.optimizers import build_optimizer
-from options import TrainOptions, group_options
-from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
-from pretrained.parts import list_parts
-from ranks.ending import ExitCode
-from ranks.memory import MemoryCounter
-from sampler import RunPosition
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.memory import MemoryCounter
+from mini_trainer.model.build import build_model
+from mini_trainer.model.flops import count_flops, count_tower
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.objectives.families.parts import list_parts
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader
+from mini_trainer.objectives.next_tokens import VisionLanguage
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from mini_trainer.run.start import open_inputs
 
 FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "gemma3")
 NUM_TOKENS, NUM_TRAINED = 600, 300

@@ -23,10 +23,10 @@ from transformers import (
     Trainer,
 )
 
-from optim.decay import find_decayed
-from optim.optimizers import build_optimizer, set_step
-from optim.rates import choose_rates
-from options import OptimizationOptions, parse_rate
+from mini_trainer.model.optim.decay import find_decayed
+from mini_trainer.model.optim.optimizers import build_optimizer, set_step
+from mini_trainer.model.optim.rates import choose_rates
+from mini_trainer.options import OptimizationOptions, parse_rate
 
 OTHERS = {
     "norms with heads": CohereConfig(**SHAPE, use_qk_norm=True),

@@ -12,9 +12,9 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from families.text import TextFamily
-from model import reading_ahead
-from model.weights import read_weights
+from mini_trainer.model import reading_ahead
+from mini_trainer.model.weights import read_weights
+from mini_trainer.objectives.families.text import TextFamily
 
 
 def load_plainly(path) -> PreTrainedModel:
@@ -45,7 +45,7 @@ def never_whole(monkeypatch) -> None:
     def refuse(*args, **kwargs):
         raise AssertionError("the whole model was loaded")
 
-    monkeypatch.setattr("model.weights.read_whole", refuse)
+    monkeypatch.setattr("mini_trainer.model.weights.read_whole", refuse)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_read_in_parts_is_read_as_a_whole(family, tmp_pat
     def fail(*args, **kwargs):
         raise AttributeError("transformers has no such function")
 
-    monkeypatch.setattr("model.weights.plan_reading", fail)
+    monkeypatch.setattr("mini_trainer.model.weights.plan_reading", fail)
     with caplog.at_level("WARNING", logger="mini_trainer"):
         whole = read_tensors(path)
     assert re.search(r"so rank 0 loads the whole model in fp32, .*\(AttributeError", caplog.text)

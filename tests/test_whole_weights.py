@@ -10,8 +10,8 @@ from small_runs import BATCH_SIZE, OPTIONS, load_checkpoint, make_inputs, read_r
 from tiny_models import FAMILIES, build, check, save_model
 from torch.distributed.fsdp import FSDPModule
 
-from model.sharding import stays_whole
-from options import ShardingOptions
+from mini_trainer.model.sharding import stays_whole
+from mini_trainer.options import ShardingOptions
 
 STEPS = 3
 LORA = dict(lora=True, lora_rank=4)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from corpus.worker_pool import THREADS, run_in_order
+from mini_trainer.data.rows.worker_pool import THREADS, run_in_order
 
 BIG = b"x" * (1 << 20)  # more than a pipe holds
 NUM_ITEMS = 200

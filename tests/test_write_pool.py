@@ -17,13 +17,13 @@ from processes import ROOT
 from tiny_models import save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
-from disk import hash_file
-from lifecycle import export as exporting
-from lifecycle import write_pool
-from lifecycle.checkpoint_files import write_tensors
-from lifecycle.write_pool import WritePool
-from model import gathering
-from ranks.ending import RunError
+from mini_trainer.data.stores.disk import hash_file
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.model import gathering
+from mini_trainer.run import export as exporting
+from mini_trainer.run import write_pool
+from mini_trainer.run.checkpoint_files import write_tensors
+from mini_trainer.run.write_pool import WritePool
 
 MAX_BYTES = 20_000  # of a file of weights
 

@@ -22,10 +22,10 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from chat.labels import IGNORED
-from chat.masking import fingerprint_tokenizer
-from chat.templates import load_tokenizer
-from objectives.data_kinds import COLUMNS
+from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.labels import IGNORED
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 SHAPE = dict(

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from objectives.token_columns import TextColumns
+from mini_trainer.data.columns.token_columns import TextColumns
 
 Tokens = tuple[list[int], list[int]]  # input_ids, labels
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from make_tiny_model import train_tokenizer
+from mini_trainer.osft import OSFT
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -35,19 +36,18 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from families.text import TextFamily
-from methods.full import Full
-from model.build import apply_compile, build_model
-from model.check import check_model
-from model.config import ModelSource, load_config
-from model.method import Method
-from objectives.next_tokens import CausalLM
-from objectives.packed_model import PackedModel
-from objectives.token_loss import sum_chunk_loss
-from options import OSFTOptions, TrainOptions, group_options
-from osft import OSFT
-from ranks.compilation import Compiled
-from ranks.world import World
+from mini_trainer.distributed.compilation import Compiled
+from mini_trainer.distributed.world import World
+from mini_trainer.model.build import apply_compile, build_model
+from mini_trainer.model.check import check_model
+from mini_trainer.model.config import ModelSource, load_config
+from mini_trainer.model.method import Method
+from mini_trainer.model.methods.full import Full
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.token_loss import sum_chunk_loss
+from mini_trainer.options import OSFTOptions, TrainOptions, group_options
 
 VOCAB_SIZE = 288
 
@@ -205,6 +205,8 @@ def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch, *, dyna
     Not `dynamic`: it is captured for the one size that a test gives it, in a tenth of the time, most of which goes into
     reckoning with sizes that are not known.
     """
-    monkeypatch.setattr("model.build.apply_compile", functools.partial(apply_compile, backend=backend, dynamic=dynamic))
+    monkeypatch.setattr(
+        "mini_trainer.model.build.apply_compile", functools.partial(apply_compile, backend=backend, dynamic=dynamic)
+    )
     fused = Compiled(sum_chunk_loss, "the loss", backend=backend, dynamic=dynamic)
-    monkeypatch.setattr("objectives.token_loss.fuse_chunk_loss", lambda: fused)
+    monkeypatch.setattr("mini_trainer.objectives.token_loss.fuse_chunk_loss", lambda: fused)

@@ -7,19 +7,25 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from ranks.ending import ExitCode
+from mini_trainer.distributed.ending import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
-ENDING = "ranks/ending.py"
-API = ("api/arguments.py", "api/callbacks.py", "api/launch.py", "api/errors.py", "options/learning.py")
+ENDING = "mini_trainer/distributed/ending.py"
+API = (
+    "mini_trainer/api/arguments.py",
+    "mini_trainer/run/hooks.py",
+    "mini_trainer/api/launch.py",
+    "mini_trainer/api/errors.py",
+    "mini_trainer/options/learning.py",
+)
 # Columns of data sets: each kind's class, and the rows that it is made of.
 SCHEMAS = {
-    "TextColumns": ("objectives/token_columns.py", "Texts"),
-    "PicturedColumns": ("objectives/token_columns.py", "Texts with images"),
-    "SequenceColumns": ("objectives/label_columns.py", "Classes of sequences"),
-    "TokenColumns": ("objectives/label_columns.py", "Classes of tokens"),
-    "PreferenceColumns": ("objectives/preference_columns.py", "Pairs of answers"),
-    "FeedbackColumns": ("objectives/preference_columns.py", "Answers with feedback"),
+    "TextColumns": ("mini_trainer/data/columns/token_columns.py", "Texts"),
+    "PicturedColumns": ("mini_trainer/data/columns/token_columns.py", "Texts with images"),
+    "SequenceColumns": ("mini_trainer/data/columns/label_columns.py", "Classes of sequences"),
+    "TokenColumns": ("mini_trainer/data/columns/label_columns.py", "Classes of tokens"),
+    "PreferenceColumns": ("mini_trainer/data/columns/preference_columns.py", "Pairs of answers"),
+    "FeedbackColumns": ("mini_trainer/data/columns/preference_columns.py", "Answers with feedback"),
 }
 
 

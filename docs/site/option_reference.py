@@ -10,11 +10,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-import options as groups
-from command_line import name_type
-from options import flag_name, group_options, iterate_fields
-from options.choices import iterate_literals
-from options.problems.finding import find_wrong_options
+from mini_trainer import options as groups
+from mini_trainer.options import flag_name, group_options, iterate_fields
+from mini_trainer.options.choices import iterate_literals
+from mini_trainer.options.command_line import name_type
+from mini_trainer.options.problems.finding import find_wrong_options
 
 ROOT = Path(__file__).resolve().parents[2]
 # Command: its options, and values with which it could start.

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 
-from batch_packer import pack_batch
+from mini_trainer.batch_packer import pack_batch
 
 FOLDER = ROOT / "docs" / "concepts"
 TRAINED, READ, PADDING, INK, FAINT = "#2e9e6b", "#d5dde2", "#f3c9b8", "#22313a", "#71828c"
@@ -49,8 +49,8 @@ def draw_masks() -> str:
     """A chat as its template writes it, token by token: what is read, and what is trained."""
     from make_tiny_model import train_tokenizer
 
-    from chat.examples import Chat
-    from chat.masking import ChatMasker
+    from mini_trainer.data.chat.examples import Chat
+    from mini_trainer.data.chat.masking import ChatMasker
 
     tokenizer = train_tokenizer(
         [message["content"] for message in CHAT] * 3 + ["system user assistant"], vocab_size=340

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from ranks.ending import ExitCode
-from ranks.monitor import RunControl, stop_reason
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.monitor import RunControl, stop_reason
 
 directory, hang_timeout, max_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 rank, output_dir = int(os.environ["RANK"]), directory / "run"

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from exports import export
 
-from lifecycle import export as exporting
-from lifecycle import export_weights, write_pool
-from ranks.ending import RunError
-from ranks.world import World, init_world
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.distributed.world import World, init_world
+from mini_trainer.run import export as exporting
+from mini_trainer.run import export_weights, write_pool
 
 MODEL, EXPORT = map(Path, sys.argv[1:3])
 DTYPE, FAULT = getattr(torch, sys.argv[3]), sys.argv[5]

@@ -8,24 +8,21 @@ torchrun ... first_gradients.py MODEL DATA MAX_TOKENS_PER_GPU OUTPUT BATCH_SIZE.
 import itertools
 import os
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "quickstart")]
 
 import torch
 import torch.distributed as dist
+from mini_trainer.sampler import iterate_batches
 from tiny_models import build
 
-from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
-from lifecycle.step import run_backward
-from model import tiling
-from objectives.next_tokens import CausalLM
-from optim.optimizers import local_gradients
-from optim.reduction import reduce_step
-from options import DataOptions
-from ranks.world import init_world
-from sampler import iterate_batches
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.world import init_world
+from mini_trainer.model import tiling
+from mini_trainer.model.optim.optimizers import local_gradients
+from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import DataOptions
+from mini_trainer.run.step import run_backward
 
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
 tiling.LEAST_TOKENS = 8

@@ -8,25 +8,23 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "quickstart")]
-
 import numpy as np
 import torch
 import torch.distributed as dist
+from mini_trainer.sampler import Batch
 from small_runs import make_samples_of
 from tiny_models import build
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from families.micro_batch import MicroBatch
-from lifecycle.choosing import choose_method
-from lifecycle.step import TrainState, train_step
-from model.sharding import reshard
-from objectives.next_tokens import CausalLM
-from optim.optimizers import build_optimizer
-from options import TrainOptions, group_options
-from ranks.row_group import count_sharing
-from ranks.world import World, divide_world, init_world
-from sampler import Batch
+from mini_trainer.distributed.row_group import count_sharing
+from mini_trainer.distributed.world import World, divide_world, init_world
+from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.model.sharding import reshard
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.step import TrainState, train_step
 
 NUM_STEPS, LENGTHS = 3, (17, 6, 9)
 model_dir, num_micro_batches, output, *cases = sys.argv[1:]

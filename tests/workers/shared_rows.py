@@ -7,21 +7,19 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "quickstart")]
-
 import torch
 import torch.distributed as dist
 from sharing import BORDERS, run_rows
 from tiny_models import build, make_osft
 
-from families.text import TextFamily
-from methods.full import Full
-from methods.lora import LoRA
-from model import tiling
-from objectives.next_tokens import CausalLM
-from options import LoRAOptions
-from ranks.row_group import make_row_group
-from ranks.world import init_world
+from mini_trainer.distributed.row_group import make_row_group
+from mini_trainer.distributed.world import init_world
+from mini_trainer.model import tiling
+from mini_trainer.model.methods.full import Full
+from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.options import LoRAOptions
 
 tiling.LEAST_TOKENS = 8  # so that parts have several tiles, and whole rows other ones
 output, *models = sys.argv[1:]

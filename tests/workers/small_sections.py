@@ -2,11 +2,8 @@
 
 import runpy
 import sys
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
-
-from corpus import files
+from mini_trainer.data.rows import files
 
 _, section_bytes, chunk_rows, *flags = sys.argv
 files.SECTION_BYTES, files.CHUNK_ROWS = int(section_bytes), int(chunk_rows)

@@ -13,7 +13,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main
 
-from ranks import monitor
+from mini_trainer.distributed import monitor
 
 
 class Rank:

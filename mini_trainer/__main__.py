@@ -1,0 +1,291 @@
+"""The installed program, from any directory: `mini-trainer WORD ...`, or `python -m mini_trainer WORD ...`.
+
+    mini-trainer process-data --input-file chats.jsonl --output-file chats.arrow --model-name-or-path M
+    mini-trainer train --model-name-or-path M --data-path chats.arrow --output-dir D
+
+A word starts the program of its name. One process becomes the program. Several are torchrun's, which this process
+becomes: it hands on signals, waits for the ranks to save, and ends with the exit code of train.py, where the command
+`torchrun` always returns 1.
+"""
+
+import difflib
+import importlib.metadata
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+PROGRAMS = {  # word -> the module that it starts, and what that does
+    "train": ("train", "fine-tune a model: one process for each GPU of this machine"),
+    "process-data": ("process_data", "chats, completions or documents in, tokenized data set out"),
+    "merge-adapter": ("tools.merge_adapter", "a LoRA adapter and its model in, one model out"),
+    "generate": ("generate", "a model asked: prompts from files, or a chat in the terminal"),
+    "evaluate": ("evaluate_model", "models measured side by side: losses, tasks, a page of samples"),
+    "merge-models": ("tools.merge_models", "models of one architecture mixed, tensor by tensor"),
+    "export-gguf": ("tools.export_gguf", "a model in, one GGUF file out, for llama.cpp and Ollama"),
+    "import-config": ("tools.import_config", "another trainer's configuration in, this one's out"),
+    "score-data": ("tools.score_data", "a teacher's most probable tokens of a data set, for train"),
+    "continual": ("tools.continual", "tasks in, a model trained on one after the other out: what is forgotten"),
+    "sweep": ("tools.sweep.__main__", "options to vary in, runs with each of their values and the best of them out"),
+    "verify": ("tools.verify", "data sets, models or runs in, and whether they are still what was written"),
+    "board": ("tools.board", "a directory of runs in, a live table of them and their curves out, in a browser"),
+    "plot-metrics": ("tools.plot_metrics", "runs in, their curves out: a page for a browser, or a picture"),
+}
+OPTIONS = {
+    "train": "TrainOptions",
+    "process-data": "ProcessDataOptions",
+    "merge-adapter": "MergeAdapterOptions",
+    "generate": "GenerateOptions",
+    "evaluate": "EvaluateOptions",
+    "merge-models": "MergeModelsOptions",
+    "import-config": "ImportConfigOptions",
+    "score-data": "ScoreDataOptions",
+    "continual": "ContinualOptions",
+    "sweep": "SweepOptions",
+    "plot-metrics": "PlotOptions",
+    "export-gguf": "ExportGgufOptions",
+    "board": "BoardOptions",
+    "verify": "VerifyOptions",
+}
+PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
+COMPLETION = "completion"  # the word that is no program: prints what a shell needs to complete the others
+BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
+ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
+COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see distributed/command.py
+
+# Options of torchrun that `PARALLEL` words take beside their own; each has one value.
+TORCHRUN_OPTIONS = {
+    "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; train starts one per GPU",
+    "nnodes": "machines, each of which runs the same command",
+    "node-rank": "number of this machine, from 0, where there is no rendezvous",
+    "rdzv-id": "name of the job, the same on every machine",
+    "rdzv-backend": "how the machines meet: c10d",
+    "rdzv-endpoint": "where they meet: HOST:PORT of the first machine",
+    "rdzv-conf": "further settings of the rendezvous: key=value,...",
+    "master-addr": "address of the machine of rank 0, with --node-rank",
+    "master-port": "a free port there",
+    "local-addr": "this machine's address, if its name does not lead to it",
+    "log-dir": "where torchrun writes logs",
+    "redirects": "which of stdout (1) and stderr (2) go to the logs; 3: both",
+    "tee": "which of them go to the logs and to the terminal",
+    "local-ranks-filter": "whose output is shown: 0,1,...",
+    "signals-to-handle": "the signals that are handed on to the ranks: SIGTERM,SIGINT,...",
+}
+# Distributions on the package index that install a package named mini_trainer, and are not this project.
+NAMESAKES = ("mini-trainer", "rhai-innovation-mini-trainer")
+# The first sign of a driver for GPUs: NVIDIA's, Windows' as WSL shows it, AMD's.
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def main() -> None:
+    """Starts what the command line names. Returns only after `--help`."""
+    if ENDS_WITH_PARENT in os.environ:
+        end_with(int(os.environ.pop(ENDS_WITH_PARENT)))
+    refuse_mixed_installation()
+    # The installed script imports this module; python -m runs it, under a spec of another name than its own.
+    is_module = __name__ == "__main__" and __spec__ is not None and __spec__.name != "__main__"
+    os.environ[COMMAND] = json.dumps([os.getpid(), sys.argv, is_module])
+    word, *argv = sys.argv[1:] or [""]
+    if word in ("-h", "--help"):
+        tell(describe_words())
+        return
+    if word == "--version":
+        print_version()
+        return
+    if word == COMPLETION:
+        print_completion(argv)
+        return
+    if word not in PROGRAMS:
+        close = difflib.get_close_matches(word, [*PROGRAMS, COMPLETION], n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        given = f"{word!r} is not one of mini-trainer's commands" if word else "mini-trainer needs a command"
+        refuse(f"{given}: {', '.join([*PROGRAMS, COMPLETION])}{meant} (mini-trainer --help says what they do)")
+    if word not in PARALLEL:
+        become_program(word, argv)
+    torchrun_options, argv = split_options(argv)
+    if {"-h", "--help"} & set(argv):
+        tell(describe_torchrun_options())
+        become_program(word, ["--help"])
+    num_processes = torchrun_options.pop("nproc-per-node", None)
+    if num_processes is None:
+        num_processes = str(max(1, count_gpus())) if word == "train" else "1"
+    check_num_processes(num_processes)
+    if num_processes == "1" and not torchrun_options:
+        become_program(word, argv)
+    sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
+
+
+def describe_words() -> str:
+    lines = [f"  {word:15}{purpose}" for word, (_, purpose) in PROGRAMS.items()]
+    lines.append(
+        f"  {COMPLETION:15}bash, zsh or fish: code for the shell's start-up file, with which it completes words"
+    )
+    last = "mini-trainer WORD --help lists options, mini-trainer --version says which version this is."
+    return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", last])
+
+
+def print_version() -> None:
+    from mini_trainer.distributed.command import describe_version
+
+    tell(describe_version())
+
+
+def print_completion(argv: list[str]) -> None:
+    """`completion SHELL` prints the shell's code, which calls `completion words WORD ...` for each completion."""
+    from mini_trainer import options as groups
+    from mini_trainer.options.completion import SHELLS, complete_options
+
+    if len(argv) == 1 and argv[0] in SHELLS:
+        tell(SHELLS[argv[0]].rstrip("\n"))
+        return
+    if argv[:1] != ["words"] or len(argv) < 2:
+        refuse(f"mini-trainer {COMPLETION} needs a shell: {', '.join(SHELLS)}; given: {' '.join(argv) or 'nothing'}")
+    word, *rest = argv[1:]
+    if not rest:
+        found = [name for name in [*PROGRAMS, COMPLETION, "--help", "--version"] if name.startswith(word)]
+    elif word == COMPLETION:
+        found = [name for name in SHELLS if len(rest) == 1 and name.startswith(rest[0])]
+    elif word in OPTIONS:
+        more = [f"--{name}" for name in TORCHRUN_OPTIONS] if word in PARALLEL else []
+        found = complete_options(getattr(groups, OPTIONS[word]), rest, more=more)
+    else:
+        found = []
+    tell("\n".join(found))
+
+
+def describe_torchrun_options() -> str:
+    lines = [f"  --{name:20}{meaning}" for name, meaning in TORCHRUN_OPTIONS.items()]
+    return "\n".join(["how many processes are started, and on how many machines (by torchrun):", *lines, ""])
+
+
+def tell(text: str) -> None:
+    from mini_trainer.distributed.printing import print_as_is
+
+    print_as_is(f"{text}\n", sys.stdout)
+
+
+def refuse(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def refuse_mixed_installation() -> None:
+    """Refuses to run where another distribution has installed files of its own into this package's folder."""
+    for name in NAMESAKES:
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        folder = Path(__file__).resolve().parent
+        if Path(distribution.locate_file("mini_trainer")).resolve() == folder:
+            refuse(
+                f"the package {name} {distribution.version} is another project's, and is installed into this one's"
+                f" folder, {folder}: files of both have the same names. pip uninstall {name}, and install this project"
+                " again, or give each an environment of its own"
+            )
+
+
+def become_program(word: str, argv: list[str]) -> NoReturn:
+    sys.argv[1:] = argv
+    runpy.run_module(f"mini_trainer.{PROGRAMS[word][0]}", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def split_options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options among `argv`, with their values, and the words that are left, in order."""
+    torchrun_options, others = {}, []
+    words = iter(argv)
+    for word in words:
+        flag, has_value, value = word.partition("=")
+        name = flag.removeprefix("--").replace("_", "-")
+        if not flag.startswith("--") or name not in TORCHRUN_OPTIONS:
+            others.append(word)
+            continue
+        if name in torchrun_options:
+            refuse(f"given more than once: --{name}")
+        value = value if has_value else next(words, "")
+        if not value or value.startswith("--"):
+            refuse(f"--{name} needs a value: {TORCHRUN_OPTIONS[name]}")
+        torchrun_options[name] = value
+    return torchrun_options, others
+
+
+def check_num_processes(given: str) -> None:
+    if given not in ("gpu", "cpu", "auto") and not (given.isdecimal() and int(given) > 0):
+        refuse(f"--nproc-per-node {given}: must be a number of at least 1, or gpu, cpu or auto")
+
+
+def count_gpus() -> int:
+    """GPUs that train.py would see, as torch counts them; 0 without importing it where there is no driver."""
+    if not any(map(os.path.exists, GPU_DRIVERS)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[str]) -> int:
+    """Runs a script in several processes, waits for them, and returns the exit code of the run."""
+    from mini_trainer import options as groups
+    from mini_trainer.data.stores.disk import identify_file
+    from mini_trainer.distributed.children import find_this_package, name_module
+    from mini_trainer.distributed.ending import EXIT_FILE
+    from mini_trainer.distributed.open_files import raise_open_file_limit
+    from mini_trainer.options.command_line import parse_options
+
+    raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank
+    sys.argv[1:] = argv
+    # What cannot be used is refused once, and not by every rank.
+    options = parse_options(getattr(groups, OPTIONS[word]))
+    # Its reports of signals and of ranks that have failed, beside what the ranks print.
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
+    before = exit_file and identify_file(exit_file)
+    try:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main as torchrun
+
+        flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
+        os.environ |= find_this_package()
+        torchrun([*flags, "--no-python", *name_module(f"mini_trainer.{PROGRAMS[word][0]}"), *argv])
+        return 0
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode  # every rank of a run ends with the run's code
+        print(f"error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        killed_by = -failure.exitcode
+    except SignalException as error:
+        killed_by = int(error.sigval)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ValueError as error:  # what torchrun says of an option's value
+        refuse(f"torchrun: {error}")
+    # The ranks heard of it and ended together: they have written why.
+    was_written = exit_file is not None and exit_file.exists() and identify_file(exit_file) != before
+    return json.loads(exit_file.read_text())["code"] if was_written else 128 + killed_by
+
+
+def end_with(parent: int) -> None:
+    """Has this process, and what it becomes, asked to end (SIGTERM) when process `parent`, which started it, is gone.
+
+    Only Linux can do that.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1  # of linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it has gone before that
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Converts arguments to command lines: InstructLab's names become options, and every option becomes its flag.
+
+Arguments that no option can express are refused here, by the name that the user gave; the scripts check the rest.
+"""
+
+import dataclasses
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from mini_trainer.api.arguments import (
+    NOTHING,
+    DataProcessArgs,
+    DeepSpeedOptions,
+    LoraOptions,
+    TorchrunArgs,
+    TrainingArgs,
+)
+from mini_trainer.api.errors import make_bad_input
+from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file
+from mini_trainer.options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, iterate_fields
+from mini_trainer.options.urls import is_url
+from mini_trainer.run.hooks import FOLDERS, check_callback
+
+NUM_MOCK_SAMPLES = 10_000  # if mock_data is True
+
+# InstructLab's name -> ours.
+TRAIN_NAMES = {
+    "model_path": "model_name_or_path",
+    "ckpt_output_dir": "output_dir",
+    "max_batch_len": "max_tokens_per_gpu",
+    "num_epochs": "max_epochs",
+    "effective_batch_size": "batch_size",
+    "save_samples": "min_samples_per_checkpoint",
+    "warmup_steps": "num_warmup_steps",
+    "random_seed": "seed",
+    "adamw_weight_decay": "weight_decay",
+    "adamw_eps": "adam_eps",
+    "use_liger": "use_liger_kernels",
+    "log_level": "logging_level",
+    "mock_data_len": "mock_length",
+}
+DATA_NAMES = {
+    "data_path": "input_file",
+    "data_output_path": "output_file",
+    "max_seq_len": "max_sample_num_tokens",
+    "model_path": "model_name_or_path",
+    "chat_tmpl_path": "chat_template",
+    "num_cpu_procs": "num_proc",
+}
+NO_COUNTERPART = {
+    "use_dolomite": "every transformers model is trained with packed sequences",
+    "use_legacy_tmpl": "name the template's Jinja file with chat_tmpl_path",
+    "accelerate_full_state_at_epoch": "checkpoint_every_steps and checkpoint_every_minutes set when the full state is"
+    " saved, and a run that is asked to stop also saves it",
+    "on_demand_checkpointing": "every run saves its state when asked to stop (SIGTERM, SIGINT, SIGUSR1)",
+    "pretraining_config": 'tokenize documents with process_data(DataProcessArgs(format="document", block_size=...)) and'
+    " train on the result with process_data=False",
+}
+# InstructLab's tracker fields: the tracker that each enables, and the option that it sets, if any.
+TRACKER_NAMES = {
+    "mlflow_experiment_name": ("mlflow", "track_project"),
+    "mlflow_run_name": ("mlflow", "track_name"),
+    "mlflow_tracking_uri": ("mlflow", None),
+    "wandb_project": ("wandb", "track_project"),
+    "wandb_run_name": ("wandb", "track_name"),
+    "wandb_entity": ("wandb", None),
+}
+TRACKER_VARIABLES = {"mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "wandb_entity": "WANDB_ENTITY"}
+# Options that are on by default and that None turns off; for all other fields, None means not given.
+NONE_IS_A_VALUE = {
+    option.name
+    for options_class in (TrainOptions, ProcessDataOptions)
+    for option, _ in iterate_fields(options_class)
+    if type(None) in get_args(option.type) and option.default is not None
+}
+SHARDING_OPTIONS = {
+    "FULL_SHARD": {"sharding": "full"},
+    "SHARD_GRAD_OP": {"sharding": "full", "reshard_after_forward": "never"},
+    "HYBRID_SHARD": {"sharding": "hybrid"},
+    "NO_SHARD": {"sharding": "hybrid", "shard_size": 1},
+}
+ENDS = ("max_steps", "max_epochs", "max_samples", "max_tokens")
+
+
+class Values(dict):
+    """Options by name; refuses an option given twice, under any of its names."""
+
+    def __init__(self):
+        super().__init__()
+        self.given_as: dict[str, str] = {}
+
+    def give(self, name: str, value: Any, *, by: str) -> None:
+        if name in self:
+            raise make_bad_input(f"{self.given_as[name]} and {by} both set {flag_name(name)}: give only one of them")
+        self[name], self.given_as[name] = value, by
+
+
+def make_torchrun_words(args: TorchrunArgs) -> list[str]:
+    """Arguments of `mini-trainer train` that start processes."""
+    if args.rdzv_endpoint and args.master_addr:
+        raise make_bad_input("rdzv_endpoint and master_addr both set the rendezvous: give only one of them")
+    words = [f"--nproc-per-node={args.nproc_per_node}"]
+    if args.nnodes == 1 and args.rdzv_endpoint is None and args.master_addr is None:
+        return words  # a single machine needs no rendezvous arguments
+    given = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+    del given["nproc_per_node"]
+    if args.rdzv_endpoint is not None:
+        given["rdzv_backend"] = "c10d"
+    return [*words, *(f"{flag_name(name)}={value}" for name, value in given.items())]
+
+
+def make_train_words(args: TrainingArgs) -> list[str]:
+    """Command-line arguments of train.py; BadInputError for options without a counterpart or given under two names."""
+    values, given = Values(), list_given(args)
+    for name, reason in NO_COUNTERPART.items():
+        if given.pop(name, None):
+            raise make_bad_input(f"{name} has no counterpart here: {reason}")
+    if given.get("mock_data") is False:
+        del given["mock_data"]
+    if given.get("mock_data") is True:
+        given["mock_data"] = NUM_MOCK_SAMPLES
+    if tokenizes_first(args):
+        given.pop("data_path", None)
+        values.give("data_path", (str(find_data_file(args)),), by="process_data")
+    elif args.data_output_dir is not None and not gives_rows(args):
+        given["data_path"] = choose_tokenized(args)
+    if "adamw_betas" in given:
+        for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
+            values.give(name, beta, by="adamw_betas")
+    if given.get("save_samples", 1) <= 0:  # means "never" in InstructLab
+        del given["save_samples"]
+    give_methods(values, given)
+    give_sharding(values, args)
+    give_validation(values, args)
+    give_trackers(values, given)
+    callbacks = tuple(map(name_callback, list_callbacks(given.pop("callbacks", None))))
+    if callbacks:
+        given["callbacks"] = callbacks
+    if args.keep_last_checkpoint_only:
+        values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
+    if args.disable_flash_attn:
+        values.give("attention", "sdpa", by="disable_flash_attn")
+    own = {option.name for option, _ in iterate_fields(TrainOptions)}
+    for name, value in given.items():
+        if name in own or name in TRAIN_NAMES:
+            values.give(TRAIN_NAMES.get(name, name), value, by=name)
+    if not any(end in values for end in ENDS):
+        values.give("max_epochs", 1, by="the default of InstructLab")
+    return make_words(TrainOptions, values)
+
+
+def tokenizes_first(args: TrainingArgs) -> bool:
+    """Whether `data_path` names chats to tokenize: not if train.py itself gets rows, or mock data."""
+    return args.process_data and not gives_rows(args)
+
+
+def gives_rows(args: TrainingArgs) -> bool:
+    return any(
+        getattr(args, name) not in (NOTHING, None, False) for name in ("input_file", "input_dataset", "mock_data")
+    )
+
+
+def make_data_words(args: DataProcessArgs) -> list[str]:
+    """Command-line arguments of process_data.py."""
+    values, given = Values(), list_given(args)
+    for name, value in given.items():
+        if name == "data_output_path" and not Path(value).suffix:
+            value = f"{value}/{DATA_FILE}" if is_url(str(value)) else Path(value) / DATA_FILE
+        if name == "chat_tmpl_path":
+            if value is None:
+                continue
+            check_template(value)
+        values.give(DATA_NAMES.get(name, name), value, by=name)
+    return make_words(ProcessDataOptions, values)
+
+
+def make_data_args(args: TrainingArgs) -> DataProcessArgs:
+    """Arguments for the tokenization that `run_training` does before training."""
+    if args.data_path in (NOTHING, None):
+        raise make_bad_input("data_path is missing: give chats to train on, or tokenized data with process_data=False")
+    model = args.model_path if args.model_name_or_path in (NOTHING, None) else args.model_name_or_path
+    return DataProcessArgs(
+        data_path=args.data_path,
+        output_file=str(find_data_file(args)),
+        model_path=model,
+        model_revision=args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+        max_seq_len=NOTHING if args.max_seq_len is None else args.max_seq_len,
+        chat_tmpl_path=args.chat_tmpl_path,
+        num_cpu_procs=NOTHING if args.data_process_num_cpu_procs is None else args.data_process_num_cpu_procs,
+        validation_share=args.validation_split or NOTHING,
+        preview=0,
+    )
+
+
+def check_template(path: str) -> None:
+    if Path(path).suffix == ".py":
+        raise make_bad_input(
+            f"chat_tmpl_path {path}: InstructLab's templates are Python files, which are not executed here; give a"
+            " Jinja file with the text of its CHAT_TEMPLATE, and its special tokens with add_special_tokens"
+        )
+
+
+def list_given(args: Any) -> dict[str, Any]:
+    """The fields of `args` that have a value; None counts as one only for options that it turns off."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not NOTHING and (value is not None or name in NONE_IS_A_VALUE)
+    }
+
+
+def give_methods(values: Values, given: dict[str, Any]) -> None:
+    """Expands `lora` and `osft` objects into options."""
+    lora, osft = given.get("lora"), given.get("osft")
+    if lora is None:
+        given.pop("lora", None)
+    if osft is None:
+        given.pop("osft", None)
+    if isinstance(lora, LoraOptions):
+        del given["lora"]
+        values.give("lora", True, by="lora")
+        for name in ("rank", "alpha", "dropout"):
+            values.give(f"lora_{name}", getattr(lora, name), by="lora")
+        if lora.target_modules:
+            values.give("lora_target_modules", tuple(lora.target_modules), by="lora")
+        quantization = to_plain(lora.quantize_data_type)
+        if quantization is not None:
+            values.give("base_quantization", quantization, by="lora")
+    if isinstance(osft, OSFTOptions):
+        del given["osft"]
+        defaults = {field.name: field.default for field in dataclasses.fields(osft)}
+        chosen = {name: getattr(osft, name) for name in defaults if getattr(osft, name) != defaults[name]}
+        for name, value in (chosen | {"osft": True}).items():
+            values.give(name, value, by="osft")
+
+
+def give_sharding(values: Values, args: TrainingArgs) -> None:
+    """Converts the options of FSDP and DeepSpeed."""
+    backend = to_plain(args.distributed_backend)
+    if backend != "fsdp":
+        raise make_bad_input(f"distributed_backend {backend!r} has no counterpart here: training uses FSDP2, 'fsdp'")
+    fsdp, deepspeed = args.fsdp_options, args.deepspeed_options
+    if fsdp is not None:
+        strategy = to_plain(fsdp.sharding_strategy)
+        if strategy not in SHARDING_OPTIONS:
+            raise make_bad_input(f"sharding_strategy {strategy!r}: must be one of {', '.join(SHARDING_OPTIONS)}")
+        for name, value in SHARDING_OPTIONS[strategy].items():
+            values.give(name, value, by="fsdp_options")
+        if fsdp.cpu_offload_params:
+            values.give("cpu_offload", True, by="fsdp_options")
+    if deepspeed is not None:
+        given = dataclasses.asdict(deepspeed)
+        del given["cpu_offload_optimizer"]
+        defaults = dataclasses.asdict(DeepSpeedOptions())
+        refused = [name for name, value in given.items() if value != defaults[name]]
+        if refused:
+            raise make_bad_input(f"deepspeed_options: {', '.join(refused)} has no counterpart here")
+        if deepspeed.cpu_offload_optimizer:
+            values.give("cpu_offload", True, by="deepspeed_options")
+
+
+def give_validation(values: Values, args: TrainingArgs) -> None:
+    """Converts the validation split and its frequency in steps."""
+    if args.validation_split:
+        if not tokenizes_first(args):
+            raise make_bad_input("validation_split has no effect without process_data: give validation_data_path")
+        file = find_data_file(args)
+        validation_file = file.with_name(f"{file.stem}.validation{file.suffix}")
+        values.give("validation_data_path", (str(validation_file),), by="validation_split")
+    if args.validation_frequency is not None:
+        values.give("validate_every_steps", args.validation_frequency, by="validation_frequency")
+
+
+def give_trackers(values: Values, given: dict[str, Any]) -> None:
+    """Converts InstructLab's tracker fields, each of which enables its tracker."""
+    if given.get("tensorboard_log_dir") is not None:
+        raise make_bad_input(
+            "tensorboard_log_dir has no counterpart here: track='tensorboard' writes to ckpt_output_dir/tensorboard"
+        )
+    asked = list(given.pop("track", None) or ())
+    for name, (tracker, option) in TRACKER_NAMES.items():
+        value = given.pop(name, None)
+        if value is None:
+            continue
+        asked += [] if tracker in asked else [tracker]
+        if option is not None:
+            if "{" in value:
+                raise make_bad_input(f"{name} {value!r}: placeholders are not supported: give the name itself")
+            values.give(option, value, by=name)
+    if asked:
+        values.give("track", tuple(asked), by="the trackers' fields")
+
+
+def list_callbacks(given: Any) -> list[Any]:
+    """The callbacks in the field's value: one, several, or none."""
+    if given is NOTHING or given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def name_callback(callback: Any) -> str:
+    """A callback's import path; BadInputError for one that the processes of the run cannot import."""
+    if isinstance(callback, str):
+        return callback
+    try:
+        check_callback(callback, f"callbacks: {callback!r}")
+    except ValueError as error:
+        raise make_bad_input(str(error)) from None
+    path = f"{callback.__module__}:{callback.__qualname__}"
+    if callback.__module__ == "__main__" or "<locals>" in path:
+        raise make_bad_input(
+            f"callbacks: {path}: the processes of the run cannot import it: move the class to the top level of a module"
+            " of its own, such as hooks.py (in a notebook: a cell that begins with %%writefile hooks.py), and import it"
+        )
+    return path
+
+
+def find_callback_folders(args: TrainingArgs) -> list[str]:
+    """Folders from which this process has imported the callbacks that are given as classes."""
+    folders = []
+    for callback in list_callbacks(args.callbacks):
+        file = None if isinstance(callback, str) else getattr(sys.modules.get(callback.__module__), "__file__", None)
+        if file is not None:
+            num_parts = callback.__module__.count(".") + (Path(file).name == "__init__.py")
+            folders.append(str(Path(file).absolute().parents[num_parts]))
+    return list(dict.fromkeys(folders))
+
+
+def make_environment(args: TrainingArgs) -> dict[str, str]:
+    """Environment variables for fields of trackers that have no option, and for where callbacks are."""
+    pairs = ((variable, getattr(args, name)) for name, variable in TRACKER_VARIABLES.items())
+    folders = {FOLDERS: os.pathsep.join(find_callback_folders(args)) or None}
+    return {variable: value for variable, value in [*pairs, *folders.items()] if value is not None}
+
+
+def to_plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def make_words(options_class: type, values: dict[str, Any]) -> list[str]:
+    """Flags for all given options, in the order of --help; BadInputError if a required option is missing."""
+    words, rest, missing = [], [], []
+    for option, _ in iterate_fields(options_class):
+        if option.name not in values:
+            is_required = option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
+            missing += [option.name] if is_required else []
+            continue
+        value, flag = to_plain(values[option.name]), flag_name(option.name)
+        if get_origin(option.type) is tuple:
+            items = value if isinstance(value, (tuple, list)) else (value,)
+            rest += [flag, *map(str, items)]
+        elif isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words.append(f"{flag}={value}")
+    if missing:
+        raise make_bad_input(f"missing: {', '.join(missing)}")
+    return [*words, *rest]

@@ -1,0 +1,75 @@
+"""Exceptions raised by `run_training` and `process_data`: one class per exit code."""
+
+import copyreg
+from typing import Any
+
+from mini_trainer.distributed.ending import ExitCode
+
+
+class TrainingError(RuntimeError):
+    """A process failed. `code` is its exit code, `message` its error message."""
+
+    def __init__(self, message: str, *, code: int):
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets pickle pass on `code`, which is not among `args`: pools return errors of their processes pickled."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+
+
+class BadInputError(TrainingError, ValueError):
+    """Errors in options, data or model that the user can fix."""
+
+
+class NoValidCheckpointError(TrainingError):
+    """Checkpoints exist, but all are corrupt."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss or gradient is not finite."""
+
+
+class HangError(TrainingError):
+    """A rank stopped sending heartbeats or stopped making progress."""
+
+
+class LockedError(TrainingError):
+    """Another run is using the output directory."""
+
+
+class StorageError(TrainingError):
+    """A file could not be read or written."""
+
+
+class OutOfMemoryError(TrainingError):
+    """Out of memory, on a GPU or on the machine."""
+
+
+class PeerDiedError(TrainingError):
+    """A rank, or its torchrun, was killed or crashed."""
+
+
+class StartedProcessError(TrainingError):
+    """A bug, ours or a library's, or death by a signal."""
+
+
+ERRORS: dict[int, type[TrainingError]] = {
+    ExitCode.BAD_INPUT: BadInputError,
+    ExitCode.NO_VALID_CHECKPOINT: NoValidCheckpointError,
+    ExitCode.NON_FINITE: NonFiniteError,
+    ExitCode.HANG: HangError,
+    ExitCode.LOCKED: LockedError,
+    ExitCode.IO: StorageError,
+    ExitCode.OUT_OF_MEMORY: OutOfMemoryError,
+    ExitCode.PEER_DIED: PeerDiedError,
+}
+
+
+def make_bad_input(message: str) -> BadInputError:
+    return BadInputError(message, code=ExitCode.BAD_INPUT)
+
+
+def make_error(code: int, message: str) -> TrainingError:
+    return ERRORS.get(code, StartedProcessError)(message, code=code)

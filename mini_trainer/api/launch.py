@@ -1,0 +1,132 @@
+"""Runs the scripts as child processes: streams their output, forwards Ctrl-C, and leaves no process behind."""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.api.arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
+from mini_trainer.api.commands import (
+    list_callbacks,
+    make_data_args,
+    make_data_words,
+    make_environment,
+    make_torchrun_words,
+    make_train_words,
+    tokenizes_first,
+)
+from mini_trainer.api.errors import make_error
+from mini_trainer.data.stores.disk import identify_file, read_metrics
+from mini_trainer.distributed.children import run_child
+from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
+from mini_trainer.run.hooks import Callback
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a run ended, and its outputs."""
+
+    output_dir: Path
+    code: int  # an `ExitCode`: 0 when the run is done; 3 or 10 when it was stopped and can be resumed
+    reason: str
+    exports: list[Path]  # complete ones, oldest first
+    last_metrics: dict[str, Any] | None  # of the last step
+    log_file: Path
+
+    @property
+    def is_done(self) -> bool:
+        """False if the run was stopped early, by a time limit for example, with its state saved."""
+        return self.code == ExitCode.DONE
+
+
+def run_training(
+    torchrun_args: TorchrunArgs | None = None,
+    training_args: TrainingArgs | None = None,
+    *,
+    torch_args: TorchrunArgs | None = None,
+    train_args: TrainingArgs | None = None,
+    callbacks: Sequence[type[Callback] | str] | None = None,
+) -> TrainingResult:
+    """Tokenizes (unless `process_data` is False) and trains, in child processes whose output is streamed.
+
+    Every machine calls this, with its own `node_rank`. However a run ended, calling this again with the same arguments
+    resumes it. The output is also appended to {output_dir}.console_node{N}.log.
+
+    Args:
+        torchrun_args: Processes to start; None: one. InstructLab's name `torch_args` is also accepted.
+        training_args: Training options. `train_args` is also accepted.
+        callbacks: Classes derived from `Callback`, or their import paths: the field of `training_args` of this name.
+
+    Raises:
+        TrainingError: the subclass for the cause (`api.errors`).
+        KeyboardInterrupt: after Ctrl-C, once the run has saved its state and ended.
+    """
+    torchrun_args = choose_one(torchrun_args, torch_args, "torchrun_args and torch_args") or TorchrunArgs()
+    training_args = choose_one(training_args, train_args, "training_args and train_args")
+    if training_args is None:
+        raise TypeError("run_training() needs training_args")
+    if callbacks is not None:
+        choose_one(list_callbacks(training_args.callbacks) or None, callbacks, "callbacks and those of training_args")
+        training_args = replace(training_args, callbacks=tuple(callbacks))
+    words = [*make_torchrun_words(torchrun_args), *make_train_words(training_args)]  # refused before anything starts
+    if tokenizes_first(training_args):
+        with raising_storage_errors():
+            Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)
+        process_data(make_data_args(training_args))
+    output_dir = next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-dir="))
+    log_file = output_dir.with_name(f"{output_dir.name}.console_node{torchrun_args.node_rank}.log")
+    before = identify_file(output_dir / EXIT_FILE)
+    with raising_storage_errors():
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        log = log_file.open("a", encoding="utf-8")
+    with log:
+        code, last_words = run_child(["train", *words], log, more=make_environment(training_args))
+    has_written_why = identify_file(output_dir / EXIT_FILE) not in (None, before)
+    reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
+    if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
+        raise make_error(code, reason)
+    return TrainingResult(output_dir, code, reason, list_exports(output_dir), read_last_metrics(output_dir), log_file)
+
+
+@contextmanager
+def raising_storage_errors() -> Iterator[None]:
+    """Turns an OSError inside of it into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise make_error(ExitCode.IO, str(error)) from None
+
+
+def process_data(args: DataProcessArgs) -> Path:
+    """Tokenizes and masks chats in a child process whose output is streamed; returns the data set's file.
+
+    Raises:
+        BadInputError: for invalid rows or options.
+        KeyboardInterrupt: after Ctrl-C; no output is left then.
+    """
+    words = make_data_words(args)
+    code, last_words = run_child(["process-data", *words])
+    if code != ExitCode.DONE:
+        raise make_error(code, last_words)
+    return next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-file="))
+
+
+def choose_one(first: Any, second: Any, names: str) -> Any:
+    if first is not None and second is not None:
+        raise TypeError(f"{names} are two names of one argument: give only one of them")
+    return second if first is None else first
+
+
+def list_exports(output_dir: Path) -> list[Path]:
+    """Complete exports, oldest first; unfinished ones have hidden names."""
+    exports = [path for path in (output_dir / "hf_format").glob("[!.]*") if path.is_dir()]
+    return sorted(exports, key=lambda path: path.stat().st_mtime_ns)
+
+
+def read_last_metrics(output_dir: Path) -> dict[str, Any] | None:
+    """The metrics file's last line that is not damaged."""
+    rows = (row for _, _, row in read_metrics(output_dir / "training_metrics_0.jsonl") if row is not None)
+    return next(iter(deque(rows, maxlen=1)), None)

@@ -1,0 +1,121 @@
+"""Makes arguments.pyi, which shows editors and type checkers the fields that `arguments` makes at run time.
+
+    python -m mini_trainer.api.stub
+
+Each field has the type of its option, widened by what `api.commands` accepts beside it, and the option's help.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from mini_trainer.api import arguments
+from mini_trainer.api.commands import DATA_NAMES, TRAIN_NAMES
+from mini_trainer.options import ProcessDataOptions, TrainOptions, iterate_fields
+
+STUB = Path(arguments.__file__).with_suffix(".pyi")
+GENERATED = {
+    arguments.TrainingArgs: (TrainOptions, TRAIN_NAMES),
+    arguments.DataProcessArgs: (ProcessDataOptions, DATA_NAMES),
+}
+WIDTH = 112  # of help texts
+HEADER = '''"""Made by `python -m mini_trainer.api.stub`: types of arguments.py for editors and type checkers."""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from ..options import OSFTOptions
+from .callbacks import Callback'''
+
+
+def make_stub() -> str:
+    """The text of arguments.pyi: that of arguments.py, with all fields in the classes that have the options'."""
+    source = inspect.getsource(arguments)
+    generated = {args.__name__: (args, *rest) for args, rest in GENERATED.items()}
+    parts = [HEADER]
+    for node in ast.parse(source).body[1:]:
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
+            continue
+        if isinstance(node, ast.ClassDef) and node.name in generated:
+            parts.append(render_class(node, *generated[node.name]))
+        else:
+            first = min((one.lineno for one in getattr(node, "decorator_list", [])), default=node.lineno)
+            parts.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
+    return "\n\n".join(parts) + "\n"
+
+
+def render_class(node: ast.ClassDef, args: type, options_class: type, names: dict[str, str]) -> str:
+    helps = read_helps(options_class)
+    own = read_class_helps(node)
+    lines = ["@dataclass(kw_only=True)", f"class {node.name}:", indent(quote(ast.get_docstring(node)))]
+    for field in dataclasses.fields(args):
+        told = own.get(field.name) or helps.get(field.name) or f"`{names[field.name]}`: {helps[names[field.name]]}"
+        lines += [f"    {field.name}: {render_type(field.type)} = ...", indent(quote(told))]
+    return "\n".join(lines)
+
+
+def read_helps(options_class: type) -> dict[str, str]:
+    """The help of every option by name: the text that follows its declaration."""
+    groups = {option.name: group for option, group in iterate_fields(options_class)}
+    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
+    owners = {options_class, *(types[group] for group in groups.values() if group is not None)}
+    found: dict[str, str] = {}
+    for owner in owners:
+        for base in reversed(owner.__mro__[:-1]):
+            found |= read_class_helps(ast.parse(textwrap.dedent(inspect.getsource(base))).body[0])
+    return {name: found[name] for name in groups}
+
+
+def read_class_helps(node: ast.ClassDef) -> dict[str, str]:
+    """Texts of a class by the fields that they follow."""
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(node.body, node.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def render_type(kind: Any) -> str:
+    """The type as source. Options of text take paths, and those of several values take one, or a list."""
+    return " | ".join(dict.fromkeys(list_alternatives(kind)))
+
+
+def list_alternatives(kind: Any) -> list[str]:
+    if get_origin(kind) in (Union, UnionType):
+        return [name for part in get_args(kind) for name in list_alternatives(part)]
+    if get_origin(kind) is tuple:
+        parts = [part for part in get_args(kind) if part is not ...]
+        items = [name for part in parts for name in list_alternatives(part)]
+        item = " | ".join(dict.fromkeys(items))
+        rest = [f"tuple[{item}, ...]", f"list[{item}]"]
+        return [*items, *rest] if get_args(kind)[-1] is ... else rest
+    if get_origin(kind) is type:
+        return [f"type[{get_args(kind)[0].__name__}]"]
+    if kind is str:
+        return ["str", "Path"]
+    if kind is type(None):
+        return ["None"]
+    return [kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")]
+
+
+def quote(text: str) -> str:
+    """A docstring, folded."""
+    paragraphs = [textwrap.fill(part, WIDTH) for part in text.split("\n\n")]
+    return '"""' + "\n\n".join(paragraphs) + '"""'
+
+
+def indent(text: str) -> str:
+    return textwrap.indent(text, "    ")
+
+
+if __name__ == "__main__":
+    STUB.write_text(make_stub(), encoding="utf-8")

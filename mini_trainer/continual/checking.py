@@ -1,0 +1,95 @@
+"""Checks of what an experiment will train and measure, before its first task: by train's own plan, with the prepared
+data and the start model in the place of models that do not exist yet, and by evaluate's reading of tests."""
+
+from mini_trainer.continual.data import Prepared, read_questions
+from mini_trainer.continual.held_out import HeldOut
+from mini_trainer.continual.measuring import group_tests
+from mini_trainer.continual.replay import describe_held_out, mix
+from mini_trainer.continual.settings import CHOICE_METRICS, LATER, Settings, Task, Values, complete_options
+from mini_trainer.options import EvaluateOptions, TrainOptions, group_options
+from mini_trainer.use.evaluation.tasks import open_task
+from mini_trainer.use.inference.prompts import Prompt
+
+UNSTARTED = "unstarted"  # stands for the output directory of a run; nothing is written there
+
+
+def check_experiments(several: list[Settings], prepared: dict[str, Prepared], held_out: HeldOut) -> None:
+    """ValueError with all problems that runs of train, and their data, would have."""
+    problems = find_test_problems(several[0], prepared)  # which all methods share
+    for settings in several:
+        where = f"methods: {settings.label}: " if len(several) > 1 else ""
+        for task in settings.tasks:
+            found = [*find_data_problems(settings, task, prepared, held_out), *find_problems(settings, task, prepared)]
+            problems += [f"{where}tasks: {task.name}: {problem}" for problem in found]
+    if problems:
+        raise ValueError("\n  ".join(dict.fromkeys(problems)))
+
+
+def find_test_problems(settings: Settings, prepared: dict[str, Prepared]) -> list[str]:
+    """Problems with the files of tests, which evaluate reads after every task."""
+    problems = []
+    for own in group_tests([*settings.probes, *settings.tasks], settings):
+        metrics = tuple(sorted({one.metric for one in own} - {None, *CHOICE_METRICS}))
+        values = LATER["evaluate"] | settings.evaluate | own[0].evaluate | ({"metrics": metrics} if metrics else {})
+        options = group_options(EvaluateOptions, **values)
+        for one in own:
+            try:
+                test = open_task(str(prepared[one.name].test), one.name, options)
+                if one.metric is not None and one.metric not in test.measures:
+                    problems.append(f"{one.name}: metric: {one.metric}: {one.test} has {', '.join(test.measures)}")
+            except (ValueError, OSError) as error:
+                problems.append(f"{one.name}: test: {error}")
+    return problems
+
+
+def find_data_problems(settings: Settings, task: Task, prepared: dict[str, Prepared], held_out: HeldOut) -> list[str]:
+    """Problems with a task's rows, as replay and self-distillation read them."""
+    replay, rounds, data = settings.replay, settings.self_distillation, prepared[task.name].train
+    if replay is not None and replay.kind == "rows" and not task.input_file and held_out.count_rows(data):
+        return [describe_held_out(held_out.count_rows(data), data, task)]
+    if rounds is None and (replay is None or replay.kind == "rows"):
+        return []
+    try:
+        questions = list(read_questions(task, settings))
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    if rounds is not None and len(questions) * settings.train_options(task)["max_epochs"] < rounds.rounds:
+        problems.append(f"self_distillation: rounds: given {rounds.rounds}, but there are only {len(questions)} rows")
+    if rounds is not None and any(map(lacks_user, questions)):
+        problems.append("self_distillation: a chat without a user's message has no place for a demonstration")
+    return problems
+
+
+def lacks_user(question: Prompt) -> bool:
+    """Whether the prompt is a chat without a user's message."""
+    return question.messages is not None and all(message["role"] != "user" for message in question.messages)
+
+
+def find_problems(settings: Settings, task: Task, prepared: dict[str, Prepared]) -> list[str]:
+    """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
+    from mini_trainer.run.plan.findings import Findings  # with torch: seconds to import
+    from mini_trainer.run.plan.planner import find_target, look_at_run
+
+    findings = Findings()
+    options = group_options(TrainOptions, **choose_options(settings, task, prepared))
+    target = find_target(options, settings.num_processes, findings, is_here=False)
+    look_at_run(options, target, findings)
+    return [f"train: {problem}" for problem in findings.problems]
+
+
+def choose_options(settings: Settings, task: Task, prepared: dict[str, Prepared]) -> Values:
+    """The task's options of train with the start model and, where rows are replayed, all other tasks' data."""
+    own, values = prepared[task.name], complete_options(settings, task)[0]
+    others = [prepared[other.name].train for other in settings.tasks if other is not task]
+    values |= {"model_name_or_path": settings.model, "output_dir": str(settings.root / UNSTARTED)}
+    if own.validation is not None:
+        values["validation_data_path"] = (str(own.validation),)
+    if values.get("osft_basis") == "activations":  # of the task before it, whose statistics do not exist yet
+        values.pop("osft_statistics")
+        values.setdefault("osft_calibration_data", str(own.train))
+    for name in ("teacher_weight", "teacher_model", "teacher_data"):
+        if settings.replay is not None or settings.self_distillation is not None:
+            values.pop(name, None)
+    replayed = others if settings.replay is not None and settings.replay.kind == "rows" else []
+    return mix(values, own.train, replayed, settings.replay)

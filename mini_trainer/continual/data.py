@@ -1,0 +1,142 @@
+"""The tasks' data: tokenized sets, files to measure on under the tasks' names, and rows as questions."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.continual.running import Runner
+from mini_trainer.continual.settings import SetSettings, Settings, Task, splits_off
+from mini_trainer.data.chat.examples import ASSISTANT, Chat, Completion
+from mini_trainer.data.columns.columns import CAUSAL_LM
+from mini_trainer.data.rows.files import find_sources
+from mini_trainer.data.rows.formats import TEMPLATE_ARGS, Example, FieldPaths, read_examples
+from mini_trainer.data.rows.rows import read_formatted_chunks
+from mini_trainer.data.rows.split import falls_into_validation
+from mini_trainer.data.stores.disk import read_fields, read_object, written_aside
+from mini_trainer.data.tokenized.outputs import DataSetFiles, Outputs
+from mini_trainer.run.stages import Stage
+from mini_trainer.use.inference.prompts import Prompt, split_chat
+
+# Options of process-data that say how rows are read, and not what is made of them.
+OF_ROWS = {
+    *("format", "messages_field", "prompt_field", "completion_field", "text_field", "ignore_columns"),
+    *("validation_share", "max_sample_num_tokens", "skip_invalid"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A task or probe's files."""
+
+    train: Path | None = None
+    validation: Path | None = None
+    held_out: Path | None = None  # NAME_held_out.ENDING
+    test: Path | None = None  # NAME.ENDING
+
+
+def prepare(one: SetSettings, settings: Settings, folder: Path, runner: Runner) -> Prepared:
+    """Tokenizes the set's rows in `folder`."""
+    held_out = None if one.held_out is None else open_set(one, "held_out", one.held_out, settings, folder, runner)
+    test = None if one.test is None else link(Path(one.test), folder / "test", name=one.name)
+    if not isinstance(one, Task):
+        return Prepared(held_out=held_out, test=test)
+    validation = (
+        None if one.validation is None else open_set(one, "validation", one.validation, settings, folder, runner)
+    )
+    if one.data_path is not None:
+        return Prepared(train=Path(one.data_path).absolute(), validation=validation, held_out=held_out, test=test)
+    options = settings.process_data | one.process_data
+    train = tokenize(list(one.input_file), options, settings, folder / "train", name=one.name, runner=runner)
+    if splits_off(one, settings):
+        files = Outputs(train, None, True).validation
+        held_out = link_set(files, folder / "held_out", name=f"{one.name}_held_out")
+    return Prepared(train=train, validation=validation, held_out=held_out, test=test)
+
+
+def open_set(one: SetSettings, kind: str, path: str, settings: Settings, folder: Path, runner: Runner) -> Path:
+    """A data set of process-data under the set's name, from such a set or from rows."""
+    files = DataSetFiles(Path(path).absolute())
+    if files.sidecar.is_file():
+        objective = read_object(files.sidecar).get("objective", CAUSAL_LM)
+        if objective != CAUSAL_LM:
+            raise ValueError(f"{one.name}: {kind} {path} is for {objective}; allowed: data of language models")
+        return link_set(files, folder / kind, name=f"{one.name}_{kind}")
+    options = settings.process_data | (one.process_data if isinstance(one, Task) else {})
+    options = {name: value for name, value in options.items() if name != "validation_share"}
+    return tokenize([path], options, settings, folder / kind, name=f"{one.name}_{kind}", runner=runner)
+
+
+def tokenize(
+    rows: list[str], options: dict[str, Any], settings: Settings, folder: Path, *, name: str, runner: Runner
+) -> Path:
+    """Makes a data set of rows by process-data; returns its path."""
+    output = folder / f"{name}.arrow"
+    given = {"input_file": rows, "output_file": str(output), "model_name_or_path": settings.model}
+    runner.run(Stage(program="process-data", folder=folder, options=options | given))
+    return output
+
+
+def link(target: Path, folder: Path, *, name: str) -> Path:
+    """A link in `folder` to a file, whose name there begins with `name`, as that of its measurements does."""
+    if not target.exists():
+        raise ValueError(f"{target}: does not exist")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}{''.join(target.suffixes)}"
+    if not path.is_symlink():
+        with written_aside(path) as (aside,):
+            os.symlink(target.absolute(), aside)
+    return path
+
+
+def link_set(files: DataSetFiles, folder: Path, *, name: str) -> Path:
+    """Links to a data set and its sidecar; returns that to the data set."""
+    link(files.sidecar, folder, name=name)
+    return link(files.data, folder, name=name)
+
+
+def count_samples(data: Path) -> int:
+    return read_fields(DataSetFiles(data).sidecar, {"num_samples": int}, written_by="process-data")["num_samples"]
+
+
+def read_questions(task: Task, settings: Settings) -> Iterator[Prompt]:
+    """The task's rows as prompts with one reference each, without those that process-data splits off.
+
+    ValueError for a row that is neither a chat nor a completion.
+    """
+    options = settings.process_data | task.process_data
+    names = ("messages_field", "prompt_field", "completion_field", "text_field")
+    paths = FieldPaths(*(options.get(name) for name in names), ignored=options.get("ignore_columns", ()))
+    given, share = options.get("format"), options.get("validation_share")
+    for chunk, data_format in read_formatted_chunks(find_sources(list(task.input_file)), given, paths):
+        for row, example in read_examples(chunk, data_format, is_given=given is not None, paths=paths):
+            if example is None or isinstance(example, ValueError):
+                continue  # process-data has counted or refused it
+            if share is None or not falls_into_validation(example, share):
+                yield as_question(example, place=f"{chunk.file}:{row.place}")
+
+
+def as_question(example: Example, *, place: str) -> Prompt:
+    if isinstance(example, Completion):
+        return Prompt(place=place, row={}, text=example.prompt, references=(example.completion,))
+    if isinstance(example, Chat) and example.messages[-1]["role"] == ASSISTANT:
+        return split_chat(example, {})
+    raise ValueError(f"{place}: has no answer at its end: prompts are read from chats and completions")
+
+
+def as_row(prompt: Prompt, answer: str) -> dict[str, Any]:
+    """A row for process-data, in which the answer alone is trained."""
+    if prompt.messages is None:
+        return {"prompt": prompt.text, "completion": answer}
+    earlier = [message | ({"train": False} if message["role"] == ASSISTANT else {}) for message in prompt.messages]
+    row = {"messages": [*earlier, {"role": ASSISTANT, "content": answer}]}
+    own = {"tools": prompt.tools, TEMPLATE_ARGS: prompt.template_args}
+    return row | {key: value for key, value in own.items() if value is not None}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as (aside,):
+        aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,233 @@
+"""An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from mini_trainer.continual.compare import describe_comparison
+from mini_trainer.continual.context import Context
+from mini_trainer.continual.data import Prepared, prepare
+from mini_trainer.continual.held_out import HeldOut
+from mini_trainer.continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
+from mini_trainer.continual.measuring import describe_row, measure
+from mini_trainer.continual.page import write_page
+from mini_trainer.continual.running import Runner
+from mini_trainer.continual.sequence import run_sequence
+from mini_trainer.continual.settings import (
+    OF_METHODS,
+    SHARED_FOLDERS,
+    SetSettings,
+    Settings,
+    Task,
+    check_statistics,
+    draw_orders,
+)
+from mini_trainer.data.stores.disk import read_fields
+from mini_trainer.distributed.messages import say
+from mini_trainer.run.file_names import PARAMS_FILE
+from mini_trainer.run.stages import Record, hash_files, list_changes, write_record
+
+RECORD, PAGE = "continual.json", "results.html"
+
+
+def find_root(several: list[Settings]) -> Path:
+    """The directory of an experiment, or of all methods' experiments."""
+    return several[0].root if len(several) == 1 else several[0].root.parent
+
+
+def run_experiments(several: list[Settings], runner: Runner) -> None:
+    """Runs, or continues, one experiment, or one for each method with the data and the start model's measurements that
+    they share. ValueError, OSError or RunError say why it cannot."""
+    root = runner.root
+    try:
+        run_methods(several, root, runner)
+    finally:
+        runner.lock.release()
+
+
+def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
+    """Runs the experiments one after the other, then compares them."""
+    from mini_trainer.continual.checking import (
+        check_experiments,  # torch takes seconds: faults of the settings are found before
+    )
+
+    orders = settle_all(several, root)
+    sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
+    prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
+    held_out = HeldOut(prepared.values(), several[0])
+    check_experiments(several, prepared, held_out)
+    for settings, own in zip(several, orders, strict=True):
+        run_experiment(settings, own, prepared, held_out, runner)
+    if len(several) > 1:
+        directories = [settings.root for settings in several]
+        experiments = [read_experiment(directory) for directory in directories]
+        write_page(root / PAGE, experiments, directories)
+        say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
+
+
+def run_experiment(
+    settings: Settings, orders: list[list[str]], prepared: dict[str, Prepared], held_out: HeldOut, runner: Runner
+) -> None:
+    """Trains on all orders with all seeds."""
+    done: dict[tuple[int, int], Sequence] = {}
+
+    def report(sequence: Sequence) -> None:
+        done[sequence.order, sequence.seed] = sequence
+        if runner.has_run:  # until then, an earlier start's results say more
+            write_results(settings, list(done.values()))
+
+    start = measure_start(settings, prepared, runner)
+    for i, names in enumerate(orders):
+        for seed in settings.seeds:
+            context = Context(
+                settings=settings,
+                runner=runner,
+                prepared=prepared,
+                held_out=held_out,
+                folder=settings.root / f"order_{i + 1}_seed_{seed}",
+                seed=seed,
+            )
+            tasks = [settings.find_task(name) for name in names]
+            run_sequence(context, tasks, order=i + 1, start=start, report=report)
+    write_results(settings, list(done.values()))
+    say(f"results: {settings.root / FILE}\nresults page: {(settings.root / PAGE).as_uri()}")
+
+
+def measure_start(settings: Settings, prepared: dict[str, Prepared], runner: Runner) -> Row:
+    """The start model's row; with measure: seen, that of the probes alone."""
+    measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
+    folder = runner.root / "start"
+    row = measure(settings.model, measured, prepared, settings, folder, runner)
+    if row:
+        runner.say(folder, describe_row(row))
+    return row
+
+
+def write_results(settings: Settings, sequences: list[Sequence]) -> None:
+    """Writes results.json and the page of what is known so far."""
+    names = [tuple(one.name for one in group) for group in (settings.tasks, settings.probes)]
+    experiment = Experiment(settings.label, describe_method(settings), *names, tuple(sequences), settings.measure)
+    write_experiment(experiment, settings.root / FILE)
+    write_page(settings.root / PAGE, [experiment], [settings.root])
+
+
+def describe_method(settings: Settings) -> str:
+    """The method in a few words."""
+    values = settings.train
+    if values.get("osft"):
+        said = (
+            values.get("osft_basis", "weights"),
+            values.get("osft_keep_energy"),
+            values.get("osft_unfreeze_rank_ratio"),
+        )
+        words = [f"OSFT ({', '.join(str(value) for value in said if value is not None)})"]
+    elif values.get("lora"):
+        words = [f"{'QLoRA' if values.get('base_quantization') == 'nf4' else 'LoRA'}, {settings.adapters}"]
+    else:
+        words = ["full fine-tuning"]
+    if values.get("teacher_weight") is not None:
+        words.append(f"{values.get('teacher_divergence', 'forward-kl')} to {values.get('teacher_model', 'files')}")
+    if settings.replay is not None:
+        words.append(f"{settings.replay.share:.0%} {settings.replay.kind.replace('-', ' ')} replayed")
+    if settings.self_distillation is not None:
+        words.append(f"self-distillation ({settings.self_distillation.divergence})")
+    return ", ".join(words)
+
+
+def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
+    """The orders of the tasks of each experiment. Several also have a record of what they share."""
+    paths = [settings.root / RECORD for settings in several]
+    inputs = {"files": hash_inputs(several[0]), "model": hash_model(several[0].model)}
+    if not any(path.exists() for path in (*paths, root / RECORD)):
+        refuse_foreign(root, [path.parent for path in paths])
+    if len(several) > 1:
+        settle(several[0], root / RECORD, describe_settings(several[0], left_out=OF_METHODS) | inputs)
+    found = [settle(one, path, describe_settings(one) | inputs) for one, path in zip(several, paths, strict=True)]
+    for settings, orders in zip(several, found, strict=True):
+        for order in orders:
+            check_statistics(settings, order)
+    return found
+
+
+def refuse_foreign(root: Path, experiments: list[Path]) -> None:
+    """ValueError if a directory without a record has files where an experiment would write its own."""
+    names = (PARAMS_FILE, FILE, PAGE, *SHARED_FOLDERS, "order_1_seed_*")
+    found = [path for one in {root, *experiments} for name in names for path in one.glob(name)]
+    if found:
+        raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")
+
+
+def settle(settings: Settings, path: Path, now: Record) -> list[list[str]]:
+    """The orders of the tasks. Records the settings, and refuses others than those that the directory has; tasks may
+    be added at the end, and come last in every order."""
+    names = [task.name for task in settings.tasks]
+    if not path.exists():
+        orders = draw_orders(names, settings.orders)
+        write_record(path, now | {"orders": orders})
+        return orders
+    before = read_record(path)
+    orders = before.pop("orders")
+    num_before = len(before["settings"]["tasks"])
+    kept = json.loads(json.dumps(now))
+    kept["settings"]["tasks"] = kept["settings"]["tasks"][:num_before]
+    kept["files"] = {name: hashed for name, hashed in kept["files"].items() if name in before["files"]}
+    changes = list_changes(before, kept)
+    if changes:
+        listed = "".join(f"\n  {change}" for change in changes)
+        raise ValueError(
+            f"{path.parent} belongs to an experiment with other settings:{listed}\nundo the changes, or choose another"
+            " output_dir; only tasks at the end can be added"
+        )
+    orders = [order + names[num_before:] for order in orders]
+    write_record(path, now | {"orders": orders})
+    return orders
+
+
+def read_record(path: Path) -> Record:
+    """The record of an experiment's settings; ValueError names the file and a key that has been changed."""
+    advice = "; restore it, or choose another output_dir"
+    kinds = {"settings": dict, "files": dict, "model": str, "orders": list}
+    record = read_fields(path, kinds, written_by="mini-trainer continual", advice=advice)
+    tasks = record["settings"].get("tasks")
+    is_whole = isinstance(tasks, list) and all(isinstance(task, dict) for task in tasks)
+    names = sorted(str(task.get("name")) for task in tasks) if is_whole else []
+    has_orders = all(isinstance(order, list) and sorted(map(str, order)) == names for order in record["orders"])
+    if not is_whole or not has_orders:
+        wrong = "orders" if is_whole else "settings.tasks"
+        raise ValueError(f"{path}: not as mini-trainer continual writes it (see {wrong}){advice}")
+    return record
+
+
+def describe_settings(settings: Settings, *, left_out: Iterable[str] = ()) -> Record:
+    """The settings that decide the results."""
+    values = asdict(settings)
+    for key in ("name", "output_dir", "num_processes", *left_out):
+        del values[key]
+    return {"settings": values}
+
+
+def hash_inputs(settings: Settings) -> dict[str, str]:
+    """The SHA-256 of each file that the tasks and probes name, and of all files of a directory; ValueError for one
+    that does not exist."""
+    paths = [Path(one.lm_eval) for one in (*settings.tasks, *settings.probes) if one.lm_eval is not None]
+    for one in (*settings.tasks, *settings.probes):
+        is_task = isinstance(one, Task)
+        named = {"test": one.test, "held_out": one.held_out}
+        named |= {"data_path": one.data_path, "validation": one.validation} if is_task else {}
+        given = [(key, path) for key, path in named.items() if path is not None]
+        for key, name in given + [("input_file", name) for name in (one.input_file if is_task else ())]:
+            if not Path(name).exists():
+                raise ValueError(f"{'tasks' if is_task else 'probes'}: {one.name}: {key}: {name} does not exist")
+            paths.append(Path(name))
+    return hash_files(paths)
+
+
+def hash_model(name: str) -> str:
+    """A hash of the model's config and weights, which are downloaded if they are on the hub."""
+    from mini_trainer.data.stores.model_files import find_model, find_weights
+    from mini_trainer.model.fingerprints import fingerprint_model  # seconds to import
+
+    directory = find_model(name, revision=None, trust_remote_code=False, flag="model:")
+    find_weights(name, directory)
+    return fingerprint_model(directory)

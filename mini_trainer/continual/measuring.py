@@ -1,0 +1,128 @@
+"""Measures a model on tasks and probes by evaluate_model.py, and reads the scores of each question."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.continual.data import Prepared
+from mini_trainer.continual.matrix import Cell, Row
+from mini_trainer.continual.running import Runner
+from mini_trainer.continual.settings import CHOICE_METRICS, SetSettings, Settings, Values
+from mini_trainer.data.stores.disk import list_wrong, read_object
+from mini_trainer.run.stages import Stage
+from mini_trainer.use.evaluation.kept import read_lines
+
+SCORE, LOSS = "score", "loss"  # kinds of a row
+LOSSES = {"num_targets": int | float, "loss_sum": int | float}
+OF_TESTS = ("format", "engine", "base_url", "api_key_env", "concurrency")
+FEW_RESAMPLES = {"num_resamples": 100}  # of evaluate's own intervals, which nothing here reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """One start of evaluate: sets that are measured with the same options."""
+
+    name: str  # of its folder
+    measured: tuple[tuple[str, SetSettings], ...]  # kinds and sets
+    options: Values
+
+
+def measure(
+    model: str, sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings, folder: Path, runner: Runner
+) -> Row:
+    """The model's scores and losses on the sets, in their order."""
+    row: Row = {}
+    for one in group(sets, prepared, settings):
+        place = folder / one.name
+        options = FEW_RESAMPLES | one.options | {"model": [model], "output_dir": str(place)}
+        runner.run(Stage(program="evaluate", folder=place, options=options))
+        for kind, own in one.measured:
+            row.setdefault(kind, {})[own.name] = read_cell(place, own, kind, root=settings.root)
+    return {kind: {one.name: cells[one.name] for one in sets if one.name in cells} for kind, cells in row.items()}
+
+
+def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings) -> list[Measuring]:
+    """Sets that one start of evaluate can measure together. Probes come first: their names stay as tasks are added."""
+    found: list[Measuring] = []
+    held_out = [one for one in sets if prepared[one.name].held_out is not None]
+    losses = {"data": [str(prepared[one.name].held_out) for one in held_out]} if held_out else {}
+    with_losses = tuple((LOSS, one) for one in held_out)
+    for own in group_tests(sets, settings):
+        metrics = sorted({one.metric for one in own} - {None, *CHOICE_METRICS})
+        options = settings.evaluate | own[0].evaluate | {"task": [str(prepared[one.name].test) for one in own]}
+        options |= {"metrics": metrics} if metrics else {}
+        measured = tuple((SCORE, one) for one in own)
+        if options.get("engine", "hf") == "hf":  # the first start measures the losses as well
+            options, measured = options | losses, measured + with_losses
+            losses, with_losses = {}, ()
+        name = "answers" if not found else f"answers_{len(found) + 1}"
+        found.append(Measuring(name=name, measured=measured, options=options))
+    if losses:
+        options = keep_common(settings.evaluate) | losses
+        found.append(Measuring(name="losses", measured=with_losses, options=options))
+    for one in sets:
+        if one.lm_eval is not None:
+            options = keep_common(settings.evaluate | one.evaluate) | {"lm_eval": [one.lm_eval]}
+            found.append(Measuring(name=f"harness_{one.name}", measured=((SCORE, one),), options=options))
+    return found
+
+
+def group_tests(sets: list[SetSettings], settings: Settings) -> list[list[SetSettings]]:
+    """Tests with the same options of evaluate; those without a metric, which have the default ones, are apart."""
+    found: dict[str, list[SetSettings]] = {}
+    for one in sets:
+        if one.test is not None:
+            key = json.dumps([settings.evaluate | one.evaluate, one.metric is None])
+            found.setdefault(key, []).append(one)
+    return list(found.values())
+
+
+def keep_common(options: Values) -> Values:
+    """The options without those of prompts' rows and of other engines, which losses and the harness do not use."""
+    return {name: value for name, value in options.items() if name not in OF_TESTS}
+
+
+def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
+    """Each question's score, or each sample's mean loss with its number of trained tokens; ValueError names a file that
+    is not as evaluate writes it."""
+    found = list((folder / "samples").iterdir())
+    if len(found) != 1:
+        raise ValueError(f"{folder / 'samples'}: has {len(found)} models, allowed: one; remove {folder}")
+    samples, advice = found[0], f"remove {folder} to measure again"
+    if kind == LOSS:
+        path = samples / f"{one.name}_held_out.losses.jsonl"
+        lines = [line for line in read_lines(path, LOSSES, advice=advice) if line["num_targets"] > 0]
+        weights = np.array([line["num_targets"] for line in lines], float)
+        return Cell("loss", np.array([line["loss_sum"] for line in lines]) / weights, weights)
+    path = samples / ("lm_eval.json" if one.lm_eval is not None else f"{one.name}.scores.jsonl")
+    lines = read_harness(path) if one.lm_eval is not None else read_lines(path, {"scores": dict}, advice=advice)
+    scores = lines[0]["scores"] if lines else {}
+    metric = one.metric or next(iter(scores), "")
+    if scores and metric not in scores:
+        raise ValueError(f"{one.name}: metric: given {metric!r}, allowed: {', '.join(scores)}")
+    if not scores or not all(isinstance(line["scores"].get(metric), int | float) for line in lines):
+        raise ValueError(f"{path}: is damaged: a line without a number as {metric}; {advice}")
+    values = np.array([line["scores"][metric] for line in lines], float)
+    return Cell(metric, values, None, os.path.relpath(path, root))
+
+
+def read_harness(path: Path) -> list[dict[str, Any]]:
+    """The samples of a task of the harness; of a group of tasks, of all of them. ValueError names a damaged file."""
+    found = read_object(path)
+    for name, samples in found.items():
+        is_whole = isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples)
+        if not is_whole or any(list_wrong(sample, {"index": int, "scores": dict}) for sample in samples):
+            raise ValueError(
+                f"{path}: not as evaluate writes it (see {name}); remove {path.parents[2]} to measure again"
+            )
+    return [sample for task in sorted(found) for sample in sorted(found[task], key=lambda sample: sample["index"])]
+
+
+def describe_row(row: Row) -> str:
+    """The means of a row in one line."""
+    cells = [(name, cell) for kind in sorted(row, reverse=True) for name, cell in row[kind].items()]
+    return ", ".join(f"{name} {cell.mean:.3f} ({cell.metric})" for name, cell in cells)

@@ -1,0 +1,255 @@
+"""The page of continual experiments: derived numbers, every set after every task, curves, the front of learnt and
+forgotten, and questions that were answered well before.
+
+T tasks, P probes, K = T + P sets, S sequences with the same order.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.continual.compare import MEASURES, Summary, check_comparable, describe_progress, find_front
+from mini_trainer.continual.lost import KIND, LostTask, find_lost
+from mini_trainer.continual.matrix import Derived, Experiment
+from mini_trainer.continual.matrix import Sequence as TaskSequence
+from mini_trainer.data.stores.disk import written_aside
+from mini_trainer.use.pages.page import escape_json, fold, make_page
+from mini_trainer.use.plots.curves import COLOURS, to_numbers
+
+PAGE = Path(__file__).with_name("page.html")
+TITLES = {"score": "Scores", "loss": "Losses"}
+FORGOTTEN = ("forgetting", "forgotten")  # horizontal axes of the front
+MAX_NAMED = 3  # most experiments named in the title
+MOST_EXAMPLES = 20  # per task
+# Examples per task and characters per text: the first that fit the budget.
+SIZES = (*((MOST_EXAMPLES, limit) for limit in (4000, 2500, 1500, 1000, 600)), (10, 400), (5, 300), (2, 200))
+EXAMPLES_BUDGET = 2_000_000  # bytes of JSON, so that a page stays below 3 MB
+
+Shown = dict[str, Any]  # data of the page's script
+
+
+def write_page(path: Path, experiments: Sequence[Experiment], directories: Sequence[Path]) -> None:
+    """Writes the page of one or several experiments, which lie in `directories`; ValueError if they do not compare."""
+    check_comparable(experiments)
+    with written_aside(path) as (aside,):
+        aside.write_text(make_experiments_page(experiments, directories), encoding="utf-8")
+
+
+def make_experiments_page(experiments: Sequence[Experiment], directories: Sequence[Path]) -> str:
+    """The page as HTML."""
+    page = describe_page(experiments, directories)
+    return make_page(PAGE, {"DATA": escape_json(page)}, title=page["title"])
+
+
+def describe_page(experiments: Sequence[Experiment], directories: Sequence[Path]) -> Shown:
+    summaries = [experiment.summary for experiment in experiments]
+    kinds = dict.fromkeys(kind for experiment in experiments for kind in experiment.kinds)
+    names = [experiment.name for experiment in experiments]
+    return {
+        "title": ", ".join(names) if len(names) <= MAX_NAMED else f"{len(names)} experiments",
+        "measures": [vars(measure) for measure in MEASURES],
+        "kinds": [describe_kind(kind, experiments, summaries) for kind in kinds],
+        "experiments": [describe_experiment(*both) for both in zip(experiments, summaries, strict=True)],
+        "lost": describe_lost(experiments, directories),
+        "colours": COLOURS,
+    }
+
+
+def describe_kind(kind: str, experiments: Sequence[Experiment], summaries: Sequence[Summary]) -> Shown:
+    return {
+        "name": kind,
+        "title": TITLES[kind],
+        "scales": find_scales(kind, experiments),
+        "fronts": [front for name in FORGOTTEN if (front := describe_front(name, kind, summaries))],
+    }
+
+
+def find_scales(kind: str, experiments: Sequence[Experiment]) -> list[Shown]:
+    """The range of all cells of each metric; metrics from 0 to 1 share one."""
+    means: dict[str, list[float]] = {}
+    for experiment in experiments:
+        for cells in experiment.find_cells(kind).values():
+            for cell in cells.values():
+                means.setdefault(cell.metric, []).append(cell.mean)
+    groups: dict[str, list[str]] = {}
+    for metric, values in means.items():
+        is_share = kind == KIND and min(values) >= 0 and max(values) <= 1
+        groups.setdefault("" if is_share else metric, []).append(metric)
+    scales = []
+    for metrics in groups.values():
+        values = [value for metric in metrics for value in means[metric]]
+        low, high = to_numbers(np.array([min(values), max(values)]))
+        scales.append({"metrics": metrics, "low": low, "high": high, "higher_is_better": metrics != ["loss"]})
+    return scales
+
+
+def describe_front(name: str, kind: str, summaries: Sequence[Summary]) -> Shown | None:
+    """What was learnt against what was forgotten of tasks or probes; None if no experiment measured both."""
+    both = [(own.get(kind, {}).get(name), own.get(kind, {}).get("learnt")) for own in summaries]
+    points = [None if None in pair else (pair[0].mean, pair[1].mean) for pair in both]
+    if points == [None] * len(points):
+        return None
+    return {"name": name, "on_front": find_front(points), "is_measured": [point is not None for point in points]}
+
+
+def describe_experiment(experiment: Experiment, summary: Summary) -> Shown:
+    return {
+        "name": experiment.name,
+        "method": experiment.method,
+        "facts": describe_facts(experiment),
+        "tasks": experiment.tasks,
+        "probes": experiment.probes,
+        "sequences": [label_sequence(experiment, sequence) for sequence in experiment.sequences],
+        "kinds": {kind: show_kind(experiment, kind, summary[kind]) for kind in experiment.kinds},
+    }
+
+
+def describe_facts(experiment: Experiment) -> str:
+    orders = {sequence.tasks for sequence in experiment.sequences}
+    seeds = {sequence.seed for sequence in experiment.sequences}
+    counts = (
+        (len(experiment.tasks), "task"),
+        (len(experiment.probes), "probe"),
+        (len(orders), "order"),
+        (len(seeds), "seed"),
+    )
+    told = ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
+    return told + describe_progress(experiment)
+
+
+def label_sequence(experiment: Experiment, sequence: TaskSequence) -> str:
+    """Order and seed, as far as they differ."""
+    orders = {one.order for one in experiment.sequences}
+    return (f"order {sequence.order}, " if len(orders) > 1 else "") + f"seed {sequence.seed}"
+
+
+def show_kind(experiment: Experiment, kind: str, derived: dict[str, Derived]) -> Shown:
+    cells = experiment.find_cells(kind)
+    firsts = {name: next(iter(own.values())) for name, own in cells.items()}
+    return {
+        "derived": {measure.name: show_derived(derived.get(measure.name)) for measure in MEASURES},
+        "metrics": {name: cell.metric for name, cell in firsts.items()},
+        "counts": {name: len(cell.values) for name, cell in firsts.items()},
+        "views": describe_views(experiment, kind),
+        "aligned": align(experiment, kind),
+    }
+
+
+def show_derived(derived: Derived | None) -> Shown | None:
+    return None if derived is None else vars(derived)
+
+
+def describe_views(experiment: Experiment, kind: str) -> list[Shown]:
+    """Each order's mean over seeds, if it has several, and each sequence."""
+    views = []
+    for tasks in dict.fromkeys(sequence.tasks for sequence in experiment.sequences):
+        own = [s for s, sequence in enumerate(experiment.sequences) if sequence.tasks == tasks]
+        grids = [read_grid(experiment, kind, s) for s in own]
+        labels = [label_sequence(experiment, experiment.sequences[s]) for s in own]
+        if len(own) > 1:
+            views.append(show_mean(grids) | {"label": label_mean(experiment, own), "tasks": tasks})
+        for grid, label in zip(grids, labels, strict=True):
+            views.append({"label": label, "tasks": tasks, "mean": show_grid(grid)})
+    return views
+
+
+def label_mean(experiment: Experiment, own: Sequence[int]) -> str:
+    """The label of the mean of sequences with the same tasks in the same order."""
+    is_all = len(own) == len(experiment.sequences)
+    return ("" if is_all else f"order {experiment.sequences[own[0]].order}, ") + f"mean of {len(own)} sequences"
+
+
+def read_grid(experiment: Experiment, kind: str, s: int) -> np.ndarray:  # (T + 1, K)
+    """A sequence's means, tasks in its order and then probes; NaN: not measured."""
+    sequence = experiment.sequences[s]
+    names = [*sequence.tasks, *experiment.probes]
+    grid = np.full((len(sequence.tasks) + 1, len(names)), np.nan)
+    for t, row in enumerate(sequence.rows):
+        for k, name in enumerate(names):
+            if (cell := row.get(kind, {}).get(name)) is not None:
+                grid[t, k] = cell.mean
+    return grid
+
+
+def show_mean(grids: Sequence[np.ndarray]) -> Shown:
+    """Mean, standard deviation and range of cells measured in all sequences."""
+    values = np.stack(grids)  # (S, T + 1, K)
+    parts = {"mean": values.mean(0), "deviation": values.std(0, ddof=1), "low": values.min(0), "high": values.max(0)}
+    return {name: show_grid(grid) for name, grid in parts.items()}
+
+
+def show_grid(grid: np.ndarray) -> list[list[float | None]]:
+    return [to_numbers(row) for row in grid]
+
+
+def align(experiment: Experiment, kind: str) -> Shown | None:
+    """Every task by the number of tasks trained since its own, over all orders; None if there is one order.
+
+    Row T holds the measurements right after a task's own training. Only some orders reach the first and last rows.
+    """
+    if len({sequence.tasks for sequence in experiment.sequences}) == 1:
+        return None
+    num_tasks = len(experiment.tasks)
+    shifted = np.full((len(experiment.sequences), 2 * num_tasks, num_tasks), np.nan)
+    for s, sequence in enumerate(experiment.sequences):
+        grid = read_grid(experiment, kind, s)
+        for place, name in enumerate(sequence.tasks):
+            first = num_tasks - 1 - place  # row of the start model
+            shifted[s, first : first + num_tasks + 1, experiment.tasks.index(name)] = grid[:, place]
+    is_there = np.isfinite(shifted)
+    counts = is_there.sum(0)
+    with np.errstate(invalid="ignore"):
+        means = np.where(is_there, shifted, 0).sum(0) / counts
+    low, high = np.where(is_there, shifted, math.inf).min(0), np.where(is_there, shifted, -math.inf).max(0)
+    return {
+        "offset": -num_tasks,
+        "tasks": experiment.tasks,
+        "mean": show_grid(means),
+        "low": show_grid(low),
+        "high": show_grid(high),
+        "counts": counts.tolist(),
+    }
+
+
+def describe_lost(experiments: Sequence[Experiment], directories: Sequence[Path]) -> Shown:
+    """The examples of all experiments, as many and as long as the budget allows."""
+    found = [
+        [find_lost(experiment, directory, s, most=MOST_EXAMPLES) for s in range(len(experiment.sequences))]
+        for experiment, directory in zip(experiments, directories, strict=True)
+    ]
+    for most, limit in SIZES:
+        texts = Texts(limit)
+        tasks = [[[show_lost(task, texts, most) for task in own] for own in sequences] for sequences in found]
+        shown = {"tasks": tasks, "texts": list(texts.places), "limit": limit}
+        if len(escape_json(shown)) <= EXAMPLES_BUDGET:
+            break
+    return shown
+
+
+class Texts:
+    """Texts, each kept once and referred to by its place."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.places: dict[str, int] = {}
+
+    def add(self, text: str) -> int:
+        return self.places.setdefault(fold(text, self.limit), len(self.places))
+
+
+def show_lost(task: LostTask, texts: Texts, most: int) -> Shown:
+    examples = [
+        {
+            "place": texts.add(then["place"]),
+            "prompt": texts.add(then["prompt"]),
+            "references": [texts.add(text) for text in then["references"]],
+            "answers": [texts.add(then["answer"]), texts.add(now["answer"])],
+            "scores": to_numbers(np.array(scores)),
+        }
+        for then, now, *scores in task.falls[:most]
+    ]
+    return {"name": task.name, "metric": task.metric, "num_questions": task.num_questions, "total": len(task.rows),
+            "problem": task.problem, "examples": examples}  # fmt: skip

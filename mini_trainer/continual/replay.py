@@ -1,0 +1,122 @@
+"""Replay: rows of earlier tasks, or the model's own answers to their prompts, learnt again with a new task.
+
+On-policy replay: arXiv 2605.29495.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from mini_trainer.continual.context import Context, Model
+from mini_trainer.continual.data import as_row, count_samples, read_questions, write_rows
+from mini_trainer.continual.own_answers import (
+    ANSWERS,
+    PROMPTS,
+    DataRow,
+    answer_prompts,
+    read_answers,
+    replace_answer,
+    tokenize_own,
+)
+from mini_trainer.continual.settings import Replay, Task, Values, leave_teacher_out
+from mini_trainer.use.evaluation.kept import read_lines
+from mini_trainer.use.evaluation.metrics import score_answer
+from mini_trainer.use.inference.prompts import Prompt, read_prompts
+
+ROWS, REPLAYED = "rows.jsonl", "replayed"  # in the folder of an earlier task: its rows to replay, and their data set
+
+
+def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder: Path) -> list[Path]:
+    """Data sets to replay, one of each earlier task that has any; the model's answers are those before the new task."""
+    replay, found = context.settings.replay, []
+    if replay is None:
+        return []
+    for task in earlier:
+        place = folder / "replay" / task.name
+        if replay.kind == "rows":
+            found.append(choose_rows(context, task, place))
+            continue
+        data = answer(context, task, model, place)
+        if data is not None:
+            found.append(data)
+    return found
+
+
+def choose_rows(context: Context, task: Task, folder: Path) -> Path:
+    """The task's data, without rows that hold a question of any test or held-out set."""
+    data = context.prepared[task.name].train
+    num_held_out = context.held_out.count_rows(data)
+    if num_held_out == 0:
+        return data
+    if not task.input_file:
+        raise ValueError(describe_held_out(num_held_out, data, task))
+    context.runner.say(folder, f"{num_held_out:,} rows with held-out questions are not replayed")
+    rows = folder / ROWS
+    if not rows.is_file():
+        write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in list_free(context, task)])
+    return tokenize_own(context, task, rows, folder, name=REPLAYED)
+
+
+def describe_held_out(count: int, data: Path, task: Task) -> str:
+    return (
+        f"replay: {count:,} rows of {data} hold questions of a test or held-out set: remove them, or give input_file"
+        f" for task {task.name}, whose rows can be left out"
+    )
+
+
+def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | None:
+    """A data set of the model's own answers that pass the task's metric; None if none does."""
+    replay, settings, rows = context.settings.replay, context.settings, folder / ROWS
+
+    def draw_rows() -> list[DataRow]:
+        return [as_row(one, one.references[0]) for one in draw(list_free(context, task), replay, seed=context.seed)]
+
+    answer_prompts(context, model.path, folder, draw_rows, sampling=settings.generate, seed=context.seed)
+    prompts = folder / PROMPTS
+    if not rows.is_file():
+        write_rows(rows, keep_passing(prompts, folder / ANSWERS, task, replay))
+    num_kept, num_asked = len(read_lines(rows)), len(read_lines(prompts))
+    context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}")
+    return tokenize_own(context, task, rows, folder, name=REPLAYED) if num_kept else None
+
+
+def list_free(context: Context, task: Task) -> list[Prompt]:
+    """The task's questions that no test or held-out set has."""
+    return [prompt for prompt in read_questions(task, context.settings) if not context.held_out.has(prompt)]
+
+
+def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:
+    """The prompts to answer, in the rows' order."""
+    num = len(questions) if replay.num_prompts is None else min(replay.num_prompts, len(questions))
+    chosen = sorted(random.Random(seed).sample(range(len(questions)), num))
+    return [questions[i] for i in chosen]
+
+
+def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> list[DataRow]:
+    """Rows of the answers that are not empty, ended by themselves, and score enough."""
+    rows, asked, kept = read_lines(prompts), read_prompts([str(prompts)], None), []
+    labels = sorted({reference for prompt in asked for reference in prompt.references})
+    for line in read_answers(answers, len(rows)):
+        prompt, answer = asked[line["index"]], line["answer"]
+        score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
+        if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
+            kept.append(replace_answer(rows[line["index"]], line))
+    return kept
+
+
+def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | None) -> Values:
+    """Options of train with the replayed data in their share.
+
+    An epoch is still one of the task's own samples.
+    """
+    if not replayed:
+        return leave_teacher_out(options, replay) | {"data_path": [str(own)]}
+    weights = [1 - replay.share, *(replay.share / len(replayed) for _ in replayed)]
+    mixed = options | {"data_path": [str(own), *map(str, replayed)], "data_weights": weights}
+    if mixed.get("max_epochs") is not None:
+        epochs = mixed.pop("max_epochs")
+        mixed["max_samples"] = math.ceil(epochs * count_samples(own) / (1 - replay.share))
+    if replay.teacher_weight is not None:
+        mixed |= {"teacher_model": "self", "teacher_weight": [0.0, *(replay.teacher_weight for _ in replayed)]}
+    return mixed

@@ -1,0 +1,157 @@
+"""Self-distillation in rounds: the model answers prompts, a teacher that sees a good answer reads its tokens, and the
+model learns from the teacher's distributions.
+
+SDFT: Shenfeld et al. 2026, arXiv 2601.19897. For KL(teacher || model) they are written to files, of the most probable
+tokens and one bucket; for other divergences the teacher is a second model in training.
+"""
+
+import itertools
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.continual.context import Context, Model
+from mini_trainer.continual.data import as_row, read_questions, write_rows
+from mini_trainer.continual.own_answers import (
+    ANSWERS,
+    answer_prompts,
+    find_reference,
+    read_answers,
+    replace_answer,
+    tokenize_own,
+)
+from mini_trainer.continual.settings import SelfDistillation, Task, Values, needs_end
+from mini_trainer.data.stores.disk import hash_file, remove, written_aside
+from mini_trainer.options import DEFAULT_BATCH_SIZE
+from mini_trainer.run.stages import Stage
+from mini_trainer.use.evaluation.models import EXPORTS
+from mini_trainer.use.inference.answers import is_empty
+from mini_trainer.use.inference.prompts import join_content
+
+EXPORT = Path(EXPORTS, "last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round and what the rounds before have left."""
+
+    folder: Path
+    number: int  # from 0
+    student: str  # the model that answers
+    teacher: str
+    checkpoint: Path | None
+
+
+def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, options: Values) -> Path:
+    """Trains on a task's prompts, and returns the run of the last round."""
+    settings = context.settings.self_distillation
+    batch_size = options.get("batch_size") or DEFAULT_BATCH_SIZE
+    epochs = options.pop("max_epochs")
+    parts = cut(draw_rows(context, task, epochs=epochs), settings.rounds)
+    steps = [math.ceil(len(part) / batch_size) for part in parts]
+    student, teacher, checkpoint, run = model.path, model.path, None, None
+    for i, part in enumerate(parts):
+        place = folder / f"round_{i + 1}"
+        one = Round(folder=place, number=i, student=student, teacher=teacher, checkpoint=checkpoint)
+        learnt_from = make_data(context, task, one, part)
+        own = options | {"max_steps": steps[i], "checkpoint_every_steps": steps[i]}
+        own |= {"schedule_steps": sum(steps)} if needs_end(options) else {}
+        own |= learnt_from | {"teacher_weight": 1.0, "output_dir": str(place / "run")}
+        if checkpoint is not None:
+            own["continue_from"] = str(checkpoint)
+        context.runner.run(Stage(program="train", folder=place, options=own))
+        run = place / "run"
+        checkpoint, student = run / "checkpoints" / f"step_{steps[i]}", str(run / EXPORT)
+        if settings.teacher == "average" and i + 1 < len(parts):
+            teacher = average(context, one, student, settings)
+    return run
+
+
+def draw_rows(context: Context, task: Task, *, epochs: int) -> list[dict[str, Any]]:
+    """The task's rows in the order of their rounds: an epoch is a permutation drawn from the seed."""
+    rows = [as_row(prompt, prompt.references[0]) for prompt in read_questions(task, context.settings)]
+    drawn = []
+    for epoch in range(epochs):
+        drawn += random.Random(f"{context.seed} {epoch}").sample(rows, len(rows))
+    return drawn
+
+
+def cut(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]]:
+    """Parts whose lengths differ by at most one; ValueError if there are fewer rows than parts."""
+    if len(rows) < num_parts:
+        raise ValueError(f"self_distillation: rounds: given {num_parts}, allowed: at most one for each of {len(rows)}")
+    ends = [len(rows) * i // num_parts for i in range(num_parts + 1)]
+    return [rows[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any]]) -> Values:
+    """The options of train for the round's data: the student's answers, and what the teacher says of their tokens."""
+    settings, runner, folder = context.settings, context.runner, one.folder
+    sampling = {"temperature": 1.0} | settings.generate
+    answer_prompts(context, one.student, folder, lambda: part, sampling=sampling, seed=context.seed + one.number)
+    answers = folder / ANSWERS
+    rows = {"student": folder / "student.jsonl", "teacher": folder / "teacher.jsonl"}
+    if not rows["teacher"].is_file():
+        template = settings.self_distillation.demonstration
+        lines = read_answers(answers, len(part))
+        pairs = [pair for pair in (pair_rows(part, line, template) for line in lines) if pair]
+        if not pairs:
+            raise ValueError(f"{answers}: every answer is empty, so there is nothing to learn from")
+        if len(pairs) < len(part):
+            runner.say(folder, f"{len(part) - len(pairs):,} empty answers are left out")
+        for path, own in zip(rows.values(), zip(*pairs, strict=True), strict=True):
+            write_rows(path, list(own))
+    data = {name: tokenize_own(context, task, path, folder, name=name) for name, path in rows.items()}
+    record(folder, [*rows.values(), *data.values()])
+    own, beside = {"data_path": [str(data["student"])]}, {"teacher_data": [str(data["teacher"])]}
+    if settings.self_distillation.is_online:
+        divergence = settings.self_distillation.divergence
+        return own | beside | {"teacher_model": one.teacher, "teacher_divergence": divergence}
+    scoring = settings.score_data | {"model_name_or_path": one.teacher, "top_k": settings.self_distillation.top_k}
+    runner.run(Stage(program="score-data", folder=folder, options=scoring | own | beside))
+    return own
+
+
+def pair_rows(part: list[dict[str, Any]], line: dict[str, Any], template: str) -> tuple[dict, dict] | None:
+    """The student's row, and the teacher's, whose prompt shows the row's own answer; None for an empty answer."""
+    if is_empty(line):
+        return None
+    row = part[line["index"]]
+    student = replace_answer(row, line)
+    reference = find_reference(row)
+    if "completion" in row:
+        return student, student | {"prompt": fill(template, row["prompt"], reference)}
+    messages = [dict(message) for message in student["messages"]]
+    asked = [message for message in messages if message["role"] == "user"]
+    if not asked:
+        raise ValueError("self_distillation: a chat without a user's message has no place for a demonstration")
+    asked[-1]["content"] = fill(template, join_content(asked[-1]), reference)
+    return student, student | {"messages": messages}
+
+
+def fill(template: str, prompt: str, demonstration: str) -> str:
+    head, _, tail = template.partition("{prompt}")
+    parts = [head.replace("{demonstration}", demonstration), prompt, tail.replace("{demonstration}", demonstration)]
+    return "".join(parts)
+
+
+def record(folder: Path, paths: list[Path]) -> None:
+    """Writes the hashes of the round's data."""
+    with written_aside(folder / "data.json") as (aside,):
+        hashes = {str(path.relative_to(folder)): hash_file(path)["sha256"] for path in paths}
+        aside.write_text(json.dumps(hashes, indent=2) + "\n")
+
+
+def average(context: Context, one: Round, student: str, settings: SelfDistillation) -> str:
+    """The next teacher: a moving average of the teacher and the model after this round."""
+    output = one.folder / "average"  # "teacher" is the folder of its data
+    decay = settings.average_decay
+    options = {"model": [one.teacher, student], "weights": [decay, 1 - decay], "output_dir": str(output)}
+    stage = Stage(program="merge-models", folder=one.folder, options=options)
+    if not stage.is_done:
+        remove(output)  # of a start that was killed before it was recorded
+    context.runner.run(stage)
+    return str(output)

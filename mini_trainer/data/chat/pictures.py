@@ -1,0 +1,324 @@
+"""Images in conversations: safe reading, and expansion of their placeholders by the model's own processor.
+
+Pillow and transformers' processors are imported only when an image is used. transformers' own code for images imports
+torch if it is installed; nothing here does.
+"""
+
+import base64
+import binascii
+import contextlib
+import io
+import os
+import stat
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mini_trainer.data.chat.rendering import one_line
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.chat.token_spans import Located, Passage, Pictures
+from mini_trainer.distributed.messages import hide_secrets
+from mini_trainer.options.urls import check_redirect
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 89_478_485  # Pillow warns of decompression bombs above this
+NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install pillow"
+SHOWN_CHARS = 60  # characters of a reference in messages
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow's start programs (EPS)
+PHOTO = "MPO"  # a phone's photo: a JPEG followed by others, such as a preview or a depth map
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's modes with a known black and white
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # two tags of TIFF, and a value of the second
+TRIED_SIZE = (64, 48)  # width and height of the image used to test a processor
+WITH_PATCH_TOKEN = ("Llama4Processor",)  # processors whose `image_token_ids` omit the token of an image's parts
+SECONDS_TO_DOWNLOAD = 30
+LIMIT_OF_BYTES = 1 << 28  # largest file or download
+
+
+def name_reference(reference: str) -> str:
+    """The reference as shown in messages."""
+    if reference.startswith("data:"):
+        return "a data: URL"
+    reference = hide_secrets(reference)
+    return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
+
+
+def as_data_url(data: bytes) -> str:
+    """The image as a data: URL without a subtype; Pillow detects the format from the bytes."""
+    return f"data:image;base64,{base64.b64encode(data).decode()}"
+
+
+def read_reference(reference: str, *, directory: Path) -> bytes:
+    """The bytes of an image, from a file (relative to `directory`) or a data: URL."""
+    if reference.startswith("data:"):
+        head, comma, data = reference.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("a data: URL that is not data:image/...;base64,...")
+        try:
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"a data: URL whose base64 is broken: {error}") from None
+    try:
+        return read_regular_file(directory / reference)
+    except FileNotFoundError:
+        raise ValueError(f"{name_reference(reference)}: no such file") from None
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name_reference(reference)}: cannot be read: {reason}") from None
+
+
+def read_regular_file(path: Path) -> bytes:
+    """A file's bytes. OSError for devices, pipes and sockets, which may be endless, and for files over the limit."""
+    with open(path, "rb", opener=open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        data = file.read(LIMIT_OF_BYTES + 1)  # the size that fstat reports may be wrong, as under /proc
+    if len(data) > LIMIT_OF_BYTES:
+        raise OSError(f"larger than {LIMIT_OF_BYTES:,} bytes")
+    return data
+
+
+def open_without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe at once, even if nobody ever writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+class CheckedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to the public web only."""
+
+    def redirect_request(self, request: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:
+        check_redirect(request.full_url, answer[-1])
+        return super().redirect_request(request, *answer)
+
+
+def download(url: str, *, may_download: bool) -> bytes:
+    """The bytes at `url`; ValueError if downloads are not allowed."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{name_reference(url)}: allowed: file paths, data: URLs, http:// and https:// URLs")
+    if not may_download:
+        raise ValueError(f"{name_reference(url)}: downloads need --allow-downloads")
+    try:
+        opener = urllib.request.build_opener(CheckedRedirects)
+        with opener.open(url, timeout=SECONDS_TO_DOWNLOAD) as response:
+            data = response.read(LIMIT_OF_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name_reference(url)}: cannot be fetched: {hide_secrets(str(error))}") from None
+    if len(data) > LIMIT_OF_BYTES:
+        raise ValueError(f"{name_reference(url)}: larger than {LIMIT_OF_BYTES:,} bytes")
+    return data
+
+
+def open_image(reference: str, *, directory: Path) -> "Image":
+    """The image, upright (EXIF) and in RGB, as transformers loads it, except that 16-bit grey keeps its whole range.
+
+    ValueError for an image that cannot be decoded, or not without loss of meaning: animations and unknown ranges.
+    """
+    data, name = read_reference(reference, directory=directory), name_reference(reference)
+    try:
+        return decode_image(data)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def decode_image(data: bytes) -> "Image":
+    """The image in a file's bytes; see `open_image`."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    with decoding_errors():
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+        num_frames = 1 if image.format == PHOTO else getattr(image, "n_frames", 1)
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width:,} x {image.height:,} pixels, allowed are {MAX_PIXELS:,} in all")
+    if num_frames > 1:
+        kind = "holds several images" if image.format == "TIFF" else "is animated"
+        raise ValueError(f"{kind} ({num_frames} frames): give one of them as an image")
+    with decoding_errors():
+        upright = PIL.ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        upright = narrow(upright, tags=getattr(image, "tag_v2", {}))
+    if upright.mode not in EIGHT_BITS:
+        raise ValueError(f"pixels of Pillow's mode {upright.mode} have no definite conversion to RGB: save it as RGB")
+    return upright.convert("RGB")
+
+
+@contextlib.contextmanager
+def decoding_errors() -> Iterator[None]:
+    """Converts errors of Pillow to ValueErrors of one line."""
+    import PIL.Image
+
+    try:
+        yield
+    except PIL.Image.DecompressionBombError:
+        raise ValueError(f"more than {MAX_PIXELS:,} pixels") from None
+    except PIL.UnidentifiedImageError:
+        raise ValueError(f"not an image in a known format ({', '.join(FORMATS)})") from None
+    except Exception as error:  # decoders raise any error for truncated or damaged files
+        raise ValueError(f"is broken: {one_line(error) or type(error).__name__}") from None
+
+
+def narrow(image: "Image", *, tags: Mapping[int, Any]) -> "Image":
+    """The upper 8 bits of a 16-bit (in TIFF also 12-bit) greyscale image, as Pillow itself keeps of 16-bit colours.
+
+    tags: a TIFF file's; empty for other formats.
+    """
+    import numpy as np
+    import PIL.Image
+
+    (num_bits,) = tags.get(BITS_PER_SAMPLE, (16,))
+    pixels = (np.asarray(image) >> (num_bits - 8)).astype(np.uint8)
+    return PIL.Image.fromarray(255 - pixels if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else pixels)
+
+
+def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
+    """The model's processor, resizing with numpy and Pillow, even if its video processor cannot be loaded.
+
+    It is the same on every machine, so an image is as many tokens in training as it was here.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise ValueError(NEEDS_PILLOW) from None
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+    from transformers.processing_utils import ProcessorMixin
+
+    where = f"--model-name-or-path {model_dir}: no image processor"
+    try:
+        settings, _ = ProcessorMixin.get_processor_dict(model_dir)
+        images = AutoImageProcessor.from_pretrained(model_dir, backend="pil", trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+        name = settings.get("processor_class") or tokenizer.init_kwargs.get("processor_class")
+        own = processor_class_from_name(name) if name in PROCESSOR_MAPPING_NAMES.values() else None
+        if own is None:
+            raise ValueError(f"transformers has no processor {name!r}")
+        without_videos = type(own.__name__, (own,), {"check_argument_for_proper_class": accept_absent})
+        parts = {"image_processor": images, "tokenizer": tokenizer}
+        return without_videos.from_args_and_dict(
+            [parts.get(attribute) for attribute in own.get_attributes()], dict(settings)
+        )
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{where} can be loaded: {one_line(error)}") from None
+
+
+def accept_absent(processor: Any, name: str, argument: Any) -> Any:
+    """Replaces a processor's check of its parts: the video processor may be missing."""
+    return type(argument)
+
+
+def find_image_ids(processor: Any) -> frozenset[int]:
+    """Ids of the tokens that stand for parts of an image.
+
+    Llama 4's processor reports its placeholder's id instead, which also precedes the tile of the whole image.
+    """
+    if type(processor).__name__ in WITH_PATCH_TOKEN:
+        return frozenset(processor.tokenizer.convert_tokens_to_ids([processor.img_patch_token]))
+    return frozenset(token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
+
+
+class ImageExpander:
+    """Expands the image placeholders of rendered conversations.
+
+    Invariant: `processor` has one placeholder token for an image, `image_token`, which the chat template writes.
+    """
+
+    def __init__(self, processor: Any, *, directory: Path, may_download: bool = False):
+        """`directory`: base of relative image paths."""
+        if getattr(processor, "image_token", None) is None:
+            raise ValueError(f"{type(processor).__name__} has no image_token, so images cannot be located in the text")
+        self.processor, self.directory, self.may_download = processor, directory, may_download
+        self.placeholder = processor.image_token
+        self.image_token_ids = find_image_ids(processor)
+        self.image_tokens = tuple(processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids)))
+        import PIL.Image
+
+        if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):
+            raise ValueError(
+                f"{type(processor).__name__} does not report the text that replaces an image, so its tokens cannot be"
+                " masked: models of its type cannot be trained on images"
+            )
+
+    def expand(self, located: Located, references: Sequence[str]) -> Located:
+        """The row with its placeholders replaced by the processor's text, which is never trained."""
+        if located.is_weighted:
+            raise ValueError("a message has a 'weight', which data with images cannot store: use 'train' alone")
+        num_found = located.text.count(self.placeholder)
+        if num_found != len(references):
+            raise ValueError(
+                f"{len(references)} images, but the rendered conversation has {self.placeholder!r} {num_found} times:"
+                " texts must not contain it, and the chat template has to write it once per image"
+            )
+        typed = [token for token in self.image_tokens if token in located.text]
+        if typed and self.placeholder not in self.image_tokens:
+            raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image: remove it")
+        if not references:
+            return located
+        shown, kept = [], []
+        for number, reference in enumerate(references, start=1):
+            try:
+                if "://" in reference and not reference.startswith("data:"):
+                    reference = as_data_url(download(reference, may_download=self.may_download))
+                shown.append(open_image(reference, directory=self.directory))
+                kept.append(reference)
+            except ValueError as error:
+                raise ValueError(f"image {number}: {error}") from None
+        made = self.process(located.text, shown)
+        replaced = made["text_replacement_offsets"][0]
+        ids = tuple(int(token) for token in made["input_ids"][0])
+        return replace(
+            located,
+            text=replace_all(located.text, replaced),
+            passages=[move_passage(passage, replaced) for passage in located.passages],
+            pictures=Pictures(
+                references=tuple(kept),
+                sizes=tuple((image.height, image.width) for image in shown),
+                spans=self.find_spans(ids, [place["replacement"] for place in replaced]),
+                num_tokens=sum(token in self.image_token_ids for token in ids),
+                input_ids=ids,
+            ),
+        )
+
+    def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """The tokens [start, end) of each image, from its first image token to its last; `replacements`: the
+        processor's text for each."""
+        places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
+        spans, first = [], 0
+        for replacement in replacements:
+            after = first + sum(replacement.count(token) for token in self.image_tokens)
+            spans.append((places[first], places[after - 1] + 1))
+            first = after
+        return tuple(spans)
+
+    def process(self, text: str, images: Sequence["Image"]) -> Any:
+        """The processor's output."""
+        try:
+            return self.processor(
+                text=[text], images=[list(images)], add_special_tokens=False, return_text_replacement_offsets=True
+            )
+        except Exception as error:  # processors may raise any error for an image that they cannot resize
+            raise ValueError(f"the model's processor cannot take its images: {one_line(error)}") from None
+
+
+def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
+    """`text` with every placeholder replaced."""
+    parts, last = [], 0
+    for place in replaced:
+        start, end = place["span"]
+        parts += [text[last:start], place["replacement"]]
+        last = end
+    return "".join([*parts, text[last:]])
+
+
+def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:
+    """The passage at its place after the replacements. ValueError if an image is in it."""
+    moved = 0
+    for place in replaced:
+        start, end = place["span"]
+        if start < passage.end and end > passage.start:
+            raise ValueError(f"a trained message of the {passage.role} has an image: images cannot be trained")
+        if end <= passage.start:
+            moved += len(place["replacement"]) - (end - start)
+    return replace(passage, start=passage.start + moved, end=passage.end + moved)

@@ -1,0 +1,307 @@
+"""Input of chat templates, and limits on their errors, time and memory, because they are third-party programs.
+
+transformers runs them in jinja's sandbox, which keeps them from files and processes, but not from running forever.
+"""
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from mini_trainer.data.chat.calls import TOOL, takes_text, with_text_arguments
+from mini_trainer.data.chat.examples import ASSISTANT, Message
+from mini_trainer.data.chat.placeholders import REASONING_KEYS, has_calls, is_text_part
+
+RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one second
+RENDER_BYTES = 4 << 30  # of memory, per call
+RENDER_CHARACTERS = 128 << 20  # per conversation, twice the longest row that is read
+MAX_NUM_SLOW = 3  # conversations over RENDER_SECONDS before rendering is given up
+LONGEST_REASON = 400  # characters of an error that are shown
+TOO_MUCH_MEMORY = 3  # exit code
+
+LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # precedes a text in a printed list
+EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+
+T = TypeVar("T")
+
+
+class UnreadableContent(ValueError):
+    """A message's content has a form that the chat template does not read."""
+
+
+class TemplateTooSlow(ValueError):
+    """A rendering took longer than RENDER_SECONDS."""
+
+
+@contextmanager
+def template_errors() -> Iterator[None]:
+    """Converts any error of a template, which is a third-party program, to a ValueError."""
+    try:
+        with time_limit(RENDER_SECONDS), memory_limit(RENDER_BYTES):
+            yield
+    except UnreadableContent:
+        raise
+    except TimeoutError as error:
+        raise TemplateTooSlow(f"the chat template fails: {error}") from None
+    except MemoryError:
+        raise ValueError(f"the chat template fails: needs more than {RENDER_BYTES >> 30} GiB") from None
+    except Exception as error:
+        raise ValueError(f"the chat template fails: {str(error) or type(error).__name__}") from None
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted, and
+    workers run there; elsewhere there is no limit.
+
+    A single operation on huge values cannot be interrupted. After twice the limit of CPU time the kernel ends the
+    process with SIGVTALRM, unless the program handles that signal.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"takes longer than {seconds:g} seconds")
+
+    handler = signal.signal(signal.SIGALRM, give_up)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    virtual = signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, *virtual)
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Raises MemoryError in the block once it needs this much more memory. Linux only."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource  # Unix only
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = measure_memory() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def measure_memory() -> int:
+    """The size of this process's address space, in bytes."""
+    with open("/proc/self/statm") as memory:
+        return int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Patience:
+    """Renders rows within the limits. A row that exceeds the time is refused; after MAX_NUM_SLOW such rows all rows
+    are, because a file full of them would take days."""
+
+    num_slow: int = 0
+
+    @contextmanager
+    def render(self, num_conversations: int = 1) -> Iterator[None]:
+        """`template_errors` for rows. Only a conversation rendered alone counts as slow: many at once may take long."""
+        self.check()
+        try:
+            with template_errors():
+                yield
+        except TemplateTooSlow:
+            self.num_slow += num_conversations == 1
+            raise
+
+    def check(self) -> None:
+        """Raises ValueError after MAX_NUM_SLOW slow conversations."""
+        if self.num_slow >= MAX_NUM_SLOW:
+            raise ValueError(
+                f"the chat template takes longer than {RENDER_SECONDS:g} seconds for each of"
+                f" {self.num_slow} rows: use another (--chat-template), or leave such rows out"
+            )
+
+
+def check_length(text: str) -> str:
+    """A template's `text`; ValueError if it is too long to be tokenized."""
+    if len(text) > RENDER_CHARACTERS:
+        raise ValueError(f"the chat template writes {len(text):,} characters, allowed: {RENDER_CHARACTERS:,}")
+    return text
+
+
+def check_in_child(function: Callable[[], object]) -> None:
+    """Calls `function` in a child process that can be killed, because one operation on huge numbers or texts cannot be
+    interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
+    if sys.platform != "linux":
+        return
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            with memory_limit(RENDER_BYTES):
+                function()
+        except MemoryError:
+            os._exit(TOO_MUCH_MEMORY)
+
+    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    child.start()
+    child.join(RENDER_SECONDS)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        raise ValueError(f"takes longer than {RENDER_SECONDS:g} seconds")
+    if child.exitcode == TOO_MUCH_MEMORY:
+        raise ValueError(f"needs more than {RENDER_BYTES >> 30} GiB")
+    if child.exitcode != 0:
+        raise ValueError(f"ends its process with code {child.exitcode}")
+
+
+def prepare_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages without null fields, as recent versions of `apply_chat_template` pass them, and with reasoning under
+    both of its keys, because gpt-oss reads "thinking" and others "reasoning_content"."""
+    prepared = []
+    for message in messages:
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        prepared.append({key: value for key, value in named.items() if value is not None})
+    return prepared
+
+
+def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """The messages in the form that the tokenizer's chat template reads. Used for rows and prompts, so that a model is
+    prompted with the text that it was trained on."""
+    prepared = prepare_contents(tokenizer, messages)
+    return (
+        with_text_arguments(prepared) if any(map(has_calls, prepared)) and takes_calls_as_text(tokenizer) else prepared
+    )
+
+
+def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """The messages with contents in the form that the chat template reads."""
+    prepared = prepare_messages(messages)
+    if takes_parts(tokenizer):
+        return [as_parts(message) for message in prepared]
+    return [
+        as_text(message, number) if has_text_parts(message) and not reads_parts(tokenizer, message["role"]) else message
+        for number, message in enumerate(prepared, start=1)
+    ]
+
+
+def reads_parts(tokenizer: Any, role: str) -> bool:
+    """Whether the template writes the text of a content that is a list of parts, for messages of this role."""
+    template = tokenizer.chat_template
+    return writes_parts(tokenizer, role, template if isinstance(template, str) else repr(template))
+
+
+@lru_cache(maxsize=64)
+def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
+    """`reads_parts`, cached by tokenizer, role and template."""
+    said = {"role": role, "content": "Two and two."}
+    others = [message for message in EXCHANGE if message["role"] != role]
+    messages = [*others, as_parts(said)] if role in (ASSISTANT, "tool") else [as_parts(said), *others]
+    try:
+        with template_errors():
+            before, found, _ = tokenizer.apply_chat_template(messages, tokenize=False).partition(said["content"])
+    except ValueError:
+        return False
+    return found != "" and LIST_AS_IT_STANDS.search(before) is None
+
+
+def template_text(tokenizer: Any) -> str:
+    """The template, or all named ones, as a key of caches."""
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else repr(template)
+
+
+def takes_parts(tokenizer: Any) -> bool:
+    """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
+    return find_form(tokenizer, template_text(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def find_form(tokenizer: Any, _template: str) -> bool:
+    """`takes_parts`, cached by tokenizer and template."""
+
+    def writes(messages: list[Message]) -> bool:
+        try:
+            with template_errors():
+                text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except ValueError:
+            return False
+        return all(message["content"] in text for message in EXCHANGE)
+
+    return not writes(EXCHANGE) and writes([as_parts(message) for message in EXCHANGE])
+
+
+def takes_calls_as_text(tokenizer: Any) -> bool:
+    """Whether the template takes the arguments of calls as JSON text, not as an object."""
+    return find_form_of_calls(tokenizer, template_text(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def find_form_of_calls(tokenizer: Any, _template: str) -> bool:
+    """`takes_calls_as_text`, cached by tokenizer and template."""
+
+    def render(messages: list[Message]) -> str | None:
+        prepared = prepare_contents(tokenizer, messages)
+        for tools in ([TOOL], None):  # some templates work only with tools, or only without
+            for part in (prepared, prepared[:2]):  # some know no role of tools
+                try:
+                    with template_errors():
+                        return tokenizer.apply_chat_template(part, tools=tools, tokenize=False)
+                except ValueError:
+                    continue
+        return None
+
+    return takes_text(render)
+
+
+def as_parts(message: Message) -> Message:
+    """The message with its text as a list of one part, the only form that some multi-modal templates write."""
+    content = message.get("content")
+    is_text = isinstance(content, str) and content != ""
+    return {**message, "content": [{"type": "text", "text": content}]} if is_text else message
+
+
+def has_text_parts(message: Message) -> bool:
+    """Whether the content is a list of text parts only."""
+    parts = message.get("content")
+    return isinstance(parts, list) and parts != [] and all(map(is_text_part, parts))
+
+
+def as_text(message: Message, number: int) -> Message:
+    """The message with its only part as a text. Several parts are refused: they could be joined in several ways."""
+    parts = message["content"]
+    if len(parts) > 1:
+        raise UnreadableContent(
+            f"the chat template reads the content of message {number} ({message['role']}) only as a text, not as a list"
+            f" of {len(parts)} parts: join them, with the spaces or line breaks that belong between them"
+        )
+    return {**message, "content": parts[0]["text"]}
+
+
+def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:
+    """function(value, *args, **options), or the ValueError that it raised or that is among the arguments."""
+    for argument in (value, *args):
+        if isinstance(argument, ValueError):
+            return argument
+    try:
+        return function(value, *args, **options)
+    except ValueError as error:
+        return error
+
+
+def one_line(error: Exception) -> str:
+    """The error's message on one line, shortened: templates and libraries can raise pages of text."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."

@@ -1,0 +1,137 @@
+"""The model's tokenizer, and a base model's additions for chats: a template and special tokens."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.chat.rendering import one_line
+
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
+ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A template that can be chosen by name."""
+
+    text: str
+    special_tokens: tuple[str, ...] = ()  # added if missing from the vocabulary
+    eos_token: str | None = None  # end-of-turn token, becomes the tokenizer's eos token; None: already the same
+
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+NAMED_TEMPLATES = {
+    "chatml": NamedTemplate(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama3": NamedTemplate(LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "zephyr": NamedTemplate(ZEPHYR),
+}
+
+
+def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str = "--model-name-or-path") -> Any:
+    """Loads the tokenizer from a directory that `find_model` found."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
+
+    # transformers takes tekken.json where mistral-common is installed; that tokenizer does not say where tokens are.
+    has_both = Path(model_dir, "tokenizer.json").is_file() and Path(model_dir, "tekken.json").is_file()
+    choice = {"mistral_format": False} if has_both else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code, **choice)
+    except Exception as error:  # reads files of any origin, and the network
+        what = "config: config.json" if isinstance(error, StrictDataclassError) else "tokenizer"
+        raise ValueError(f"{flag} {model_dir}: no usable {what}: {one_line(error)}") from None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one from the config alone
+        raise ValueError(
+            f"{flag} {model_dir}: has no tokenizer, only special tokens: copy tokenizer.json and tokenizer_config.json"
+            " there from the model it was made from"
+        )
+    if not trust_remote_code:
+        tokenizer.init_kwargs.pop("auto_map", None)  # the saved tokenizer would ask for code that is not there
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = read_processors_template(Path(model_dir))
+    return tokenizer
+
+
+def read_processors_template(model_dir: Path) -> str | None:
+    """The chat template in a file of a multi-modal model's processor, for tokenizers without one."""
+    for name in ("chat_template.json", "processor_config.json"):
+        try:
+            template = json.loads((model_dir / name).read_text(encoding="utf-8")).get("chat_template")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def find_template(name_or_file: str) -> NamedTemplate:
+    """The template with that name or in that file."""
+    if name_or_file in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[name_or_file]
+    try:
+        return NamedTemplate(Path(name_or_file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(NAMED_TEMPLATES)
+        raise ValueError(f"--chat-template {name_or_file}: allowed: {names}, or a Jinja file ({error})") from None
+
+
+def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Sequence[str]) -> dict[str, int]:
+    """Sets the template (a name or a file) and adds the tokens; returns the new entries of the vocabulary.
+
+    A token that is in the vocabulary but not special becomes special and keeps its id.
+    """
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    useless = [token for token in special_tokens if token in known or not token.strip()]
+    if useless:
+        raise ValueError(f"--add-special-tokens {' '.join(useless)}: has no effect: the tokenizer has them already")
+    named = NamedTemplate("") if template is None else find_template(template)
+    wanted = [*dict.fromkeys([*named.special_tokens, *special_tokens])]
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in wanted if token not in known], special_tokens=True)
+    if template is not None:
+        tokenizer.chat_template = named.text
+    if named.eos_token is not None:
+        tokenizer.eos_token = named.eos_token
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in wanted if token not in vocabulary}
+
+
+def check_template_args(tokenizer: Any, template_args: Mapping[str, Any]) -> None:
+    """ValueError for an argument that the chat template does not read."""
+    if not template_args:
+        return
+    from jinja2 import Environment, TemplateError, meta
+
+    templates = tokenizer.chat_template
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = [environment.parse(GENERATION_TAG.sub("", text)) for text in texts]
+    except TemplateError:
+        return  # which is named when the template is tried
+    read = set().union(*map(meta.find_undeclared_variables, parsed)) - {*ALWAYS_GIVEN, *tokenizer.special_tokens_map}
+    unread = [name for name in template_args if name not in read]
+    if unread:
+        others = ", ".join(sorted(read)) or "none"
+        raise ValueError(f"the chat template does not read the argument {unread[0]!r}; it reads: {others}")

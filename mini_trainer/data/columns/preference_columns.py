@@ -1,0 +1,135 @@
+"""The columns of preferences (a chosen and a rejected sequence of one prompt), and of good and bad answers."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from mini_trainer.data.chat.token_spans import (
+    TokenizedChat,
+    TokenizedFeedback,
+    TokenizedPair,
+    TrainedSpan,
+    add_mismatched,
+    pair_up,
+)
+from mini_trainer.data.columns.columns import Columns, Counts, RowFacts, Task
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample
+from mini_trainer.data.columns.token_columns import TextColumns
+
+MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"
+REFERENCE_COLUMN = "reference_logps"  # computed before training: of each answer, (2,)
+
+
+LEAST_WEIGHT, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+class PreferenceColumns(TextColumns):
+    """A chosen sequence and a rejected one, one after the other; labels as those of language models."""
+
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.int32()),
+            "labels": pa.list_(pa.int32()),
+            LENGTHS_COLUMN: pa.list_(pa.int32()),  # of the chosen and of the rejected sequence
+            "len": pa.int32(),  # of both
+            "num_loss_counted_tokens": pa.int32(),  # of both
+            MARGIN_COLUMN: pa.list_(pa.float32()),  # one number: by how much the chosen one is to be better
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: what the pair counts in the mean
+        }
+    )
+    optional: ClassVar = {MARGIN_COLUMN: np.float32(0), PAIR_WEIGHT_COLUMN: np.float32(1)}
+
+    def fill(self, name: str, length: int) -> np.ndarray:
+        return super().fill(name, 1 if name in (MARGIN_COLUMN, PAIR_WEIGHT_COLUMN) else length)
+
+    def describe(self, task: Task) -> str:
+        return "preferences"
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        return {"objective": task.objective}
+
+    def check(self, sample: Sample, row: RowFacts) -> None:
+        super().check(sample, row)
+        lengths, labels = sample[LENGTHS_COLUMN], sample["labels"]
+        if len(lengths) != 2:
+            raise ValueError(f"{row.where}: {LENGTHS_COLUMN} are {lengths.tolist()}, expected two: chosen and rejected")
+        for name, side in zip(("chosen", "rejected"), np.split(labels, lengths[:1]), strict=True):
+            if side[0] != IGNORED or (side == IGNORED).all():
+                raise ValueError(f"{row.where}: the {name} sequence must train some of its tokens, and not its first")
+        check_number(sample, MARGIN_COLUMN, row, least=0)
+        check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
+
+    def make_row(self, tokens: TokenizedPair) -> dict[str, Any]:
+        row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
+        numbers = {MARGIN_COLUMN: tokens.margin, PAIR_WEIGHT_COLUMN: tokens.weight}
+        return row | {name: [number] for name, number in numbers.items() if number is not None}
+
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedPair:
+        return pair_up(*make_random_answers(random, token_ids, length))
+
+    encode = Columns.encode
+
+
+class FeedbackColumns(TextColumns):
+    """A good or bad answer, and after it the same prompt with an unrelated answer, which may be missing."""
+
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.int32()),
+            "labels": pa.list_(pa.int32()),
+            LENGTHS_COLUMN: pa.list_(pa.int32()),  # one or two
+            "len": pa.int32(),  # of both
+            "num_loss_counted_tokens": pa.int32(),  # of the answer
+            GOOD_COLUMN: pa.list_(pa.float32()),  # one number: 1 for a good answer, 0 for a bad one
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: what the sample counts in the mean
+        }
+    )
+    optional: ClassVar = {PAIR_WEIGHT_COLUMN: np.float32(1)}
+
+    def fill(self, name: str, length: int) -> np.ndarray:
+        return super().fill(name, 1)
+
+    def describe(self, task: Task) -> str:
+        return "binary feedback"
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        return {"objective": task.objective}
+
+    def check(self, sample: Sample, row: RowFacts) -> None:
+        own, *unrelated = np.split(sample["labels"], sample[LENGTHS_COLUMN][:-1].cumsum())
+        super().check(sample | {"labels": own}, row)
+        if len(unrelated) > 1 or any(side[0] != IGNORED or (side == IGNORED).all() for side in (own, *unrelated)):
+            raise ValueError(f"{row.where}: each of one or two sequences must train some of its tokens, not its first")
+        if sample["labels"].max() >= row.vocab_size:
+            raise ValueError(f"{row.where}: token ids beyond the model's vocabulary of {row.vocab_size}")
+        check_number(sample, GOOD_COLUMN, row, least=0, most=1)
+        check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
+
+    def make_row(self, tokens: TokenizedFeedback) -> dict[str, Any]:
+        row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
+        weight = {} if tokens.weight is None else {PAIR_WEIGHT_COLUMN: [tokens.weight]}
+        return row | {GOOD_COLUMN: [float(tokens.is_good)]} | weight
+
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedFeedback:
+        return add_mismatched(*make_random_answers(random, token_ids, length), is_good=bool(random.integers(2)))
+
+    encode = Columns.encode
+
+
+def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, length: int) -> list[TokenizedChat]:
+    """Two sequences of `length` tokens together: half of each is a prompt in common, the rest is trained."""
+    prompt = random.choice(token_ids, length // 4).tolist()
+    sides = []
+    for num_tokens in (-(-length // 2), length // 2):
+        answer = random.choice(token_ids, num_tokens - len(prompt)).tolist()
+        sides.append(TokenizedChat(prompt + answer, [TrainedSpan(len(prompt), num_tokens, "random")]))
+    return sides
+
+
+def check_number(sample: Sample, name: str, row: RowFacts, *, least: float, most: float = LARGEST) -> None:
+    """ValueError if a column is there, and is not one number in these bounds."""
+    value = sample.get(name)
+    if value is not None and not (len(value) == 1 and least <= value[0] <= most):
+        raise ValueError(f"{row.where}: {name} is {value.tolist()}, expected one number from {least:g} to {most:g}")

@@ -1,0 +1,147 @@
+"""The columns of language models: texts, and texts with images."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
+from mini_trainer.data.columns.columns import Bars, Columns, Counts, RowFacts, Task, check_numbers, format_count
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.sample import Sample
+
+WEIGHTS_COLUMN = "loss_weights"
+IMAGES_COLUMN = "images"
+
+
+class TextColumns(Columns):
+    """Labels are the tokens themselves, not shifted; IGNORED where not trained. A first token is no target."""
+
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.int32()),
+            "labels": pa.list_(pa.int32()),
+            "len": pa.int32(),
+            "num_loss_counted_tokens": pa.int32(),  # labels after the first that are not IGNORED
+            WEIGHTS_COLUMN: pa.list_(pa.float32()),  # each token's, from 0 to 1; null where all are 1
+        }
+    )
+    optional: ClassVar = {WEIGHTS_COLUMN: np.float32(1)}
+
+    def describe(self, task: Task) -> str:
+        return "language modelling"
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        return {}  # as data sets had it before there were other objectives
+
+    def check(self, sample: Sample, row: RowFacts) -> None:
+        labels, where = sample["labels"], row.where
+        check_numbers(sample, WEIGHTS_COLUMN, row, most=1)
+        if labels.max() >= row.vocab_size:
+            raise ValueError(f"{where}: token ids beyond the model's vocabulary of {row.vocab_size}")
+        no_labels = labels[(labels < 0) & (labels != IGNORED)]
+        if len(no_labels):
+            raise ValueError(
+                f"{where}: a label is {no_labels[0]}; allowed are token ids, and {IGNORED} where nothing is trained"
+            )
+        num_targets = np.count_nonzero(labels[1:] != IGNORED)
+        if num_targets != row.num_counted:
+            raise ValueError(
+                f"{where}: num_loss_counted_tokens is {row.num_counted}, but {num_targets} labels after the"
+                f" first are not {IGNORED}: tokenize the data again with process_data.py"
+            )
+
+    def make_row(self, tokens: TokenizedChat) -> dict[str, Any]:
+        labels = tokens.labels
+        row = {
+            "input_ids": tokens.input_ids,
+            "labels": labels,
+            "len": len(labels),
+            "num_loss_counted_tokens": tokens.num_loss_counted_tokens,
+        }
+        return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
+
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedChat:
+        """All tokens are trained."""
+        return TokenizedChat(random.choice(token_ids, length).tolist(), [TrainedSpan(0, length, "random")])
+
+    def encode(self, samples: Sequence[TokenizedChat]) -> pa.RecordBatch:
+        lengths = np.array([len(tokens.input_ids) for tokens in samples], np.int32)
+        bounds = np.cumsum([0, *lengths], dtype=np.int32)
+        input_ids = np.fromiter(chain.from_iterable(tokens.input_ids for tokens in samples), np.int32)
+        labels, weights = np.full_like(input_ids, IGNORED), np.zeros(len(input_ids), np.float32)
+        for start, tokens in zip(bounds.tolist(), samples, strict=False):
+            for span in tokens.spans:
+                trained = slice(start + span.start, start + span.end)
+                labels[trained], weights[trained] = input_ids[trained], span.weight
+        num_targets = np.array([tokens.num_loss_counted_tokens for tokens in samples], np.int32)
+        is_weighted = np.array([tokens.is_weighted for tokens in samples], bool)
+        weight_bounds = np.cumsum([0, *np.where(is_weighted, lengths, 0)], dtype=np.int32)  # a null takes no room
+        is_null = pa.Array.from_buffers(
+            pa.bool_(), len(samples), [None, pa.py_buffer(np.packbits(~is_weighted, bitorder="little"))]
+        )
+        columns = [
+            pa.ListArray.from_arrays(wrap(bounds), wrap(input_ids)),
+            pa.ListArray.from_arrays(wrap(bounds), wrap(labels)),
+            wrap(lengths),
+            wrap(num_targets),
+            pa.ListArray.from_arrays(wrap(weight_bounds), wrap(weights[np.repeat(is_weighted, lengths)]), mask=is_null),
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def report(self, counts: Counts, task: Task) -> Iterator[str]:
+        yield format_count("trained tokens", counts.num_loss_counted_tokens, counts.num_tokens)
+        stops = counts.stops
+        if stops["rows"]:
+            yield format_count("rows that train a stop", stops["trained"], stops["rows"])
+        if stops["appended"]:
+            yield format_count("stop tokens appended", stops["appended"])
+
+    def draw(self, counts: Counts, task: Task) -> Bars:
+        trained = {f"trained: {role}": count for role, count in counts.trained_by_role.most_common()}
+        rest = counts.num_tokens - counts.trained_by_role.total()
+        return Bars("Tokens by role", trained | {"not trained": rest}, counts.num_tokens)
+
+    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
+        return "trained", f"{counts.num_loss_counted_tokens / counts.num_tokens:.1%}"
+
+
+class PicturedColumns(TextColumns):
+    """Texts with as many placeholders for each image as the model's processor makes."""
+
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.int32()),
+            "labels": pa.list_(pa.int32()),
+            "len": pa.int32(),
+            "num_loss_counted_tokens": pa.int32(),
+            "num_image_tokens": pa.int32(),  # placeholders among the tokens
+            "image_sizes": pa.list_(pa.int32()),  # height and width of the first image, of the second, ...
+            IMAGES_COLUMN: pa.list_(pa.string()),  # paths, from the data set's directory, or data: URLs; or null
+        }
+    )
+    optional: ClassVar = {IMAGES_COLUMN: ()}
+    facts = ("image_sizes",)
+
+    def describe(self, task: Task) -> str:
+        return "language modelling on texts with images"
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        return {"objective": task.objective}
+
+    def make_row(self, tokens: TokenizedChat) -> dict[str, Any]:
+        row, pictures = super().make_row(tokens), tokens.pictures
+        return row | {
+            "num_image_tokens": 0 if pictures is None else pictures.num_tokens,
+            "image_sizes": [] if pictures is None else [number for size in pictures.sizes for number in size],
+            IMAGES_COLUMN: None if pictures is None else list(pictures.references),
+        }
+
+    encode = Columns.encode
+
+
+def wrap(values: np.ndarray) -> pa.Array:
+    """Numbers as an Arrow array on the same memory: `pa.array` would import pandas, in every worker process."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])

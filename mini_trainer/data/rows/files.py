@@ -1,0 +1,581 @@
+"""Splits files into chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories;
+and such files in object stores and on web servers (data/stores/remote.py).
+
+Rows are not parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is skipped.
+
+A file has sections, which can be read without the rows before them and have chunks of their own: of .jsonl the rows
+whose first byte lies in [k * SECTION_BYTES, (k + 1) * SECTION_BYTES), of .parquet some consecutive row groups. Other
+and compressed files are one section.
+"""
+
+import hashlib
+import io
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mini_trainer.data.rows.layout import find_fault
+from mini_trainer.data.rows.tables import DELIMITERS, split_table
+from mini_trainer.data.rows.values import RowReader
+from mini_trainer.data.stores.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
+from mini_trainer.data.stores.parquet import Batch, UnpacksToTooMuch, choose_batch_rows, count_rows, read_batches
+from mini_trainer.data.stores.remote import RemoteFile, find_remote
+from mini_trainer.options.urls import is_url
+
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+ALIASES = {".ndjson": ".jsonl"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be compressed ({', '.join(COMPRESSIONS)})"
+NUM_SKIPPED_SHOWN = 10  # files of a folder that a note names
+CHUNK_ROWS = 1000  # most rows of a chunk, and of an Arrow record batch of the output
+CHUNK_BYTES = 4 << 20  # bounds chunks of long rows: a worker needs some hundred bytes per token
+BLOCK_BYTES = 1 << 20
+SECTION_BYTES = 8 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+Encoding = Literal["json", "text", "table", "arrow"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some consecutive rows of a file, unparsed."""
+
+    file: str  # its name in messages
+    first_row: int  # number of its first row, from 1; counts blank lines and a table's header
+    encoding: Encoding
+    lines: list[Line]  # the rows, unless the encoding is "arrow"
+    table: bytes  # the rows as an Arrow stream, if the encoding is "arrow"
+    num_bytes: int  # bytes of the file on disk that were read for it
+
+    @property
+    def size(self) -> int:
+        """Bytes of its rows."""
+        return len(self.table) + sum(count_bytes(value) for _, value in self.lines)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The sections [start, end) of a file; `end` None: to its last."""
+
+    start: int = 0
+    end: int | None = None
+
+    def __contains__(self, section: int) -> bool:
+        return self.start <= section and (self.end is None or section < self.end)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that was given, and the files in it that are not read because of their endings."""
+
+    name: str
+    skipped: tuple[str, ...]
+
+
+@dataclass
+class Source:
+    """A file of rows, or rows from `read`. `format` is set when it has been read, and `sha256` if all of it has."""
+
+    path: Path
+    name: str  # in messages and the sidecar: the path within the input directory, or the file's name
+    num_bytes: int  # 0: not known before it is read
+    sha256: str | None = None
+    format: str | None = None
+    read: Callable[["Source"], Iterator[Chunk]] | None = None  # returns the rows if they are not in a file
+    sections: Sections = Sections()  # to read
+    remote: RemoteFile | None = None  # the file, if `path` is only its name
+    folder: Folder | None = None  # in which it was found, if it was not named itself
+
+    def __str__(self) -> str:
+        """Its path or URL."""
+        return str(self.path) if self.remote is None else self.remote.url
+
+    @property
+    def has_sections(self) -> bool:
+        divisible = (".jsonl",) if self.remote is not None else (".jsonl", ".parquet")  # a remote one is copied whole
+        return self.read is None and self.compression is None and self.ending in divisible
+
+    @property
+    def is_local(self) -> bool:
+        return self.read is None and self.remote is None
+
+    def open(self) -> io.RawIOBase:
+        """The bytes of its file, unbuffered."""
+        return open(self.path, "rb", buffering=0) if self.remote is None else self.remote.open()
+
+    @property
+    def compression(self) -> str | None:
+        return COMPRESSIONS.get(self.path.suffix.lower())
+
+    @property
+    def ending(self) -> str:
+        return data_ending(self.path)
+
+
+def data_ending(path: PurePath) -> str:
+    """The ending that shows a file's format, in lower case: .jsonl for a.jsonl.gz, a.JSONL and a.ndjson."""
+    ending = (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
+    return ALIASES.get(ending, ending)
+
+
+def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
+    """The files named by `inputs` (values of `flag`), in their order; files of a directory, recursively, by name; URLs
+    of files, folders, or with wildcards.
+
+    Raises ValueError for a path that does not exist, has an unknown ending, or is named twice.
+    """
+    sources = []
+    for given in inputs:
+        path = Path(given)
+        if is_url(given):
+            sources += find_at_url(given, flag=flag)
+        elif path.is_dir():
+            sources += find_in_directory(path, flag=flag)
+        elif not path.is_file():
+            raise ValueError(f"{flag} {path}: no such file")
+        elif data_ending(path) not in ENDINGS:
+            raise ValueError(f"{flag} {path}: must end in {ENDINGS_IN_WORDS}")
+        else:
+            sources.append(Source(path, path.name, path.stat().st_size))
+    seen: set[Path | str] = set()
+    for source in sources:
+        identity = source.path.resolve() if source.is_local else str(source)
+        if identity in seen:
+            raise ValueError(f"{flag}: {source} is named twice; its rows would count twice")
+        seen.add(identity)
+    return sources
+
+
+def find_at_url(url: str, *, flag: str) -> list[Source]:
+    """The file, or the data files below or matching the URL."""
+    found, folder = find_remote(url, flag=flag), None
+    if len(found) > 1 or not found:
+        names, skipped = choose_files([PurePath(name) for name, _ in found])
+        folder, chosen = Folder(url, skipped), {name.as_posix() for name in names}
+        found = [(name, remote) for name, remote in found if name in chosen]
+    if not found or data_ending(PurePath(found[0][0])) not in ENDINGS:
+        raise ValueError(f"{flag} {url}: must be, or match or hold, files that end in {ENDINGS_IN_WORDS}")
+    return [Source(Path(name), name, remote.num_bytes, remote=remote, folder=folder) for name, remote in found]
+
+
+def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
+    """The directory's data files, except hidden ones and files that process_data.py wrote next to an output."""
+    names, skipped = choose_files([path.relative_to(directory) for path in directory.rglob("*") if path.is_file()])
+    if not names:
+        raise ValueError(f"{flag} {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
+    folder = Folder(str(directory), skipped)
+    return [
+        Source(directory / name, name.as_posix(), (directory / name).stat().st_size, folder=folder) for name in names
+    ]
+
+
+def choose_files(paths: Iterable[PurePath]) -> tuple[list[PurePath], tuple[str, ...]]:
+    """The files of a folder that hold rows, by name, and the names of those with other endings. Leaves out hidden ones,
+    and those that are ours."""
+    others = sorted(path for path in paths if not is_hidden(path))
+    chosen = [path for path in others if data_ending(path) in ENDINGS]
+    return chosen, tuple(path.as_posix() for path in others if data_ending(path) not in ENDINGS)
+
+
+def is_hidden(path: PurePath) -> bool:
+    """Whether a file within a folder is hidden, or was written by process_data.py next to an output."""
+    is_ours = path.name.endswith((".meta.json", ".rejected.jsonl"))
+    return is_ours or any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
+
+
+def describe_skipped(sources: Sequence[Source]) -> list[str]:
+    """A note on each folder that has files with endings that are not read."""
+    folders = dict.fromkeys(source.folder for source in sources if source.folder is not None and source.folder.skipped)
+    return [
+        f"{folder.name}: {count_files(len(folder.skipped))} not read, because of the ending:"
+        f" {', '.join(map(repr, folder.skipped[:NUM_SKIPPED_SHOWN]))}"
+        f"{f' and {len(folder.skipped) - NUM_SKIPPED_SHOWN} more' * (len(folder.skipped) > NUM_SKIPPED_SHOWN)};"
+        f" files of rows end in {ENDINGS_IN_WORDS}"
+        for folder in folders
+    ]
+
+
+def count_files(count: int) -> str:
+    return "1 file is" if count == 1 else f"{count:,} files are"
+
+
+def check_folder(source: Source, firsts: dict[Folder, Source]) -> None:
+    """Raises ValueError if the source's format is not that of the first one of its folder, which `firsts` remembers: a
+    licence among chats is no document to train on."""
+    if source.folder is None or source.format is None:
+        return
+    first = firsts.setdefault(source.folder, source)
+    if first.format != source.format:
+        raise ValueError(
+            f"{source.folder.name}: its files have different formats: {first.name} is read as {first.format},"
+            f" {source.name} as {source.format}. Name the files to read instead of their folder, or the format of all"
+            " of them (--format)"
+        )
+
+
+def list_sections(source: Source) -> list[int]:
+    """The bytes of the file where its sections begin; of .parquet as its row groups' sizes divide them."""
+    if not source.has_sections:
+        return [0]
+    if source.ending == ".jsonl":
+        return list(range(0, max(source.num_bytes, 1), SECTION_BYTES))
+    with refused_if_damaged(source):
+        metadata = pq.read_metadata(source.path)
+    sizes = [sum(metadata.row_group(i).total_byte_size for i in group) for group in group_rows(metadata)]
+    return [source.num_bytes * sum(sizes[:i]) // max(sum(sizes), 1) for i in range(len(sizes))]
+
+
+def group_rows(metadata: pq.FileMetaData) -> list[range]:
+    """The row groups of each section of a Parquet file: as many as reach SECTION_BYTES."""
+    groups, start, num_bytes = [], 0, 0
+    for i in range(metadata.num_row_groups):
+        num_bytes += metadata.row_group(i).total_byte_size
+        if num_bytes >= SECTION_BYTES or i + 1 == metadata.num_row_groups:
+            groups.append(range(start, i + 1))
+            start, num_bytes = i + 1, 0
+    return groups or [range(0)]
+
+
+class HashingReader(io.RawIOBase):
+    """A file that is read once, in order. Invariant: `num_bytes`, and `digest` if it `hashes`, cover all bytes read so
+    far."""
+
+    def __init__(self, file: io.RawIOBase, *, hashes: bool = True) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+        self.num_bytes, self.hashes = 0, hashes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.file.readinto(buffer)
+        if self.hashes:
+            self.digest.update(memoryview(buffer)[:count])
+        self.num_bytes += count
+        return count
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def read_chunks(source: Source) -> Iterator[Chunk]:
+    """Yields the rows of the source's sections; ValueError if the file is damaged. Sets `source.sha256` at the end, if
+    the last section is one of them."""
+    if source.read is not None:
+        yield from source.read(source)
+        return
+    has_end = source.sections.end is None
+    with HashingReader(source.open(), hashes=has_end) as raw, refused_if_damaged(source):
+        with open_decompressed(raw, source.compression) as stream:
+            check_layout(stream, source)
+            if source.ending == ".parquet":
+                yield from read_parquet(stream, source=source, is_file=source.is_local and source.compression is None)
+            elif source.has_sections:
+                yield from read_sections(stream, source=source, reader=raw)
+            else:
+                encoding, lines = read_lines(stream, source.ending)
+                first_row = 2 if encoding == "table" else 1
+                yield from pack_lines(
+                    encoding, zip(repeat(0), lines), source=source, reader=raw, first_row=first_row, num_read=0
+                )
+            while has_end and raw.read(BLOCK_BYTES):  # the hash covers the whole file
+                pass
+        source.sha256 = raw.digest.hexdigest() if has_end else None
+    if source.remote is not None:
+        source.remote.check_unchanged()
+
+
+def check_layout(stream: BinaryIO, source: Source) -> None:
+    """Raises ValueError for a file of JSON whose lines are no rows."""
+    if source.ending not in (".jsonl", ".json") or source.sections.start > 0:
+        return
+    fault = find_fault(stream.peek(BLOCK_BYTES), may_be_list=source.ending == ".json")
+    if fault is not None:
+        raise ValueError(f"{source}: {fault}")
+
+
+@contextmanager
+def refused_if_damaged(source: Source) -> Iterator[None]:
+    """Raises ValueError naming the file if it cannot be read."""
+    try:
+        yield
+    except UnpacksToTooMuch as error:
+        raise ValueError(f"{source}: {error}") from None
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{source}: damaged, or not in the format of its ending: {error}") from None
+
+
+@contextmanager
+def open_decompressed(raw: HashingReader, compression: str | None) -> Iterator[BinaryIO]:
+    """A buffered stream of the file's decompressed content."""
+    if compression is None:
+        yield io.BufferedReader(raw, BLOCK_BYTES)
+    else:
+        with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) as stream:
+            yield io.BufferedReader(stream, BLOCK_BYTES)
+
+
+def starts_with_mark(stream: BinaryIO) -> bool:
+    return stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK)
+
+
+def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]:
+    """The encoding of the rows, and the rows. A .json file that does not begin with a list holds JSON lines."""
+    if starts_with_mark(stream):
+        stream.read(len(BYTE_ORDER_MARK))
+    if ending == ".txt":
+        return "text", split_text(stream)
+    if ending == ".json" and stream.peek(BLOCK_BYTES).lstrip()[:1] == b"[":
+        return "json", split_json_list(stream)
+    if ending in DELIMITERS:
+        return "table", split_table(split_lines(stream), ending)
+    return "json", split_lines(stream)
+
+
+def split_text(stream: BinaryIO) -> Iterator[Line]:
+    """Yields a text file as one row."""
+    text = stream.read(MAX_ROW_BYTES + 1)
+    if len(text) <= MAX_ROW_BYTES:
+        yield 1, text
+    else:
+        rest = sum(map(len, iter(partial(stream.read, BLOCK_BYTES), b"")))
+        yield 1, TooLong(text[:NUM_BYTES_SHOWN], len(text) + rest)
+
+
+def read_sections(stream: BinaryIO, *, source: Source, reader: HashingReader) -> Iterator[Chunk]:
+    """Yields the rows of the source's sections of a .jsonl file."""
+    num_before, start = 0, SECTION_BYTES * source.sections.start
+    if start > 0:
+        num_before, position = skip_lines(stream, start)
+    else:
+        position = len(stream.read(len(BYTE_ORDER_MARK))) if starts_with_mark(stream) else 0
+    lines = find_sections(split_lines(stream, num_before), position, source.sections)
+    yield from pack_lines("json", lines, source=source, reader=reader, first_row=num_before + 1, num_read=start)
+
+
+def skip_lines(stream: BinaryIO, start: int) -> tuple[int, int]:
+    """Reads up to the first line that begins at byte `start` or later; the number of lines before it, and its byte."""
+    num_lines, position = 0, 0
+    while block := stream.read(min(BLOCK_BYTES, start - 1 - position)):
+        num_lines, position = num_lines + block.count(b"\n"), position + len(block)
+    for piece in iter(partial(stream.readline, BLOCK_BYTES), b""):  # the line of the byte before `start`
+        position += len(piece)
+        if piece.endswith(b"\n"):
+            return num_lines + 1, position
+    return num_lines, position
+
+
+def find_sections(lines: Iterable[Line], position: int, sections: Sections) -> Iterator[tuple[int, Line]]:
+    """Yields the lines of these sections with the section of each; the first line is at byte `position`."""
+    for line in lines:
+        section = position // SECTION_BYTES
+        if section not in sections:
+            return
+        yield section, line
+        position += line[1].num_bytes if isinstance(line[1], TooLong) else len(line[1])
+
+
+def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[Line]:
+    """Yields lines, which end only at line feeds, numbered from `number` + 1. Lines that are too long are skipped in
+    pieces."""
+    for line in iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""):
+        number += 1
+        if len(line) <= MAX_ROW_BYTES:
+            yield number, line
+            continue
+        beginning, num_bytes, piece = line[:NUM_BYTES_SHOWN], len(line), line[-1:]
+        del line
+        while piece and not piece.endswith(b"\n"):
+            piece = stream.readline(BLOCK_BYTES)
+            num_bytes += len(piece)
+        yield number, TooLong(beginning, num_bytes)
+
+
+# Text without delimiters, skipped in one match: in a string up to its end; within an element up to a bracket, between
+# elements also up to a comma, with strings as wholes. A match stops early after 99 escapes or strings, which bounds its
+# memory; the next character is then handled by itself. Possessive groups would need no such bound, but Python 3.11.2
+# matches them wrongly.
+STRING = rb'[^"\\]*+(?:\\.[^"\\]*+){0,99}'
+IN_STRING = re.compile(STRING, re.DOTALL)
+IN_ELEMENT = re.compile(rb'[^"\[\]{}]*+(?:"' + STRING + rb'"[^"\[\]{}]*+){0,99}', re.DOTALL)
+BETWEEN_ELEMENTS = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+){0,99}', re.DOTALL)
+
+
+def split_json_list(stream: BinaryIO) -> Iterator[Line]:
+    """Yields the elements of a JSON list, with the lines where they begin. Follows brackets and strings, checks nothing
+    else.
+
+    Malformed elements (nothing between two commas, text after the list) are yielded too, to be refused as rows. Raises
+    OSError if the list does not end.
+
+    ijson 3.6 is faster but no replacement: it yields values without lines, ends at the first element that is damaged or
+    not UTF-8, accepts repeated keys, turns half a character into "?", and holds elements of any size (295 MB more for
+    one of 150 MB; 69 MB here). A list of 200 MB took 12 CPU seconds here, less than the workers' tokenization; with
+    ijson 2.4, or 4.7 with its values written as JSON again for the workers.
+    """
+    piece = ElementBuffer()
+    block = stream.read(BLOCK_BYTES)
+    start = at = block.index(b"[") + 1
+    piece.line += block[:start].count(b"\n")
+    depth, in_string, is_first, has_ended = 0, False, True, False
+    while block:
+        while not has_ended and at < len(block):
+            pattern = IN_STRING if in_string else IN_ELEMENT if depth else BETWEEN_ELEMENTS
+            at = pattern.match(block, at).end()
+            mark = block[at : at + 1]
+            at += len(mark)
+            if mark == b"\\":
+                at += 1  # the character after it is no delimiter
+            elif mark == b'"':
+                in_string = not in_string
+            elif mark in (b"[", b"{"):
+                depth += 1
+            elif depth > 0:
+                depth -= mark in (b"]", b"}")
+            elif mark:
+                has_ended = mark != b","
+                piece.add(block[start : at - 1])
+                is_empty_list = is_first and has_ended
+                start, is_first = at, False
+                yield from piece.take(when_blank=b"" if is_empty_list else mark)
+        piece.add(block[start:])
+        at = max(at - len(block), 0)  # the character after a backslash may be the next block's first
+        start, block = 0, stream.read(BLOCK_BYTES)
+    if not has_ended:
+        raise OSError("the list that it begins with has no end")
+    yield from piece.take(when_blank=b"")
+
+
+class ElementBuffer:
+    """Collects the bytes of an element. Invariant: holds at most MAX_ROW_BYTES; `line` is where the element begins."""
+
+    def __init__(self) -> None:
+        self.line = 1
+        self.clear()
+
+    def clear(self) -> None:
+        self.held, self.num_bytes, self.num_newlines = bytearray(), 0, 0
+
+    def add(self, piece: bytes) -> None:
+        if not self.held:
+            stripped = piece.lstrip()
+            self.line += piece[: len(piece) - len(stripped)].count(b"\n")
+            piece = stripped
+        self.num_bytes += len(piece)
+        self.num_newlines += piece.count(b"\n")
+        self.held += piece
+        if self.num_bytes > MAX_ROW_BYTES:
+            del self.held[NUM_BYTES_SHOWN:]
+
+    def take(self, *, when_blank: bytes) -> Iterator[Line]:
+        """Yields the element, or `when_blank` if there is none; nothing if both are empty."""
+        if self.num_bytes > MAX_ROW_BYTES:
+            yield self.line, TooLong(bytes(self.held), self.num_bytes)
+        elif self.held or when_blank:
+            yield self.line, bytes(self.held).rstrip() or when_blank
+        self.line += self.num_newlines
+        self.clear()
+
+
+def pack_lines(
+    encoding: Encoding,
+    lines: Iterable[tuple[int, Line]],
+    *,
+    source: Source,
+    reader: HashingReader,
+    first_row: int,
+    num_read: int,
+) -> Iterator[Chunk]:
+    """Yields the lines, which come with their sections, in chunks of at most CHUNK_ROWS, fewer if they reach
+    CHUNK_BYTES or their section ends. `num_read`: bytes of the file before the first line."""
+    chunk: list[Line] = []
+    num_bytes, chunk_section = 0, 0
+    for section, line in lines:
+        if chunk and (len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES or section != chunk_section):
+            yield Chunk(source.name, first_row, encoding, chunk, b"", reader.num_bytes - num_read)
+            num_read, first_row = reader.num_bytes, first_row + len(chunk)
+            chunk, num_bytes = [], 0
+        chunk.append(line)
+        num_bytes, chunk_section = num_bytes + count_bytes(line[1]), section
+    if chunk:
+        yield Chunk(source.name, first_row, encoding, chunk, b"", reader.num_bytes - num_read)
+
+
+def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
+    """Approximate number of bytes held of a row."""
+    return sum(map(len, value.values())) if isinstance(value, dict) else len(value) if isinstance(value, bytes) else 0
+
+
+def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:
+    """Yields the rows of the source's sections of a Parquet file. It is read from its end, so one that is compressed or
+    remote is copied to a temporary file."""
+    with open(source.path, "rb") if is_file else tempfile.TemporaryFile() as unpacked:
+        if not is_file:
+            shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)
+        metadata = pq.read_metadata(unpacked)
+        num_rows = metadata.num_rows
+        most_rows = choose_batch_rows(metadata, most_rows=CHUNK_ROWS, most_bytes=CHUNK_BYTES)
+        first_row = 1
+        for section, group in enumerate(group_rows(metadata)):
+            if section not in source.sections:
+                first_row += sum(metadata.row_group(i).num_rows for i in group)
+                continue
+            for batch in read_batches(unpacked, metadata, group, most_rows=most_rows, most_bytes=CHUNK_BYTES):
+                count = count_rows(batch)
+                yield make_chunk(source.name, first_row, batch, num_bytes=source.num_bytes * count // num_rows)
+                first_row += count
+
+
+def make_chunk(file: str, first_row: int, batch: Batch, *, num_bytes: int | None = None) -> Chunk:
+    """A chunk of rows in Arrow's form, or of one that is too long; by default of as many bytes as it has in memory."""
+    if isinstance(batch, TooLong):
+        return Chunk(file, first_row, "json", [(first_row, batch)], b"", num_bytes or 0)
+    stream = to_stream(batch)
+    return Chunk(file, first_row, "arrow", [], stream, len(stream) if num_bytes is None else num_bytes)
+
+
+def to_stream(batch: pa.RecordBatch) -> bytes:
+    """A record batch as an Arrow stream; pickling it might include the buffers that it is a slice of."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def iterate_rows(chunk: Chunk) -> Iterator[Row]:
+    """Yields a chunk's rows, unparsed; those of Arrow with JSON's values."""
+    if chunk.encoding == "arrow":
+        for number, (values, lost) in enumerate(read_arrow(chunk), start=chunk.first_row):
+            yield Row(number, number, values, lost)
+        return
+    for number, (line, value) in enumerate(chunk.lines, start=chunk.first_row):
+        yield Row(number, line, value)
+
+
+def read_arrow(chunk: Chunk) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The rows of a chunk that is an Arrow stream; ValueError, with the file, if Python cannot hold them."""
+    table = pa.ipc.open_stream(chunk.table).read_all()
+    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{chunk.file}: has the column {twice[0]!r} twice")
+    columns = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (ValueError, OverflowError, pa.ArrowException) as error:  # a key twice, a date beyond the year 9999
+            where = f"the column {name!r}, in rows from {chunk.first_row} on"
+            raise ValueError(f"{chunk.file}: {where}: cannot be read: {error}") from None
+    rows = [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
+    return RowReader(table.schema).read(rows)

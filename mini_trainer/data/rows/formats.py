@@ -1,0 +1,526 @@
+"""Converts rows of any format to `Chat`, `Completion` or `Document`; unusable rows are refused with a reason.
+
+| format     | keys                                          | becomes                                          |
+|------------|-----------------------------------------------|--------------------------------------------------|
+| messages   | messages, tools, unmask                       | chat; a single `pretrain` message: a document    |
+| sharegpt   | conversations (from, value), system, tools    | chat                                             |
+| alpaca     | instruction, input, output, system, history   | chat; instruction, blank line, input is the user |
+| completion | prompt, and completion or generation          | text whose completion is trained                 |
+|            | the same, lists of messages; system, tools    | chat whose completion is trained                 |
+| document   | document or text                              | text that is all trained                         |
+"""
+
+import contextlib
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mini_trainer.data.chat.masking import PRETRAIN, Chat, Completion, Document
+from mini_trainer.data.chat.placeholders import IMAGE_PART, is_text_part, list_parts
+from mini_trainer.data.rows.answers import check_prompt, leave_untrained
+from mini_trainer.data.rows.calls import read_message
+from mini_trainer.data.rows.columns import (
+    ASKING,
+    MEANINGS,
+    PROMPTING,
+    TURNS,
+    Fields,
+    RefusedColumn,
+    check_columns,
+    check_messages,
+    drop_ignored,
+    quote_names,
+    translate_marks,
+)
+from mini_trainer.data.rows.files import Chunk, Encoding, iterate_rows
+from mini_trainer.data.rows.layout import describe_wrapper, find_wrapped
+from mini_trainer.data.rows.turn_texts import parse_turns
+from mini_trainer.data.rows.values import refuse_non_json
+from mini_trainer.data.stores.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
+from mini_trainer.data.stores.strict_json import parse_json, quote, read_embedded_json
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "assistant": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
+    "function_response": "tool", "function_call": "assistant",
+}  # fmt: skip
+
+MOST_PATHS = 40  # most paths listed in a message
+
+Example = Chat | Completion | Document
+
+
+@dataclass(frozen=True)
+class FieldPaths:
+    """Paths in rows to the values that their format reads under other names; a dot leads to a nested key.
+
+    `ignored`: columns to ignore, even if the format would read them. `data_format`: the rows' if the user has named it.
+    `as_chat`: completions become chats.
+    """
+
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    text: str | None = None
+    system: str | None = None
+    ignored: tuple[str, ...] = ()
+    data_format: str | None = None
+    as_chat: bool = False
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The paths that are set, by name."""
+        paths = {name: getattr(self, name) for name in ("messages", "prompt", "completion", "text", "system")}
+        return {name: path for name, path in paths.items() if path is not None}
+
+    def rename(self, name: str) -> str:
+        """The name under which the rows' format reads a value."""
+        return IN_ALPACA.get(name, name) if self.data_format == "alpaca" else name
+
+
+OWN_NAMES = FieldPaths()
+
+
+class UnknownFormat(ValueError):
+    """A row without the keys of its file's format, or of any."""
+
+
+def read_examples(
+    chunk: Chunk,
+    data_format: str | None,
+    *,
+    is_given: bool,
+    paths: FieldPaths = OWN_NAMES,
+    tally: Counter[str] | None = None,
+) -> Iterator[tuple[Row, Example | ValueError | None]]:
+    """Yields the chunk's rows, each with its example, the error that makes it unusable, or None for a blank line.
+
+    `data_format` is the file's, None if not known yet; `is_given`: set by the user, who may know better. Unread columns
+    are counted in `tally`; one that changes the objective raises RefusedColumn.
+    """
+    tally = Counter() if tally is None else tally
+    for row in iterate_rows(chunk):
+        try:
+            fields = read_fields(parse_row(row.value, chunk.encoding), data_format, paths=paths, tally=tally)
+            example = None if fields is None else read_example(fields, data_format, is_given=is_given)
+            yield row, build_dialogue(example, fields) if paths.as_chat and isinstance(example, Completion) else example
+        except RefusedColumn as error:
+            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
+        except UnknownFormat as error:
+            yield row, error if paths.given else ValueError(f"{error}; --messages-field and the like take other names")
+        except ValueError as error:
+            yield row, error
+
+
+def read_fields(
+    row: Fields | None,
+    data_format: str | None,
+    *,
+    paths: FieldPaths,
+    tally: Counter[str],
+    also_read: tuple[str, ...] = (),
+) -> Fields | None:
+    """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
+    changes the objective."""
+    if row is None:
+        return None
+    refuse_ignored(row, data_format, paths)
+    row = drop_ignored(row, paths.ignored, tally)
+    answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
+    also_read = (*also_read, *OF_CHATS) if answered else also_read
+    given = paths.given
+    own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
+    replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
+    read = {*READ_BY.get(data_format, ()), *also_read, *(OF_CHATS if paths.as_chat else ())} - replaced
+    why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
+    # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
+    # columns are no reason to refuse rows that have nothing else to train.
+    without = {PROMPTING} if data_format is None else set()
+    meanings = [meaning for meaning in MEANINGS if (given or meaning != ASKING) and meaning not in without]
+    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
+    fields = parse_turns(rename_fields(row, paths, also_read), answered)
+    return check_messages(fields, paths.ignored, tally, also=answered)
+
+
+def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> None:
+    """RefusedColumn if the row's format needs an ignored column."""
+    needed = {f"{turns}.{key}" for turns in TURNS for key in ("role", "content", "from", "value")}
+    needed |= set(paths.given.values())
+    found = find_format(row)
+    kept = {name: value for name, value in row.items() if name not in paths.ignored}
+    if not paths.given and found is not None and find_format(kept) is None and data_format in (None, found):
+        needed |= {name for choices in FORMATS[found][1] for name in choices}
+    names = [name for name in paths.ignored if name in needed]
+    if names:
+        raise RefusedColumn(f"--ignore-columns {quote_names(names)}: rows are read from there and cannot be without it")
+
+
+def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
+    """The format of the first row that has one."""
+    for row in iterate_rows(chunk):
+        try:
+            row = parse_row(row.value, chunk.encoding)
+            fields = None if row is None else rename_fields(drop_ignored(row, paths.ignored, Counter()), paths)
+        except ValueError:
+            continue  # refused, with its reason, when it is read
+        found = None if fields is None else find_format(fields)
+        if found is not None:
+            return found
+    return None
+
+
+def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
+    """Raises ValueError, listing existing paths, for a path that no row of the chunk has."""
+    rows = []
+    for row in iterate_rows(chunk):
+        with contextlib.suppress(ValueError):  # an unreadable row is refused, with its reason, when it is read
+            rows.append(parse_row(row.value, chunk.encoding) or {})
+    for name, path in paths.given.items():
+        if rows and all(look_up(row, path) is None for row in rows):
+            found = sorted({path for row in rows for path in list_paths(row)})
+            close = difflib.get_close_matches(path, found, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            more = f" and {len(found) - MOST_PATHS} more" if len(found) > MOST_PATHS else ""
+            raise ValueError(
+                f"--{name}-field {path}: none of the first {len(rows)} rows of {chunk.file} has"
+                f" it{hint}; they have {', '.join(found[:MOST_PATHS])}{more}"
+            )
+
+
+def look_up(row: Fields, path: str) -> Any:
+    """The row's value under the name `path`, or else under its dot-separated names, nested; None if missing."""
+    if path in row:
+        return row[path]
+    value = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def list_paths(row: Fields) -> list[str]:
+    """The paths by which `look_up` finds a row's values."""
+    paths = []
+    for name, value in row.items():
+        paths.append(name)
+        paths += [f"{name}.{path}" for path in list_paths(value)] if isinstance(value, dict) else []
+    return paths
+
+
+def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields | None:
+    """The row with the values at `paths` under the names of its format. Of its other columns, only those that this
+    format reads and `also_read` are kept.
+
+    Raises ValueError if the row lacks a path.
+    """
+    given = paths.given
+    if row is None:
+        return None
+    if not given:
+        return parse_turns(row, ())
+    found = parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
+    for name, value in found.items():
+        if value is None and name != "system":
+            raise ValueError(f"no {given[name]!r} (--{name}-field), or it is empty: the row has {quote(sorted(row))}")
+    beside = BESIDE["completion" if "prompt" in found or "completion" in found else next(iter(found))]
+    if "messages" in found and is_sharegpt(found["messages"]):
+        found["conversations"], beside = found.pop("messages"), BESIDE["conversations"]
+    if "completion" in found:
+        beside = ("prompt",)
+    if paths.as_chat:
+        beside = (*beside, *OF_CHATS)
+    elif paths.data_format in ("alpaca", "sharegpt"):
+        beside = READ_BY[paths.data_format]
+        found = {paths.rename(name): value for name, value in found.items()}
+    return {name: row[name] for name in (*beside, *also_read) if name in row} | found
+
+
+def is_sharegpt(turns: Any) -> bool:
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and "from" in first and "role" not in first
+
+
+def find_format(fields: Fields) -> str | None:
+    """The first format whose keys a row has; null counts as missing, because tables cannot leave keys out."""
+    has = {key for key, value in fields.items() if value is not None}
+    for name, (_, keys) in FORMATS.items():
+        if all(has & set(choices) for choices in keys):
+            return name
+    return None
+
+
+def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False) -> Example:
+    """The row's example. Raises ValueError for a row of a format other than the file's, or with invalid values."""
+    found = find_format(row)
+    if data_format is None or (found is None and not is_given):
+        expected = "; ".join(f"{name}: {describe_keys(name)}" for name in FORMATS)
+        wanted = f"no {data_format} row" if data_format else "of no known format"
+        wrapped = find_wrapped(row)
+        holds_rows = wrapped is not None and find_format(row[wrapped][0]) is not None
+        hint = f"; it is {describe_wrapper(wrapped)}" if holds_rows else ""
+        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}{hint}")
+    if found != data_format and not is_given:
+        raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
+    read, _ = FORMATS[data_format]
+    example = read(row)
+    if isinstance(example, Chat) and not takes_images:
+        refuse_images(example)
+    return example
+
+
+def refuse_images(chat: Chat) -> None:
+    for number, message in enumerate(chat.messages, start=1):
+        if IMAGE_PART in list_parts(message):
+            where = f"message {number} ({message['role']})"
+            raise ValueError(
+                f"{where} has the content part {quote(IMAGE_PART)}: process_data.py --images reads images of chats"
+            )
+
+
+def describe_keys(name: str) -> str:
+    return " and ".join(" or ".join(choices) for choices in FORMATS[name][1])
+
+
+def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fields | None:
+    """A row as an object; None for a blank line. Raises ValueError for malformed rows."""
+    if isinstance(raw, TooLong):
+        raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {MAX_ROW_BYTES:,}; it was skipped")
+    if isinstance(raw, BadRow):
+        raise ValueError(raw.reason)
+    if isinstance(raw, dict):
+        return raw
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.object[error.start : error.end]!r} at byte {error.start + 1}") from None
+    if encoding == "text":
+        return {"text": text} if text.strip() else None
+    text = text.lstrip("\ufeff")  # a byte-order mark, where files were joined
+    if not text or text.isspace():
+        return None
+    row = parse_json(text)
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {quote(row)}")
+    return row
+
+
+def read_messages(row: Fields) -> Chat | Document:
+    """Reads {"messages": [{"role": ..., "content": ...}, ...]}, or a single message of the role `pretrain`."""
+    messages = require_list(row, "messages")
+    if len(messages) == 1 and isinstance(messages[0], dict) and messages[0].get("role") == PRETRAIN:
+        return Document(require_text(messages[0], "content", "message 1 (pretrain): "))
+    return build_chat(messages, row)
+
+
+def read_sharegpt(row: Fields) -> Chat:
+    """Reads {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}."""
+    turns = [read_turn(turn, number) for number, turn in enumerate(require_list(row, "conversations"), start=1)]
+    return build_chat(read_system(row) + turns, row)
+
+
+def read_turn(turn: Any, number: int) -> Fields:
+    """A turn of ShareGPT as a message. Keys other than `from` and `value` stay."""
+    if not isinstance(turn, dict):
+        raise ValueError(f"turn {number} is {quote(turn)}, expected an object with 'from' and 'value'")
+    if "role" in turn and "from" not in turn:
+        return turn
+    speaker = turn.get("from")
+    role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise ValueError(f"turn {number} is from {quote(speaker)}, allowed: {', '.join(SHAREGPT_ROLES)}")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if speaker == "function_call":
+        calls = read_embedded_json(turn.get("value"), f"turn {number} (function_call): 'value'")
+        calls = calls if isinstance(calls, list) else [calls]
+        calls = [{"type": "function", "function": call} for call in calls]
+        return {"role": role, "content": None, "tool_calls": calls} | others
+    return {"role": role, "content": turn.get("value")} | others
+
+
+def read_alpaca(row: Fields) -> Chat:
+    """Reads {"instruction": ..., "input": ..., "output": ...}: a non-empty input follows after a blank line."""
+    instruction, output = require_text(row, "instruction"), require_text(row, "output")
+    extra, history = row.get("input") or "", row.get("history") or []
+    if not isinstance(extra, str):
+        raise ValueError(f"'input' is {quote(extra)}, expected text")
+    is_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    if not is_pairs:
+        raise ValueError(f"'history' is {quote(history)}, expected a list of [question, answer]")
+    turns = [*history, (f"{instruction}\n\n{extra}" if extra else instruction, output)]
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+    return build_chat(read_system(row) + messages, row)
+
+
+def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
+    """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
+    prompt = look_up(row, paths.prompt or "prompt")
+    for name in ("completion", "generation"):
+        both = parse_turns({"prompt": prompt, name: look_up(row, paths.completion or name)})
+        if all(isinstance(value, list) for value in both.values()):
+            return "prompt", name
+    return ()
+
+
+def read_conversation(row: Fields, names: tuple[str, ...]) -> Chat:
+    """Reads {"prompt": [...], "completion": [...]}, lists of messages: only the assistant's of the completion are
+    trained."""
+    prompt, answer = (require_list(parse_turns(row, names), name) for name in names)
+    prompt = read_system(row) + prompt
+    chat = build_chat([*prompt, *answer], row)
+    check_prompt(chat.messages[: len(prompt)])
+    if any(message.get("train") for message in chat.messages[: len(prompt)]):
+        raise ValueError("has 'train': true in a message of the prompt: only the completion's messages are trained")
+    return leave_untrained(chat, len(prompt))
+
+
+def read_completion(row: Fields) -> Completion | Chat:
+    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages."""
+    if answered := list_conversation(row):
+        return read_conversation(row, answered)
+    return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
+
+
+def read_document(row: Fields) -> Document:
+    """Reads {"document": ...} or {"text": ...}."""
+    return Document(require_one_text(row, "document", "text"))
+
+
+# Reader and keys of each format; a row has one key of each tuple. If several formats match, the first counts.
+FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...]]] = {
+    "messages": (read_messages, (("messages",),)),
+    "sharegpt": (read_sharegpt, (("conversations",),)),
+    "alpaca": (read_alpaca, (("instruction",), ("output",))),
+    "completion": (read_completion, (("prompt",), ("completion", "generation"))),
+    "document": (read_document, (("document", "text"),)),
+}
+
+
+TEMPLATE_ARGS = "chat_template_kwargs"  # column of the template's arguments for a row
+OF_CHATS = ("system", "tools", "unmask", TEMPLATE_ARGS)
+IN_ALPACA = {"prompt": "instruction", "completion": "output"}
+# Columns by the format that reads them.
+READ_BY = {
+    "messages": ("messages", "tools", "unmask", TEMPLATE_ARGS),
+    "sharegpt": ("conversations", *OF_CHATS),
+    "alpaca": ("instruction", "input", "output", "history", *OF_CHATS),
+    "completion": ("prompt", "completion", "generation"),
+    "document": ("document", "text"),
+}
+# Columns that a format reads in addition to those set by a path.
+BESIDE = {
+    "messages": ("tools", "unmask", TEMPLATE_ARGS),
+    "conversations": OF_CHATS,
+    "completion": ("prompt", "completion", "generation"),
+    "text": (),
+    "system": ("prompt", "completion", "generation"),
+}
+
+
+def build_chat(messages: list[Any], row: Fields) -> Chat:
+    """A chat with checked messages and the row's `unmask` and `tools`."""
+    unmask = row.get("unmask")
+    if not isinstance(unmask, bool | None):
+        raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
+    messages = [read_message(message, number) for number, message in enumerate(messages, start=1)]
+    for number, message in enumerate(messages, start=1):
+        check_message(message, number)
+    messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
+    return Chat(messages, unmask=bool(unmask), tools=read_tools(row), template_args=read_template_args(row))
+
+
+def build_dialogue(completion: Completion, row: Fields) -> Chat:
+    """The chat of a prompt and its completion, with the row's system prompt."""
+    messages = [{"role": "user", "content": completion.prompt}, {"role": "assistant", "content": completion.completion}]
+    return build_chat(read_system(row) + messages, row)
+
+
+def read_template_args(row: Fields) -> Fields | None:
+    """The template's arguments for this row: an object, or one as JSON text."""
+    given = row.get(TEMPLATE_ARGS)
+    given = read_embedded_json(given, f"{TEMPLATE_ARGS!r}") if isinstance(given, str) and given.strip() else given
+    if not isinstance(given, dict | None) and given != "":
+        raise ValueError(f"{TEMPLATE_ARGS!r} is {quote(given)}, expected an object of arguments")
+    refuse_non_json(given, repr(TEMPLATE_ARGS))
+    return given or None
+
+
+def read_marks(message: Fields, number: int) -> Fields:
+    """`translate_marks`, with the message's number in errors."""
+    try:
+        return translate_marks(message)
+    except ValueError as error:
+        raise ValueError(f"message {number} ({message['role']}) {error}") from None
+
+
+def check_message(message: Any, number: int) -> None:
+    """Raises ValueError for an invalid message, or one with an unsupported field."""
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is {quote(message)}, expected an object with 'role' and 'content'")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        alone = " ('pretrain' only as a row's single message)" if role == PRETRAIN else ""
+        raise ValueError(f"message {number} has the role {quote(role)}, allowed: {', '.join(ROLES)}{alone}")
+    where = f"message {number} ({role})"
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | None) or not all(isinstance(call, dict) for call in calls or []):
+        raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
+    if calls and role != "assistant":
+        raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
+    may_be_empty = role != "assistant" or bool(calls) or IMAGE_PART in list_parts(message)
+    text = join_parts(content, where) if isinstance(content, list) else content
+    if not (isinstance(text, str) or (text is None and calls)) or not (may_be_empty or text.strip()):
+        raise ValueError(f"{where} has the content {quote(content)}, expected text")
+    if message.get("function_call") is not None:
+        raise ValueError(f"{where} has 'function_call', which is not supported: write it as 'tool_calls'")
+
+
+def join_parts(content: list[Any], where: str) -> str:
+    """The text of a content in OpenAI's format, [{"type": "text", "text": ...}, ...]; templates get the list itself."""
+    parts = [part for part in content if part != IMAGE_PART]
+    for part in parts:
+        if not is_text_part(part):
+            raise ValueError(f"{where} has the content part {quote(part)}, expected {{'type': 'text', 'text': ...}}")
+    return "".join(part["text"] for part in parts)
+
+
+def read_tools(row: Fields) -> list[Fields] | None:
+    """The functions that a template describes to the model: a list of objects, or such a list as JSON text."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = read_embedded_json(tools, "'tools'") if tools.strip() else None
+    if tools is None or tools == []:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"'tools' is {quote(tools)}, expected a list of objects")
+    refuse_non_json(tools, "'tools'")
+    return tools
+
+
+def read_system(row: Fields) -> list[Fields]:
+    """The `system` column as the first message; no message if it is empty."""
+    return [{"role": "system", "content": require_text(row, "system")}] if row.get("system") else []
+
+
+def require_list(row: Fields, key: str) -> list[Any]:
+    value = row.get(key)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{key!r} must be a list of at least one message, got {quote(value)}")
+    return value
+
+
+def require_text(row: Fields, key: str, where: str = "") -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}{key!r} is {quote(value)}, expected text")
+    return value
+
+
+def require_one_text(row: Fields, *keys: str) -> str:
+    """The text under the only one of `keys` that the row has."""
+    found = [key for key in keys if row.get(key) is not None]
+    if len(found) > 1:
+        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: leave one out")
+    return require_text(row, found[0] if found else keys[0])

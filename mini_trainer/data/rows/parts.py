@@ -1,0 +1,270 @@
+"""Parts of a data set: several processes each tokenize some of the rows, and one joins the results.
+
+    OUTPUT.parts/part_3_of_8.rows         the results of the part's chunks, in order
+    OUTPUT.parts/part_3_of_8.meta.json    how they were made, and the hash of that file; a part with it is complete
+
+A part holds the results that a worker hands to the process that writes, so a join repeats the writing of a run on one
+machine. Chunks are the same in both, as sections of files have chunks of their own (data/rows/files.py).
+"""
+
+import io
+import json
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mini_trainer.data.rows.files import BLOCK_BYTES, HashingReader, Sections, Source, list_sections, to_stream
+from mini_trainer.data.rows.rows import ChunkResult
+from mini_trainer.data.rows.split import SideResult
+from mini_trainer.data.rows.writer import EncodedSamples
+from mini_trainer.data.stores.disk import hash_file, remove, sync_file, written_aside
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.distributed.lock import SECONDS_PER_BEAT, RunLock
+from mini_trainer.options import flag_name
+
+FORMAT_VERSION = 3
+OUR_ROOM = "mini_trainer.data."  # whose classes results may hold
+MANIFEST = re.compile(r"part_[0-9]+_of_([0-9]+)\.meta\.json")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` parts, numbered from 1."""
+
+    directory: Path
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def rows(self) -> Path:
+        return self.directory / f"part_{self.index}_of_{self.count}.rows"
+
+    @property
+    def manifest(self) -> Path:
+        return self.rows.with_suffix(".meta.json")
+
+    @cached_property
+    def content(self) -> dict[str, Any] | None:
+        """The manifest; None if the part is not complete."""
+        try:
+            content = json.loads(self.manifest.read_bytes())
+            is_whole = self.rows.stat().st_size == content["file"]["size"]
+            has_all = {"options", "sources"} <= content["made_with"].keys() and isinstance(content["read"], list)
+            return content if is_whole and has_all else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def name_directory(output: Path) -> Path:
+    return output.with_name(f"{output.name}.parts")
+
+
+def list_parts(directory: Path, count: int) -> list[Part]:
+    return [Part(directory, index, count) for index in range(1, count + 1)]
+
+
+def find_count(directory: Path) -> int:
+    """The number of parts that the complete ones in `directory` belong to."""
+    matches = map(MANIFEST.fullmatch, (path.name for path in directory.glob("part_*.meta.json")))
+    counts = sorted({int(match[1]) for match in matches if match is not None})
+    if len(counts) != 1:
+        found = f"has parts of {' and of '.join(map(str, counts))}" if counts else "has no complete part"
+        raise ValueError(f"--join: {directory} {found}: make all parts with the same number N in --shard I/N")
+    return counts[0]
+
+
+def divide(sources: Sequence[Source], index: int, count: int) -> list[Source]:
+    """The sources with the sections of part `index`: those that begin in its share of the bytes of all sources.
+
+    ValueError if the sources cannot be divided.
+    """
+    if any(source.read is not None for source in sources):
+        raise ValueError("only files can be divided among processes: give rows by --input-file")
+    starts = [list_sections(source) for source in sources]
+    if count > 1 and len(sources) == 1 and not sources[0].has_sections:
+        raise ValueError(
+            f"--input-file {sources[0]}: cannot be divided among {count} processes; .jsonl and local"
+            " .parquet can, if not compressed. Use one process, or give several files, which are then taken whole"
+        )
+    num_bytes, offset, divided = max(1, sum(source.num_bytes for source in sources)), 0, []
+    for source, begins in zip(sources, starts, strict=True):
+        owners = [min((offset + begin) * count // num_bytes, count - 1) + 1 for begin in begins]
+        offset += source.num_bytes
+        if index in owners:
+            start = owners.index(index)
+            end = start + owners.count(index)
+            divided.append(replace(source, sections=Sections(start, None if end == len(begins) else end)))
+    return divided
+
+
+def identify_sources(sources: Sequence[Source]) -> list[list[Any]]:
+    """Name, size and modification time of each file; of a remote one what its store says."""
+    identities = []
+    for source in sources:
+        if source.remote is not None:
+            identities.append([source.name, source.remote.num_bytes, source.remote.version])
+        else:
+            stat = source.path.stat()
+            identities.append([source.name, stat.st_size, stat.st_mtime_ns])
+    return identities
+
+
+def write_part(part: Part, results: Iterable[ChunkResult], describe: Callable[[], dict[str, Any]]) -> None:
+    """Writes the results, and then the manifest with what `describe` returns."""
+    part.directory.mkdir(exist_ok=True)
+    with written_aside(part.rows, part.manifest) as (rows, manifest):
+        with open(rows, "wb") as file:
+            for result in results:
+                pickle.dump(pack_result(result), file, protocol=5)
+        sync_file(rows)
+        manifest.write_text(json.dumps(describe() | {"file": hash_file(rows)}, indent=2) + "\n")
+        sync_file(manifest)
+
+
+def pack_result(result: ChunkResult) -> tuple[Any, ...]:
+    sides = [(*pack_samples(side.samples), side.totals) for side in result.sides]
+    return sides, result.rejected, result.reasons, result.num_bytes
+
+
+def unpack_result(packed: tuple[Any, ...]) -> ChunkResult:
+    sides, *others = packed
+    return ChunkResult([SideResult(unpack_samples(kind, data), totals) for kind, data, totals in sides], *others)
+
+
+def pack_samples(samples: EncodedSamples | np.ndarray) -> tuple[str, bytes]:
+    match samples:
+        case bytes():
+            return "lines", samples
+        case np.ndarray():
+            return "ids", samples.tobytes()
+        case pa.RecordBatch():
+            return "batch", to_stream(samples)
+    raise AssertionError(f"samples of {type(samples)}")
+
+
+def unpack_samples(kind: str, data: bytes) -> EncodedSamples | np.ndarray:
+    match kind:
+        case "lines":
+            return data
+        case "ids":
+            return np.frombuffer(data, np.int32)
+        case "batch":
+            return pa.ipc.open_stream(data).read_next_batch()
+    raise AssertionError(f"samples of kind {kind}")
+
+
+class ResultUnpickler(pickle.Unpickler):
+    """Unpickles results, and no other objects: a file that someone else has changed runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = None
+        if module.startswith(OUR_ROOM) or (module, name) == ("collections", "Counter"):
+            found = super().find_class(module, name)
+        if not isinstance(found, type):
+            raise pickle.UnpicklingError(f"it holds {module}.{name}")
+        return found
+
+
+def read_results(parts: Sequence[Part]) -> Iterator[ChunkResult]:
+    """Yields the results of all parts, in order; ValueError naming a part that is not as it was written."""
+    for part in parts:
+        with HashingReader(open(part.rows, "rb", buffering=0)) as raw:
+            stream = io.BufferedReader(raw, BLOCK_BYTES)
+            try:
+                while stream.peek(1):
+                    yield unpack_result(ResultUnpickler(stream).load())
+            except (pickle.UnpicklingError, EOFError, ValueError, pa.ArrowException) as error:
+                raise make_damaged_error(part, str(error)) from None
+            if raw.digest.hexdigest() != part.content["file"]["sha256"]:
+                raise make_damaged_error(part, "its hash is not that of its manifest")
+
+
+def make_damaged_error(part: Part, reason: str) -> ValueError:
+    return ValueError(f"part {part}: {part.rows} is damaged ({reason}): remove it, and pass --shard {part} again")
+
+
+def find_faults(parts: Sequence[Part], made_with: dict[str, Any]) -> dict[Part, str]:
+    """The parts that cannot be joined to a data set of this configuration, and why."""
+    faults = {}
+    for part in parts:
+        if part.content is None:
+            faults[part] = "is not there yet"
+        elif difference := find_difference(part.content["made_with"], made_with):
+            faults[part] = f"was made with another configuration: {difference}"
+    return faults
+
+
+def find_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """The first difference between two configurations, in words."""
+    their_options, our_options = theirs["options"], ours["options"]
+    for name, value in our_options.items():
+        if their_options.get(name) != value:
+            return f"{flag_name(name)} was {their_options.get(name)}, is {value}"
+    for their_source, our_source in zip(theirs["sources"], ours["sources"], strict=False):
+        if their_source != our_source:
+            return f"the input {our_source[0]} has changed (name, size or time)"
+    return next((f"{name} differs" for name, value in ours.items() if theirs.get(name) != value), None)
+
+
+def describe_read(sources: Sequence[Source], divided: Sequence[Source]) -> list[list[Any]]:
+    """Number, format and hash of each source whose end is in `divided`."""
+    numbers = {str(source): number for number, source in enumerate(sources)}
+    return [[numbers[str(one)], one.format, one.sha256] for one in divided if one.sections.end is None]
+
+
+def fill_in(sources: Sequence[Source], parts: Sequence[Part]) -> None:
+    """Sets the sources' formats and hashes, as the parts have found them."""
+    for part in parts:
+        for number, data_format, sha256 in part.content["read"]:
+            sources[number].format, sources[number].sha256 = data_format, sha256
+
+
+class JoinedElsewhere(ValueError):
+    """Another process is joining the parts."""
+
+
+@contextmanager
+def joining(directory: Path) -> Iterator[None]:
+    """Holds the parts' lock, and removes their directory if it is empty then. JoinedElsewhere if another process that
+    joins them holds it."""
+    try:
+        lock = RunLock(directory)
+    except RunError as error:
+        raise JoinedElsewhere(f"--join: {str(error).replace('--output-dir ', '')}") from None
+    has_ended = threading.Event()
+
+    def beat() -> None:
+        while not has_ended.wait(SECONDS_PER_BEAT):
+            lock.beat()
+
+    thread = threading.Thread(target=beat, name="lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+        lock.release()
+        with suppress(OSError):  # it holds parts
+            directory.rmdir()
+
+
+def remove_parts(parts: Sequence[Part]) -> None:
+    """Removes the parts, with what killed processes left of them; manifests first, so that none seems complete."""
+    for part in parts:
+        for path in (part.manifest, part.rows):
+            remove(path)
+            for leftover in part.directory.glob(f".{path.name}.*.part"):
+                remove(leftover)

@@ -1,0 +1,129 @@
+"""Converts rows with images to conversations with bare image parts, and the place of each image.
+
+| where the row has its images                                                             |
+|------------------------------------------------------------------------------------------|
+| in parts: {"type": "image", "image": X}, or "path" or "url" for "image"                  |
+| in parts: {"type": "image_url", "image_url": {"url": X}}                                 |
+| in a column, images or image: X for each <image> in a text, or each {"type": "image"}    |
+
+X is the path of a file, relative to the row's file; a data: URL; a web URL; {"path": ..., "bytes": ...}; or bytes.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.chat.examples import Chat
+from mini_trainer.data.chat.pictures import as_data_url
+from mini_trainer.data.chat.placeholders import IMAGE_PART
+from mini_trainer.data.rows.columns import RefusedColumn
+from mini_trainer.data.rows.files import Chunk, iterate_rows
+from mini_trainer.data.rows.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, read_fields
+from mini_trainer.data.rows.turn_texts import parse_lists
+from mini_trainer.data.stores.lines import Row
+
+MARKER = "<image>"  # LLaVA's marker
+COLUMNS = ("images", "image")
+TURNS = {"messages": "content", "conversations": "value"}
+
+
+def read_pictured(
+    formatted_chunk: tuple[Chunk, str | None],
+    tally: Counter[str],
+    *,
+    is_given: bool,
+    paths: FieldPaths,
+    directories: dict[str, Path],
+    output_dir: Path,
+) -> Iterator[tuple[Row, Example | ValueError | None]]:
+    """`data.rows.formats.read_examples` with images. Their paths are relative to `directories` (by file name), and
+    become relative to `output_dir`."""
+    chunk, data_format = formatted_chunk
+    for row in iterate_rows(chunk):
+        try:
+            parsed = parse_row(row.value, chunk.encoding)
+            fields = read_fields(parsed, data_format, paths=paths, tally=tally, also_read=COLUMNS)
+            if fields is None:
+                yield row, None
+                continue
+            fields, found = take_images(fields)
+            example = read_example(fields, data_format, is_given=is_given, takes_images=True)
+            if isinstance(example, Chat):
+                images = [find_path(value, directories[chunk.file], output_dir) for value in found]
+                example = replace(example, images=tuple(images))
+            elif found:
+                raise ValueError("has images but is not a conversation: write its text as a user's message")
+            yield row, example
+        except RefusedColumn as error:
+            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
+        except ValueError as error:
+            yield row, error
+
+
+def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
+    """The row with bare image parts, and the value of each of them, in the order of the text."""
+    waiting = read_column(fields)
+    num_given = len(waiting)
+    key = next((key for key in TURNS if isinstance(fields.get(key), list)), None)
+    if key is None:
+        if waiting:
+            raise ValueError("has images but no messages or conversations")
+        return fields, []
+    found: list[Any] = []
+    turns = [take_from_turn(turn, TURNS[key], waiting, found, has_column=num_given > 0) for turn in fields[key]]
+    if waiting:
+        raise ValueError(f"{num_given} images, but the texts have places for {num_given - len(waiting)} ({MARKER})")
+    return {**fields, key: turns}, found
+
+
+def read_column(fields: Fields) -> list[Any]:
+    """The values of the row's column of images."""
+    columns = parse_lists({name: fields[name] for name in COLUMNS if name in fields}, COLUMNS)
+    given = columns.get("images", columns.get("image"))
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list) else [given]
+
+
+def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *, has_column: bool) -> Any:
+    """The message with bare image parts. Appends the value of each to `found`, or else the next of `waiting`."""
+    if not isinstance(turn, dict):
+        return turn
+    key = "content" if key not in turn else key
+    content = turn.get(key)
+    if isinstance(content, str) and has_column and MARKER in content:
+        content = [
+            part
+            for i, text in enumerate(content.split(MARKER))
+            for part in ([IMAGE_PART] * (i > 0) + [{"type": "text", "text": text}] * bool(text))
+        ]
+    if not isinstance(content, list):
+        return turn
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("image", "image_url"):
+            parts.append(part)
+            continue
+        value = next((part[name] for name in ("image", "image_url", "path", "url") if name in part), None)
+        if value is None and not waiting:
+            raise ValueError("more places for images than there are images")
+        found.append(waiting.pop(0) if value is None else value)
+        parts.append(IMAGE_PART)
+    return {**turn, key: parts}
+
+
+def find_path(value: Any, directory: Path, output_dir: Path) -> str:
+    """An image as stored in a data set: a path relative to its directory, a web URL, or a data: URL."""
+    if isinstance(value, dict):
+        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
+    if isinstance(value, bytes):
+        return as_data_url(value)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"an image is {quote(value)}, expected a path, a data: URL or bytes")
+    if value.startswith("data:") or "://" in value:
+        return value
+    return os.path.relpath(directory / value, output_dir)

@@ -1,0 +1,182 @@
+"""What process_data.py knows before it tokenizes: tokenizer, template, and how rows become samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.chat.masking import ChatMasker, Contents, load_stop_token_ids
+from mini_trainer.data.chat.pictures import ImageExpander, load_processor
+from mini_trainer.data.chat.templates import change_tokenizer, load_tokenizer
+from mini_trainer.data.rows.feedback import FEEDBACK, FeedbackFields
+from mini_trainer.data.rows.files import Source
+from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths
+from mini_trainer.data.rows.labelled import CLASSIFICATION, FieldNames
+from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, describe_pairs
+from mini_trainer.data.rows.labels import describe_similar
+from mini_trainer.data.rows.preferences import PREFERENCE, PreferenceFields
+from mini_trainer.data.rows.random_rows import prepare_random
+from mini_trainer.data.rows.rows import (
+    Preparation,
+    prepare_chats,
+    prepare_feedback,
+    prepare_labelled,
+    prepare_pictured,
+    prepare_preferences,
+)
+from mini_trainer.data.rows.survey import describe_repeats, survey_rows
+from mini_trainer.data.stores.model_files import find_model
+from mini_trainer.distributed.garbage import without_collector
+from mini_trainer.options import ProcessDataOptions, RowOptions, parse_template_args
+
+BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before the rows are tokenized."""
+
+    sources: list[Source]
+    model_dir: str
+    tokenizer: Any
+    added_tokens: dict[str, int]
+    preparation: Preparation
+    stop_token_id: int | None
+    open_turns: set[str]
+    notes: list[str]
+
+
+def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
+    """Loads the tokenizer, checks the template, and chooses how rows become samples."""
+    model_dir = find_model(
+        options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
+    )
+    with without_collector():  # imports transformers
+        tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
+    stop_token_id, open_turns, notes = None, set(), []
+    if options.rows.mock_data is not None:
+        preparation = prepare_random(tokenizer, options.rows)
+    elif options.rows.format == CLASSIFICATION:
+        preparation, notes = prepare_classification(tokenizer, sources, options.rows)
+    else:
+        masker = ChatMasker(
+            tokenizer,
+            stop_token_ids=load_stop_token_ids(model_dir),
+            allow_missing_stop_token=options.rows.allow_missing_stop_token,
+            append_stop_token=options.rows.append_stop_token,
+            thinking_prefix=options.rows.thinking_prefix,
+            strict_reasoning=options.contents.strict_reasoning,
+            expander=open_expander(model_dir, options),
+            contents=Contents(options.contents.control_tokens, parse_template_args(options.contents.template_args)),
+        )
+        notes = check_template(masker, options)
+        preparation = choose_preparation(masker, sources, options)
+        stop_token_id, open_turns = masker.find_stop_token(), masker.open_turns
+    return Prepared(sources, model_dir, tokenizer, added_tokens, preparation, stop_token_id, open_turns, notes)
+
+
+def choose_paths(options: ProcessDataOptions) -> FieldPaths:
+    """Paths to the tokenized values of rows; formats that are never detected have readers of their own."""
+    rows, contents = options.rows, options.contents
+    if rows.format in (CLASSIFICATION, PREFERENCE, FEEDBACK):
+        return OWN_NAMES
+    return FieldPaths(
+        rows.messages_field,
+        rows.prompt_field,
+        rows.completion_field,
+        rows.text_field,
+        contents.system_field,
+        ignored=rows.ignore_columns,
+        data_format=rows.format,
+        as_chat=contents.as_chat,
+    )
+
+
+def changes_tokenizer(options: ProcessDataOptions) -> bool:
+    return options.rows.chat_template is not None or bool(options.rows.add_special_tokens)
+
+
+def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any, dict[str, int]]:
+    """The model's tokenizer, changed according to the options, and the new entries of its vocabulary."""
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
+    if not changes_tokenizer(options):
+        return tokenizer, {}
+    added = change_tokenizer(
+        tokenizer, template=options.rows.chat_template, special_tokens=options.rows.add_special_tokens
+    )
+    return tokenizer, added
+
+
+def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander | None:
+    """The expander of images if rows may have them."""
+    if not options.rows.images:
+        return None
+    processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
+    directory = Path(options.output_file).resolve().parent
+    return ImageExpander(processor, directory=directory, may_download=options.rows.allow_downloads)
+
+
+def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
+    """How rows of conversations, preferences, feedback, completions and documents become samples."""
+    rows = options.rows
+    if rows.format == PREFERENCE:
+        fields = PreferenceFields(rows.prompt_field, rows.chosen_field, rows.rejected_field, rows.ignore_columns)
+        return (prepare_feedback if rows.feedback_from_pairs else prepare_preferences)(masker, fields)
+    if rows.format == FEEDBACK:
+        names = (rows.prompt_field, rows.completion_field, rows.label_field)
+        return prepare_feedback(masker, FeedbackFields(*names, ignored=rows.ignore_columns))
+    paths, is_given = choose_paths(options), rows.format is not None
+    if not rows.images:
+        return prepare_chats(masker, paths, format_is_given=is_given)
+    directories = {source.name: source.path.resolve().parent for source in sources}
+    if len(directories) < len(sources):
+        raise ValueError("--images: two input files have the same name: pass their common directory instead")
+    return prepare_pictured(
+        masker,
+        paths,
+        format_is_given=is_given,
+        directories=directories,
+        output_dir=Path(options.output_file).resolve().parent,
+    )
+
+
+def prepare_classification(
+    tokenizer: Any, sources: Sequence[Source], options: RowOptions
+) -> tuple[Preparation, list[str]]:
+    """Reads all rows for their labels; returns the preparation of rows, and notes on them."""
+    names = (options.text_field, options.text_pair_field, options.label_field, options.label_separator)
+    fields = FieldNames(*names, ignored=options.ignore_columns)
+    survey = survey_rows(sources, fields, options, num_workers=count_workers(sources, options))
+    labelled_tokenizer = LabelledTokenizer(
+        tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
+    )
+    notes = [
+        *describe_repeats(survey.repeats),
+        *describe_similar(survey.labels.task.label_names),
+        *describe_pairs(tokenizer, has_pairs=survey.has_pairs),
+    ]
+    return prepare_labelled(labelled_tokenizer, fields), notes
+
+
+def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
+    """Notes on the template. Without one, rows other than chats can still be tokenized."""
+    if masker.tokenizer.chat_template is not None:
+        given = options.rows.chat_template
+        return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
+    useless = {
+        "--allow-missing-stop-token": options.rows.allow_missing_stop_token,
+        "--append-stop-token": options.rows.append_stop_token,
+        "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
+        "--strict-reasoning": options.contents.strict_reasoning,
+        "--template-args": bool(options.contents.template_args),
+    }
+    for flag, is_given in useless.items():
+        if is_given:
+            raise ValueError(f"{flag} has no effect: the tokenizer has no chat template")
+    return []
+
+
+def count_workers(sources: Sequence[Source], options: RowOptions) -> int:
+    if any(source.num_bytes == 0 and source.read is not None for source in sources):
+        return options.num_proc  # the size of the input is not known
+    return min(options.num_proc, 1 + sum(source.num_bytes for source in sources) // BYTES_PER_WORKER)

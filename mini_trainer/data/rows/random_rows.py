@@ -1,0 +1,65 @@
+"""Samples of random tokens instead of rows, to measure a model's training speed without data."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.data.columns.columns import CAUSAL_LM, Columns, Task
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
+from mini_trainer.data.rows.rows import FormattedChunk, Preparation
+from mini_trainer.data.stores.lines import Row
+from mini_trainer.options import RowOptions
+
+DEFAULT_LENGTH = 2048
+SEED = 42
+BYTES_PER_TOKEN = 4
+NAME = "random tokens"
+
+
+@dataclass(frozen=True)
+class RandomRow:
+    """The number of a sample."""
+
+    number: int
+
+
+def make_random_source(options: RowOptions) -> Source:
+    """A source of `--mock-data` rows, which hold only their number."""
+    length = options.mock_length or DEFAULT_LENGTH
+    num_bytes = BYTES_PER_TOKEN * length
+    num_rows = min(CHUNK_ROWS, 1 + CHUNK_BYTES // num_bytes)
+
+    def read(source: Source) -> Iterator[Chunk]:
+        for first in range(1, options.mock_data + 1, num_rows):
+            numbers = range(first, min(first + num_rows, options.mock_data + 1))
+            lines = [(number, b"") for number in numbers]
+            yield Chunk(NAME, first, "text", lines, b"", num_bytes * len(lines))
+
+    return Source(Path(NAME), NAME, num_bytes * options.mock_data, format="mock", read=read)
+
+
+def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
+    """Prepares samples drawn by their number from the vocabulary's ordinary tokens, of the kind that --format names."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
+    if not len(token_ids):
+        raise ValueError("--mock-data: the tokenizer has no tokens but special ones")
+    length = options.mock_length or DEFAULT_LENGTH
+    kind = options.format or CAUSAL_LM  # data of --format preference and feedback is called so, too
+    draw = partial(draw_samples, columns=COLUMNS[kind], token_ids=token_ids, length=length)
+    return Preparation(Task(kind), read_numbers, draw)
+
+
+def read_numbers(formatted_chunk: FormattedChunk, _: Counter[str]) -> Iterator[tuple[Row, RandomRow]]:
+    for number, _ in formatted_chunk[0].lines:
+        yield Row(number, number, b""), RandomRow(number)
+
+
+def draw_samples(rows: Sequence[RandomRow], *, columns: Columns, token_ids: np.ndarray, length: int) -> list[Any]:
+    return [columns.make_random(np.random.default_rng([SEED, row.number]), token_ids, length) for row in rows]

@@ -1,0 +1,281 @@
+"""Counts of processed rows, their report in the terminal, and progress."""
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import nsmallest
+
+from mini_trainer.data.chat.control_tokens import CONTROL, CONTROL_AS_TEXT
+from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
+from mini_trainer.data.chat.token_spans import DIVIDED, Remark
+from mini_trainer.data.columns.columns import Task, format_count
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.rows.columns import count_column
+from mini_trainer.data.rows.files import Source
+from mini_trainer.data.rows.labelled_tokens import TokenizedText
+from mini_trainer.data.rows.writer import TokenizedSample
+from mini_trainer.distributed.messages import say
+
+DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
+SHOWN_SAMPLES_SEED = 42  # seed of the lots that choose the samples to show
+SECONDS_PER_LINE = 10  # between progress lines without a terminal
+MAX_REASON_KINDS = 200  # further kinds of reasons are counted together
+MAX_REMARK_KINDS = 200  # further remarks are counted without their texts
+LOST_NULLS, MISSING_CELL = "lost nulls", "missing cell"  # kinds of remarks on rows of tables
+NUM_REMARKS_SHOWN = {UNREAD_KEY: 20, MISSING_CELL: 10}  # by kind
+NUM_SHOWN_OF_OTHER_KINDS = 2
+REMARKS = {
+    AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
+    " answer is trained after {rendered} (see --thinking-prefix in docs/data.md)",
+    EARLIER: "an answer before the last is trained after {rendered}, as the template writes it there; the generation"
+    " prompt ends with {prompted}",
+    AS_PROMPTED: "the last answer is trained after the generation prompt's {prompted}, and begins with {rendered}"
+    " (--thinking-prefix train-as-prompted)",
+    UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
+    " (--strict-reasoning refuses such rows)",
+    LOST_NULLS: "nulls within {prompted} are left out (first {place}): Parquet also has them where a row lacks a key"
+    " that others have; to keep those that a row has, write {prompted} as JSON text",
+    MISSING_CELL: "the cell in the column {prompted} is the text {rendered} (first {place}), which pandas and Python"
+    " print for missing values; it is read as that text: leave such cells empty if nothing is there",
+    DIVIDED: "the tokenizer makes one token of the text before an answer and of the answer's beginning; they are"
+    " encoded apart, as at inference, and the answer is trained whole",
+    CONTROL: "the texts have the control token {rendered}, which the model reads, and where it is trained writes, as"
+    " such (first {place}; see --control-tokens)",
+    CONTROL_AS_TEXT: "the texts have {rendered}, which is encoded as text (first {place}; --control-tokens as-text)",
+    UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
+}
+VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
+
+
+@dataclass
+class Totals:
+    """Counts over rows, of a chunk or of all files; its size does not grow with the rows."""
+
+    num_shown: int  # samples to keep for the preview
+    rows: Counter[str] = field(default_factory=Counter)  # rows by outcome
+    lengths: Counter[int] = field(default_factory=Counter)  # samples by number of tokens
+    trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by role
+    reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
+    columns: Counter[str] = field(default_factory=Counter)  # rows by unread columns
+    stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, that train a stop token, with one appended
+    remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
+    places: dict[Remark, str] = field(default_factory=dict)  # of the first row with a remark
+    labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
+    values: "ValueTotals | None" = None  # of regression targets
+    num_loss_counted_tokens: int = 0
+    max_token_id: int = -1
+    has_weights: bool = False  # whether some sample has loss weights
+    shown: list[tuple[float, TokenizedSample]] = field(
+        default_factory=list
+    )  # with the lots drawn for them; the lowest are kept
+
+    @property
+    def num_samples(self) -> int:
+        return self.lengths.total()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length * count for length, count in self.lengths.items())
+
+    @property
+    def samples(self) -> list[TokenizedSample]:
+        return [sample for _, sample in self.shown]
+
+    def describe_values(self) -> dict[str, float] | None:
+        """Mean and bounds of regression targets; None for other labels."""
+        return None if self.values is None else self.values.describe()
+
+    def add_sample(self, sample: TokenizedSample, lot: float) -> None:
+        self.lengths[len(sample.tokens.input_ids)] += 1
+        self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
+        self.max_token_id = max(self.max_token_id, max(sample.tokens.input_ids))
+        self.has_weights |= sample.tokens.is_weighted
+        self.shown.append((lot, sample))
+        if len(self.shown) > 2 * self.num_shown:
+            self.keep_shown()
+
+    def add_labels(self, tokens: TokenizedText) -> None:
+        self.labels.update(tokens.label_counts)
+        if tokens.values is not None:
+            self.values = merge_values(self.values, ValueTotals.of(tokens.values))
+
+    def add_invalid(self, reason: str) -> None:
+        """Counts a reason, without the row's own text in it."""
+        self.count_reason(VARIABLE_PART.sub("…", reason)[:200], 1)
+
+    def count_reason(self, kind: str, count: int) -> None:
+        is_known = kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS
+        self.reasons[kind if is_known else "other reasons"] += count
+
+    def count_remark(self, remark: Remark, count: int, place: str) -> None:
+        is_known = remark in self.remarks or len(self.remarks) < MAX_REMARK_KINDS
+        counted = remark if is_known else Remark(remark.kind)
+        self.remarks[counted] += count
+        self.places.setdefault(counted, place)
+
+    def add(self, other: "Totals") -> None:
+        self.rows.update(other.rows)
+        self.lengths.update(other.lengths)
+        self.trained_by_role.update(other.trained_by_role)
+        for name, count in other.columns.items():
+            count_column(self.columns, name, count)
+        self.stops.update(other.stops)
+        for remark, count in other.remarks.items():
+            self.count_remark(remark, count, other.places[remark])
+        self.labels.update(other.labels)
+        self.values = merge_values(self.values, other.values)
+        for kind, count in other.reasons.items():
+            self.count_reason(kind, count)
+        self.num_loss_counted_tokens += other.num_loss_counted_tokens
+        self.max_token_id = max(self.max_token_id, other.max_token_id)
+        self.has_weights |= other.has_weights
+        self.shown += other.shown
+        self.keep_shown()
+
+    def keep_shown(self) -> None:
+        self.shown = nsmallest(self.num_shown, self.shown, key=lambda lot_and_sample: lot_and_sample[0])
+
+
+@dataclass(frozen=True)
+class ValueTotals:
+    """Count, sum and bounds of regression targets."""
+
+    count: int
+    total: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "ValueTotals":
+        return cls(len(values), sum(values), min(values), max(values))
+
+    def describe(self) -> dict[str, float]:
+        return {"mean": self.total / self.count, "min": self.least, "max": self.most}
+
+
+def merge_values(a: ValueTotals | None, b: ValueTotals | None) -> ValueTotals | None:
+    if a is None or b is None:
+        return a or b
+    return ValueTotals(a.count + b.count, a.total + b.total, min(a.least, b.least), max(a.most, b.most))
+
+
+def add_up(parts: Sequence[Totals]) -> Totals:
+    """The totals of all parts together."""
+    whole = Totals(parts[0].num_shown)
+    for part in parts:
+        whole.add(part)
+    return whole
+
+
+@contextmanager
+def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with the rows and bytes done since the last call: shows a bar, or a line every ten seconds.
+
+    `num_bytes` is 0 if the total is not known.
+    """
+    from tqdm import tqdm
+
+    num_rows, num_done, start = 0, 0, time.monotonic()
+    next_line = start + SECONDS_PER_LINE
+    bar = tqdm(total=num_bytes or None, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+
+    def advance(rows: int, done: int) -> None:
+        nonlocal num_rows, num_done, next_line
+        num_rows, num_done, now = num_rows + rows, num_done + done, time.monotonic()
+        speed = f"{num_rows / (now - start):,.0f} rows/s"
+        bar.set_postfix_str(speed, refresh=False)
+        bar.update(done)
+        if bar.disable and now >= next_line:
+            left = (now - start) * (num_bytes - num_done) / max(num_done, 1)
+            share = f"{num_done / num_bytes:.0%}, {speed}, {tqdm.format_interval(left)} left" if num_bytes else speed
+            say(f"{num_rows:,} rows, {share}", is_error=True)
+            next_line = now + SECONDS_PER_LINE
+
+    with bar:
+        yield advance
+
+
+def describe_sources(sources: Sequence[Source]) -> str:
+    return str(sources[0]) if len(sources) == 1 else f"{len(sources):,} files"
+
+
+def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequence[Source]) -> None:
+    """Prints rows by outcome, tokens, trained tokens or labels, and the lengths of samples."""
+    rows = totals.rows
+    blank = f", {rows['blank_lines']:,} blank lines" if rows["blank_lines"] else ""
+    formats = ", ".join(sorted({source.format for source in sources if source.format is not None}))
+    speed = f"{rows['in'] / seconds:,.0f} rows/s"
+    say(f"{describe_sources(sources)}: {rows['in']:,} rows{blank}, read as {formats}, {speed}")
+    for key, label in {"kept": "kept", **DROPPED}.items():
+        say(format_count(label, rows[key]))
+    if totals.num_samples != rows["kept"]:
+        say(format_count("blocks", totals.num_samples))
+    say(format_count("tokens", totals.num_tokens))
+    for line in COLUMNS[task.objective].report(totals, task):
+        say(line)
+    shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
+    lengths = [f"{name} {percentile(totals.lengths, at):,}" for name, at in shares.items()]
+    say(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
+
+
+def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> list[str]:
+    """A note on classified texts longer than the tokenizer's model_max_length; other data has no such note."""
+    num_longer = sum(count for length, count in totals.lengths.items() if length > model_max_length)
+    if not (COLUMNS[task.objective].has_labels and num_longer):
+        return []
+    return [
+        f"{num_longer:,} of the samples have more than {model_max_length:,} tokens, the model's maximum according to"
+        f" its tokenizer: pass --max-sample-num-tokens {model_max_length}, with --truncate to cut instead of drop them"
+    ]
+
+
+def describe_remarks(totals: Totals) -> list[str]:
+    """Notes on answers trained after text other than the generation prompt or without their reasoning, on keys that the
+    template does not write, and on values that tables may have lost."""
+    notes, shown = [], Counter()
+    for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
+        if remark.kind == MISSING_CELL and remark.prompted in totals.columns:
+            continue  # the column is not read
+        shown[remark.kind] += 1
+        if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, NUM_SHOWN_OF_OTHER_KINDS):
+            said = REMARKS[remark.kind].format(
+                prompted=repr(remark.prompted), rendered=repr(remark.rendered), place=totals.places[remark]
+            )
+            notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
+    return notes
+
+
+def describe_completions(totals: Totals) -> list[str]:
+    """A note on prompts and completions for a model that has a chat template."""
+    if not totals.trained_by_role["completion"]:
+        return []
+    return [
+        "prompts and completions are trained as plain text, without the model's chat template (--format completion"
+        " --as-chat makes chats of them)"
+    ]
+
+
+def print_sides(sides: dict[str, Totals], task: Task) -> None:
+    """Prints each side's share of the data set, including dropped rows."""
+    num_rows, has_labels = sum(totals.rows["in"] for totals in sides.values()), COLUMNS[task.objective].has_labels
+    for name, totals in sides.items():
+        dropped = "".join(f", {totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
+        trained = "" if has_labels else f", {totals.num_loss_counted_tokens:,} trained"
+        say(
+            f"  {name:<24}{totals.num_samples:>14,}  samples of {totals.num_tokens:,} tokens{trained};"
+            f" {totals.rows['in'] / num_rows:.1%} of the rows{dropped}"
+        )
+
+
+def percentile(counts: Counter[int], share: float) -> int:
+    """The smallest value such that at least `share` of all values do not exceed it."""
+    needed = share * counts.total()
+    for value in sorted(counts):
+        needed -= counts[value]
+        if needed <= 0:
+            return value
+    raise AssertionError(f"{share} of {counts.total()} values")

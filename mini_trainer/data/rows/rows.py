@@ -1,0 +1,296 @@
+"""Converts a chunk's rows to tokenized samples, and unusable rows with their reasons; runs in workers."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.data.chat.control_tokens import MODES
+from mini_trainer.data.chat.examples import ASSISTANT
+from mini_trainer.data.chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
+from mini_trainer.data.chat.rendering import one_line
+from mini_trainer.data.chat.token_spans import Remark
+from mini_trainer.data.columns.columns import FEEDBACK as FEEDBACK_DATA
+from mini_trainer.data.columns.columns import PREFERENCE as PREFERENCE_DATA
+from mini_trainer.data.columns.columns import VISION, Task
+from mini_trainer.data.columns.label_columns import LABEL_TYPES
+from mini_trainer.data.rows.feedback import FEEDBACK, Feedback, FeedbackFields, mask_feedback, read_feedback, read_pairs
+from mini_trainer.data.rows.files import (
+    Chunk,
+    Encoding,
+    Folder,
+    Sections,
+    Source,
+    check_folder,
+    iterate_rows,
+    read_chunks,
+)
+from mini_trainer.data.rows.formats import (
+    FORMATS,
+    OWN_NAMES,
+    Example,
+    FieldPaths,
+    check_paths,
+    detect_format,
+    read_examples,
+)
+from mini_trainer.data.rows.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
+from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, TokenizedText
+from mini_trainer.data.rows.pictured import read_pictured
+from mini_trainer.data.rows.preferences import (
+    PREFERENCE,
+    Preference,
+    PreferenceFields,
+    mask_preferences,
+    read_preferences,
+)
+from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
+from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
+from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
+from mini_trainer.data.stores.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
+from mini_trainer.options.choices import Implemented
+
+IMPLEMENTED_ROWS: Implemented = {
+    "format": (*FORMATS, CLASSIFICATION, PREFERENCE, FEEDBACK),
+    "label_type": LABEL_TYPES,
+    "thinking_prefix": THINKING_PREFIXES,
+    "control_tokens": MODES,
+}
+
+NUM_REASONS_SHOWN = 10
+PRINTED_AS_MISSING = {"nan", "NaN", "None", "NaT", "<NA>"}  # missing values of pandas and Python, printed
+
+FormattedChunk = tuple[Chunk, str | None]  # the format is None until a row of the file has one
+AnyExample = Example | Labelled | Preference | Feedback
+ReadRow = tuple[Row, AnyExample | ValueError | None]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How rows become samples of a task."""
+
+    task: Task
+    # Each row's example, or the error that makes it unusable; None: a blank line. Counts unread columns.
+    read: Callable[[FormattedChunk, Counter[str]], Iterator[ReadRow]]
+    tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
+    stop_token_ids: frozenset[int] | None = None  # tokens that end turns; None: not counted
+
+
+def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
+    """Preparation of chats, completions and documents."""
+    read = partial(read_formatted, is_given=format_is_given, paths=paths)
+    return Preparation(Task(), read, masker.mask, masker.stop_token_ids)
+
+
+def prepare_pictured(
+    masker: ChatMasker, paths: FieldPaths, *, format_is_given: bool, directories: dict[str, Path], output_dir: Path
+) -> Preparation:
+    """Preparation of chats with images, and of any rows that `prepare_chats` takes."""
+    read = partial(read_pictured, is_given=format_is_given, paths=paths, directories=directories, output_dir=output_dir)
+    return Preparation(Task(VISION), read, masker.mask, masker.stop_token_ids)
+
+
+def read_formatted(
+    formatted_chunk: FormattedChunk, tally: Counter[str], *, is_given: bool, paths: FieldPaths
+) -> Iterator[ReadRow]:
+    chunk, data_format = formatted_chunk
+    return read_examples(chunk, data_format, is_given=is_given, paths=paths, tally=tally)
+
+
+def prepare_labelled(tokenizer: LabelledTokenizer, fields: FieldNames) -> Preparation:
+    """Preparation of rows for classifiers."""
+    return Preparation(tokenizer.labels.task, partial(read_labelled_rows, fields=fields), tokenizer.tokenize)
+
+
+def read_labelled_rows(
+    formatted_chunk: FormattedChunk, tally: Counter[str], *, fields: FieldNames
+) -> Iterator[ReadRow]:
+    return read_labelled(formatted_chunk[0], fields, tally)
+
+
+def prepare_preferences(masker: ChatMasker, fields: PreferenceFields) -> Preparation:
+    """Preparation of rows with a chosen and a rejected answer."""
+    read = partial(read_chunk, read_preferences, fields)
+    return Preparation(Task(PREFERENCE_DATA), read, partial(mask_preferences, masker), masker.stop_token_ids)
+
+
+def prepare_feedback(masker: ChatMasker, fields: FeedbackFields | PreferenceFields) -> Preparation:
+    """Preparation of rows with a good or bad answer, or of preferences as two such rows."""
+    read = partial(read_chunk, read_feedback if isinstance(fields, FeedbackFields) else read_pairs, fields)
+    return Preparation(Task(FEEDBACK_DATA), read, partial(mask_feedback, masker), masker.stop_token_ids)
+
+
+def read_chunk(
+    read: Callable[..., Iterator[ReadRow]], fields: Any, formatted_chunk: FormattedChunk, tally: Counter[str]
+) -> Iterator[ReadRow]:
+    return read(formatted_chunk[0], fields, tally)
+
+
+@dataclass
+class Side:
+    """Samples and totals so far of a chunk's rows on one side."""
+
+    name: str
+    totals: Totals
+    samples: list[TokenizedSample] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """A worker's result for a chunk."""
+
+    sides: list[SideResult]  # in the order of SIDES; only training if rows are not split
+    rejected: bytes  # unusable rows with their reasons, as JSON lines
+    reasons: list[tuple[str, str]]  # the first of them, each after its row's place
+    num_bytes: int  # bytes of the file that were read for the chunk
+
+
+def read_formatted_chunks(
+    sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
+) -> Iterator[FormattedChunk]:
+    """Yields the chunks of all sources' sections, with the given format or that of the file's first row. ValueError if
+    files of a folder differ in it."""
+    firsts: dict[Folder, Source] = {}
+    for source in sources:
+        source.format, is_beginning = data_format, source.sections.start == 0
+        if not is_beginning:
+            source.format = detect_at_beginning(source, data_format, paths)
+        for i, chunk in enumerate(read_chunks(source)):
+            if i == 0 and is_beginning and paths.given:
+                check_paths(chunk, paths)
+            if source.format is None:
+                source.format = detect_format(chunk, paths)
+            check_folder(source, firsts)
+            yield chunk, source.format
+
+
+def detect_at_beginning(source: Source, data_format: str | None, paths: FieldPaths) -> str | None:
+    """The format, given or detected, that the rows before the source's sections have made the file's."""
+    beginning = replace(source, sections=Sections(0, source.sections.start))
+    found = (found for _, found in read_formatted_chunks([beginning], data_format, paths))
+    return next((one for one in found if one is not None), data_format)
+
+
+def process_chunk(
+    formatted_chunk: FormattedChunk,
+    *,
+    preparation: Preparation,
+    ending: str,
+    num_shown: int,
+    max_sample_num_tokens: int | None,
+    cuts_blocks: bool,
+    validation_share: float | None,
+) -> ChunkResult:
+    """Reads, tokenizes and masks the rows of a chunk. Raises ValueError for problems that affect more than a row."""
+    chunk, rejected = formatted_chunk[0], {}
+    sides = [Side(name, Totals(num_shown)) for name in (SIDES[:1] if validation_share is None else SIDES)]
+    training = sides[0]
+    # Rows become examples, or are refused.
+    rows, examples = [], []
+    for row, example in preparation.read(formatted_chunk, training.totals.columns):
+        if cuts_blocks and not isinstance(example, Document | ValueError | None):
+            example = ValueError("not a document: --block-size cuts only documents")
+        if isinstance(example, ValueError):
+            rejected[row.number] = one_line(example)
+        elif example is None:
+            training.totals.rows["blank_lines"] += 1
+        else:
+            rows.append(row)
+            examples.append(example)
+    # Examples become samples of a side, or are refused or dropped.
+    draw = random.Random(f"{SHOWN_SAMPLES_SEED} {chunk.file} {chunk.first_row}").random
+    for row, example, tokens in zip(rows, examples, preparation.tokenize(examples), strict=True):
+        if isinstance(tokens, ValueError):
+            rejected[row.number] = one_line(tokens)
+            continue
+        is_validation = validation_share is not None and falls_into_validation(example, validation_share)
+        side = sides[is_validation]
+        side.totals.rows["in"] += 1
+        if max_sample_num_tokens is not None and len(tokens.input_ids) > max_sample_num_tokens:
+            side.totals.rows["too_long"] += 1
+        elif tokens.num_loss_counted_tokens == 0:
+            side.totals.rows["nothing_trained"] += 1
+        else:
+            sample = TokenizedSample(mark_place(f"{chunk.file}:{row.place}", side.name), tokens)
+            side.samples.append(sample)
+            count_kept(side.totals, sample)
+            for remark in remark_on_row(row, chunk.encoding):
+                side.totals.count_remark(remark, 1, sample.place)
+            if preparation.stop_token_ids is not None:
+                count_stops(side.totals, tokens, preparation.stop_token_ids)
+            if not cuts_blocks:
+                side.totals.add_sample(sample, draw())
+    count_rejected(training.totals, rejected)
+    # Samples are written as they are; documents to be cut need only their tokens.
+    encode = concatenate_ids if cuts_blocks else partial(encode_samples, ending=ending, task=preparation.task)
+    results = [SideResult(encode(side.samples), side.totals) for side in sides]
+    return ChunkResult(results, *describe_rejected(chunk, rejected), chunk.num_bytes)
+
+
+def concatenate_ids(samples: Sequence[TokenizedSample]) -> np.ndarray:  # (tokens,) int32
+    return np.array([token for sample in samples for token in sample.tokens.input_ids], np.int32)
+
+
+def count_kept(totals: Totals, sample: TokenizedSample) -> None:
+    """Counts a kept row, its trained tokens by role, and its labels or remarks."""
+    totals.rows["kept"] += 1
+    if isinstance(sample.tokens, TokenizedText):
+        totals.rows["truncated"] += sample.tokens.is_truncated
+        totals.add_labels(sample.tokens)
+    else:
+        for remark in set(sample.tokens.remarks):
+            totals.count_remark(remark, 1, sample.place)
+    for span in sample.tokens.spans:
+        totals.trained_by_role[span.role] += span.num_targets
+
+
+def remark_on_row(row: Row, encoding: Encoding) -> Iterator[Remark]:
+    """Remarks on what a row of a table may have lost: nulls of its own, and missing values that became text."""
+    yield from (Remark(LOST_NULLS, place) for place in row.lost)
+    if encoding == "table":
+        yield from (Remark(MISSING_CELL, name, cell) for name, cell in row.value.items() if cell in PRINTED_AS_MISSING)
+
+
+def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset[int]) -> None:
+    """Counts a kept row, and whether it trains a stop token; in a chat that trains the assistant, only the assistant's
+    turns count."""
+    roles = {span.role for span in tokens.spans}
+    spans = [span for span in tokens.spans if span.role == ASSISTANT or ASSISTANT not in roles]
+    trained = (token for span in spans for token in tokens.input_ids[max(span.start, 1) : span.end])
+    totals.stops["rows"] += 1
+    totals.stops["trained"] += not stop_token_ids.isdisjoint(trained)
+    totals.stops["appended"] += tokens.is_stop_appended
+
+
+def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:
+    """Counts unusable rows."""
+    totals.rows["in"] += len(rejected)
+    totals.rows["invalid"] += len(rejected)
+    for reason in rejected.values():
+        totals.add_invalid(reason)
+
+
+def describe_rejected(chunk: Chunk, rejected: dict[int, str]) -> tuple[bytes, list[tuple[str, str]]]:
+    """The rejected rows with their reasons as JSON lines, and the first reasons with their places."""
+    rows = [row for row in iterate_rows(chunk) if row.number in rejected] if rejected else []
+    entries = [
+        {"file": chunk.file, "line": row.line, "reason": rejected[row.number], "row": show_row(row)} for row in rows
+    ]
+    reasons = [(f"{chunk.file}:{row.place}", rejected[row.number]) for row in rows[:NUM_REASONS_SHOWN]]
+    return "".join(json.dumps(entry) + "\n" for entry in entries).encode(), reasons
+
+
+def show_row(row: Row) -> str:
+    """The row as text; the beginning of a skipped one."""
+    if isinstance(row.value, dict):
+        return json.dumps(row.value, default=repr)
+    raw = row.value
+    if isinstance(raw, TooLong | BadRow):
+        raw = raw.beginning.rstrip(b"\r\n") + b"..." * (len(raw.beginning) == NUM_BYTES_SHOWN)
+    return raw.decode(errors="backslashreplace").rstrip("\r\n")

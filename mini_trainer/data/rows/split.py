@@ -1,0 +1,140 @@
+"""Splits a data set into its two sides, training and validation.
+
+A row's side depends only on its texts and on the share. The texts are hashed in one canonical form, and hashes in the
+lowest `share` of all hashes are validation. So rows with the same texts fall on the same side in any file and format,
+and a larger share only moves rows from training to validation.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.data.chat.masking import Chat, Completion, Document
+from mini_trainer.data.chat.placeholders import REASONING_KEYS
+from mini_trainer.data.columns.columns import Task
+from mini_trainer.data.rows.feedback import Feedback
+from mini_trainer.data.rows.formats import Example, join_parts, parse_json
+from mini_trainer.data.rows.labelled import Labelled, TextPair, Words
+from mini_trainer.data.rows.preferences import Preference
+from mini_trainer.data.rows.report import SHOWN_SAMPLES_SEED, Totals
+from mini_trainer.data.rows.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_samples
+
+SIDES = ("training", "validation")
+HASH_BYTES = 8
+# Parquet can have values that JSON lacks, hence `default`. Made once, because this takes longer than a row.
+CANONICAL_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=repr)
+
+
+@dataclass(frozen=True)
+class SideResult:
+    """A worker's result for a chunk's rows on one side."""
+
+    samples: EncodedSamples | np.ndarray  # token ids, if documents are to be cut into blocks later
+    totals: Totals
+
+
+def falls_into_validation(example: Example | Labelled | Preference | Feedback, share: float) -> bool:
+    return hash_example(example) < share * 256**HASH_BYTES
+
+
+def hash_example(example: Example | Labelled | Preference | Feedback) -> int:
+    """A number from 0 to 256**HASH_BYTES, the same for examples with the same texts."""
+    said = CANONICAL_JSON.encode(list_said(example))
+    digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:HASH_BYTES], "big")
+
+
+def list_said(example: Example | Labelled | Preference | Feedback) -> Any:
+    """The example's texts in canonical form. Omissions can only put more rows on the same side, so chats are just
+    roles and texts, without weights, ids or offered tools, labelled rows have no label, and
+    preferences and feedback no answers."""
+    match example:
+        case Labelled(content=str() as text):
+            return text
+        case Labelled(content=TextPair() as pair):
+            return [pair.first, pair.second]
+        case Labelled(content=Words() as text):
+            return " ".join(text.words)
+        case Labelled():
+            return list_said(example.content)
+        case Preference(prompt=str() as prompt) | Feedback(prompt=str() as prompt):
+            return prompt
+        case Preference() | Feedback():
+            return [list_message(message) for message in example.prompt]
+        case Document():
+            return example.text
+        case Completion():
+            return example.prompt + example.completion
+        case Chat():
+            return [list_message(message) for message in example.messages]
+
+
+def list_message(message: dict[str, Any]) -> list[Any]:
+    """Role, content, reasoning, and calls with their names and arguments. Parts of a content are joined."""
+    content = message.get("content") or ""
+    content = join_parts(content, "") if isinstance(content, list) else content
+    if len(message) == 2 and content:  # the common case: only a role and a content
+        return [message["role"], content, None, []]
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+    return [message["role"], content, reasoning, [list_call(call) for call in calls]]
+
+
+def list_call(call: Any) -> Any:
+    """Name and arguments; arguments as JSON text are parsed."""
+    if not isinstance(call, dict):
+        return call
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # not JSON: stays text
+            arguments = parse_json(arguments)
+    return [call.get("name"), arguments]
+
+
+class SideWriter:
+    """Writes a side's samples. Invariant: `totals` cover all added results.
+
+    A block can hold documents of several chunks, so blocks are cut here and not by the workers; each side has a stream
+    of its own.
+    """
+
+    def __init__(
+        self, write: Callable[[EncodedSamples], Any], *, ending: str, num_shown: int, cutter: BlockCutter | None
+    ) -> None:
+        self.write, self.ending, self.cutter = write, ending, cutter
+        self.totals = Totals(num_shown)
+
+    def add(self, result: SideResult) -> None:
+        self.totals.add(result.totals)
+        if self.cutter is not None:
+            self.write_blocks(self.cutter.cut(result.samples))
+        elif result.totals.rows["kept"]:
+            self.write(result.samples)
+
+    def finish(self) -> None:
+        """Writes the rest of the stream of documents."""
+        if self.cutter is not None:
+            self.write_blocks(self.cutter.cut(np.empty(0, np.int32), is_last=True))
+
+    def write_blocks(self, blocks: list[TokenizedSample]) -> None:
+        for block in blocks:
+            self.totals.add_sample(block, random.Random(f"{SHOWN_SAMPLES_SEED} {block.place}").random())
+        if blocks:
+            self.write(encode_samples(blocks, self.ending, Task()))
+
+
+def mark_place(place: str, side: str) -> str:
+    """A sample's place as shown, with its side unless that is training."""
+    return place if side == "training" else f"{place} ({side})"
+
+
+def describe_split(side: str, *, share: float, other: Path) -> dict[str, Any]:
+    """The entry on the other side in a side's sidecar."""
+    return {"side": side, "validation_share": share, "other_side": other.name}

@@ -1,0 +1,65 @@
+"""Messages that tables hold as JSON text, since their cells have one type: read as if the row had the list itself."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from mini_trainer.data.rows.columns import TURNS, Fields
+from mini_trainer.data.stores.strict_json import parse_json, read_embedded_json
+
+PRINTED = re.compile(r"\[\{'(?:role|content|from|value|tool_calls)':")  # what pandas writes of lists to .csv
+PRINTED_WORDS = re.compile(r"\[(?:'[^']*'|\"[^\"]*')[,\]\s]")
+ANSWERS = ("prompt", "completion", "generation", "chosen", "chosen_response", "rejected", "rejected_response")
+
+
+def parse_turns(row: Fields, names: Iterable[str] = ANSWERS) -> Fields:
+    """The row with lists of messages in place of their JSON texts, in `messages`, `conversations` and the columns
+    `names`, which may hold other texts. ValueError if `messages` or `conversations` begin a list that is no JSON, and
+    for lists as Python prints them."""
+    parsed = {}
+    for name in (*TURNS, *names):
+        text = row.get(name)
+        if not begins_list(text):
+            continue
+        if PRINTED.match(text) and text.rstrip().endswith("]"):
+            raise ValueError(f"{name!r} is a list of messages as Python prints it, not JSON: write it by json.dumps")
+        parsed[name] = read_embedded_json(text, repr(name)) if name in TURNS else parse_if_turns(text)
+    return row | parsed if parsed else row
+
+
+def parse_lists(row: Fields, names: Iterable[str]) -> Fields:
+    """The row with lists of texts and numbers in place of their JSON texts. ValueError for lists as Python prints
+    them."""
+    parsed = {}
+    for name in names:
+        text = row.get(name)
+        if not begins_list(text):
+            continue
+        if PRINTED_WORDS.match(text):
+            raise ValueError(f"{name!r} is a list as Python prints it, not JSON: write it by json.dumps")
+        value = parse_text(text)
+        if isinstance(value, list) and value and all(isinstance(one, str | int | float) for one in value):
+            parsed[name] = value
+    return row | parsed if parsed else row
+
+
+def begins_list(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip()[:1] == "["
+
+
+def parse_if_turns(text: str) -> Any:
+    """The messages, or turns of ShareGPT, that the text is the JSON of; other texts as they are."""
+    value = parse_text(text)
+    return value if value and isinstance(value, list) and all(map(is_turn, value)) else text
+
+
+def parse_text(text: str) -> Any:
+    """The JSON value of the text; the text itself if it is no JSON."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
+
+
+def is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and ("role" in value or {"from", "value"} <= value.keys())

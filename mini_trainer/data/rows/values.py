@@ -1,0 +1,169 @@
+"""Converts Arrow's values to those of JSON, by their types, and refuses the others where they are read.
+
+| Arrow                             | becomes                                                                    |
+|-----------------------------------|----------------------------------------------------------------------------|
+| map                               | an object; its nulls are the row's own, and stay                           |
+| struct                            | an object without the keys that are null: each row has the keys of all     |
+| date, time, timestamp             | its ISO 8601 text                                                          |
+| JSON text (arrow.json, or `Json`  | the value; its nulls stay                                                  |
+| of the datasets library)          |                                                                            |
+| decimal, bytes, NaN, infinity,    | itself, which `refuse_non_json` refuses in messages and tools: a number or |
+| duration, ...                     | text in its place would not be the row's value                             |
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mini_trainer.data.stores.strict_json import Unreadable, parse_json, quote
+
+# Objects in which a null can mean something: a column of tools, whose parameters have defaults, and, anywhere below a
+# column, the arguments of a call.
+COLUMN, KEY = "tools", "arguments"
+DATES = (pa.types.is_date, pa.types.is_time, pa.types.is_timestamp)
+LISTS = (
+    *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
+    *(pa.types.is_list_view, pa.types.is_large_list_view),
+)
+
+
+@dataclass
+class RowReader:
+    """Converts rows of one schema. `lost`: where the current row's nulls were removed although they may be its own."""
+
+    schema: pa.Schema
+    lost: set[str] = field(default_factory=set)
+
+    def read(self, rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+        """Yields each row with JSON's values, and the places of `lost` nulls."""
+        features = read_features(self.schema)
+        readers = {
+            one.name: self.find(one.type, features.get(one.name), name_if(one.name, COLUMN)) for one in self.schema
+        }
+        for row in rows:
+            self.lost.clear()
+            values = {name: readers[name](value) for name, value in row.items() if value is not None}
+            yield values, tuple(sorted(self.lost))
+
+    def find(self, kind: pa.DataType, feature: Any, place: str | None) -> Callable[[Any], Any]:
+        """A function that converts values of this type, except null. `feature`: what the datasets library says of it;
+        `place`: the object that it is in, if a null can mean something there."""
+        is_extension = isinstance(kind, pa.BaseExtensionType)
+        if (is_extension and kind.extension_name == "arrow.json") or is_json(feature):
+            return read_json
+        if is_extension:
+            return self.find(kind.storage_type, feature, place)
+        if pa.types.is_dictionary(kind):
+            return self.find(kind.value_type, feature, place)
+        if pa.types.is_struct(kind):
+            return self.make_struct_reader(kind, feature, place)
+        if pa.types.is_map(kind):
+            return make_map_reader(kind, self.find(kind.item_type, None, place))
+        if any(is_kind(kind) for is_kind in LISTS):
+            return make_list_reader(self.find(kind.value_type, find_inner(feature), place))
+        if any(is_kind(kind) for is_kind in DATES):
+            return lambda value: value.isoformat()
+        if place is not None and (pa.types.is_float32(kind) or pa.types.is_float16(kind)):
+            narrow = np.float32 if pa.types.is_float32(kind) else np.float16
+            return lambda value: float(str(narrow(value)))  # 0.1, not 0.10000000149011612
+        return keep
+
+    def make_struct_reader(self, kind: pa.StructType, feature: Any, place: str | None) -> Callable[[Any], Any]:
+        inner = feature if isinstance(feature, dict) else {}
+        readers = {one.name: self.find(one.type, inner.get(one.name), place or name_if(one.name, KEY)) for one in kind}
+        changing = [(key, read) for key, read in readers.items() if read is not keep]
+
+        def read(value: dict[str, Any]) -> dict[str, Any]:
+            if None in value.values():
+                if place is not None:
+                    self.lost.add(place)
+                value = {key: item for key, item in value.items() if item is not None}
+            for key, read_item in changing:
+                if key in value:
+                    value[key] = read_item(value[key])
+            return value
+
+        return read
+
+
+def name_if(name: str, wanted: str) -> str | None:
+    return name if name == wanted else None
+
+
+def keep(value: Any) -> Any:
+    return value
+
+
+def make_list_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A list's nulls are the row's own, and stay."""
+    if read is keep:
+        return keep
+    return lambda values: [None if value is None else read(value) for value in values]
+
+
+def make_map_reader(kind: pa.MapType, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if not (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
+        return lambda _: Unreadable(f"a map with keys of the type {kind.key_type}; JSON's keys are texts")
+
+    def read_map(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Unreadable:
+        values = {key: None if value is None else read(value) for key, value in pairs}
+        return values if len(values) == len(pairs) else Unreadable("a map that has a key twice")
+
+    return read_map
+
+
+def read_json(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        return Unreadable(f"a text that is marked as JSON: {error}")
+
+
+def read_features(schema: pa.Schema) -> dict[str, Any]:
+    """What the datasets library says of the columns, in the schema's metadata; empty if it says nothing."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def is_json(feature: Any) -> bool:
+    return isinstance(feature, dict) and feature.get("_type") == "Json"
+
+
+def find_inner(feature: Any) -> Any:
+    """The feature of a list's values."""
+    if isinstance(feature, list):
+        return feature[0] if feature else None
+    return feature.get("feature") if isinstance(feature, dict) else None
+
+
+def refuse_non_json(value: Any, where: str) -> None:
+    """Raises ValueError, with the key, if the value holds one that JSON does not have."""
+    try:
+        json.dumps(value, allow_nan=False)  # much faster than the walk that finds the key
+        return
+    except (ValueError, TypeError, RecursionError):
+        pass
+    waiting = [("", value)]  # not recursive: values may be nested deeply
+    while waiting:
+        key, one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [(f"{key}.{name}" if key else str(name), item) for name, item in one.items()]
+        elif isinstance(one, list):
+            waiting += [(f"{key}[{i}]", item) for i, item in enumerate(one)]
+        elif not (one is None or isinstance(one, str | int | float)) or (
+            isinstance(one, float) and not math.isfinite(one)
+        ):
+            has = f"has {quote(one)} at {key}" if key else f"is {quote(one)}"
+            raise ValueError(
+                f"{where} {has}, which JSON does not have: write it as a number or a text, or leave it out"
+            )

@@ -1,0 +1,339 @@
+"""Atomic files: written aside and renamed when complete, hashed, renamed before they are removed."""
+
+import ctypes
+import errno
+import glob
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.options.reading import open_regular
+
+ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
+JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
+MAX_JSON_BYTES = 256 << 20  # of a file that is one JSON document: it is read whole
+SPARE_BYTES = 64 << 20  # left free on the disk by a run
+# A full disk, a full quota, the largest size of a file, and a failing disk.
+FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def written_aside(*targets: Path) -> Iterator[list[Path]]:
+    """Hidden paths next to `targets` to write to. They replace the targets, in order, if the block succeeds; a target
+    that was not written is removed, because it would belong to an older run. On failure nothing is left.
+
+    Parts of the same targets from killed processes are removed first. The hidden names hold this machine's name, for
+    processes of several machines may write the same targets on a shared file system.
+    """
+    for target in targets:
+        remove_parts(target)
+    asides = [target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}.part") for target in targets]
+    try:
+        with naming_failed_writes(*targets, parts=asides):
+            yield asides
+        for aside, target in zip(asides, targets, strict=True):
+            if aside.is_dir() or not aside.exists():
+                remove(target)  # a directory cannot be replaced in one step
+            if aside.exists():
+                aside.replace(target)
+    finally:
+        for aside in asides:
+            remove(aside)
+
+
+def is_part(path: Path) -> bool:
+    """Whether a file is one that `written_aside` writes to, of any target."""
+    return path.name.startswith(".") and path.name.endswith(".part")
+
+
+@contextmanager
+def naming_failed_writes(*targets: Path, parts: Sequence[Path], needed_bytes: int | None = None) -> Iterator[None]:
+    """Adds to the error of a full or failing disk which file could not be written, the one with the largest of
+    `parts`, and how much room it needs. OSError, as before."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FAILED_WRITES:
+            raise
+        sizes = list(map(count_bytes, parts))
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        needed = f"more than {sizes[largest]:,}" if needed_bytes is None else f"{needed_bytes:,}"
+        reason = OSError(os.strerror(error.errno))
+        raise OSError(describe_failed_write(str(targets[largest]), reason, parts[largest], needed)) from None
+
+
+def count_bytes(path: Path) -> int:
+    """Size of a file, or of all files in a directory; 0 if there is none."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def remove_parts(target: Path) -> None:
+    """Removes parts of `target` that `written_aside` left in processes of this machine that have ended."""
+    begin = f".{target.name}.{socket.gethostname()}."
+    for part in target.parent.glob(f"{glob.escape(begin)}*.part"):
+        pid = part.name.removeprefix(begin).removesuffix(".part")
+        if pid.isascii() and pid.isdecimal() and not is_running(int(pid)):
+            with suppress(OSError):
+                remove(part)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def check_output(path: Path) -> None:
+    """ValueError if --output `path` cannot be a new file: it is a directory, or there is none for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "is a directory" if path.is_dir() else "its directory does not exist"
+        raise ValueError(f"--output {path}: {reason}")
+
+
+def identify_file(path: Path) -> tuple[int, int] | None:
+    """An identity that changes if another file replaces this one; None if it does not exist."""
+    if not path.exists():
+        return None
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a directory, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = True) -> Iterator[bool]:
+    """Lets one process at a time into the block; yields False where the file system has no locks. `flags`: to open the
+    file with. BlockingIOError if another process is in it, unless this one waits."""
+    import fcntl
+
+    file, has_lock = os.open(path, flags, 0o666), False
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = True
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield has_lock
+    finally:
+        os.close(file)
+
+
+MADE: set[Path] = set()  # directories that this process has begun to write in
+
+
+def make_aside(target: Path, needed_bytes: int, *, what: str, spare_bytes: int = SPARE_BYTES) -> Path:
+    """Creates an empty hidden directory next to `target`, to write the new `what` in; OSError if the disk is too full.
+
+    Makes the directory of `target` once, and none above it: one that is missing later was moved or removed.
+    """
+    aside = target.parent / f"{ASIDE[0]}{target.name}"
+    remove_quietly(aside)
+    try:
+        if target.parent not in MADE:
+            target.parent.mkdir(exist_ok=True)
+            MADE.add(target.parent)
+        aside.mkdir()
+    except OSError as error:
+        raise OSError(f"cannot write {what} {target}: {error}") from None
+    free = shutil.disk_usage(aside).free
+    if free < needed_bytes + spare_bytes:
+        aside.rmdir()
+        spare = f" (and {spare_bytes:,} to spare)" if spare_bytes else ""
+        advice = "free some, or lower --keep-checkpoints" if spare_bytes else "free some, or write to another disk"
+        raise OSError(
+            f"no room for {what} {target}: it needs {needed_bytes:,} bytes{spare}, the disk has {free:,} free; {advice}"
+        )
+    return aside
+
+
+def commit(aside: Path, target: Path) -> None:
+    """Renames the complete directory `aside` to `target`: it exists only from then on."""
+    sync_dir(aside)
+    os.rename(aside, target)
+    sync_dir(target.parent)
+
+
+def put_in_place(aside: Path, target: Path) -> None:
+    """`commit` that replaces an existing directory `target`, on Linux in one step."""
+    if not target.exists():
+        return commit(aside, target)
+    sync_dir(aside)
+    if exchange(aside, target):
+        sync_dir(target.parent)
+        return remove_directory(aside)
+    remove_directory(target)
+    commit(aside, target)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchanges the names of two directories in one step; False if the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    here, rename_exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of linux/fs.h
+    return renameat2(here, os.fsencode(first), here, os.fsencode(second), rename_exchange) == 0
+
+
+def sync_dir(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that keep directories in order themselves
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_directory(directory: Path) -> None:
+    """Removes a checkpoint or an export."""
+    remove_quietly(hide(directory))
+
+
+def hide(directory: Path) -> Path:
+    """Renames a checkpoint or an export before its removal, so that a partial one is never taken for complete."""
+    aside = directory.parent / f"{ASIDE[1]}{directory.name}"
+    remove_quietly(aside)
+    os.rename(directory, aside)
+    return aside
+
+
+def remove_quietly(path: Path) -> None:
+    """Removes a directory as far as possible; of a link only the link, as the directory may be someone else's."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes leftovers in `directory` of runs killed while they wrote or removed something."""
+    for path in find_leftovers(directory):
+        remove_quietly(path)
+
+
+def find_leftovers(directory: Path) -> list[Path]:
+    paths = directory.iterdir() if directory.is_dir() else []
+    return [path for path in paths if path.name.startswith(ASIDE)]
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    """A file's entry for the manifest."""
+    with open(path, "rb") as file:
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_document(path: Path) -> Any:
+    """The value in a JSON file; OSError or ValueError, without the file's name, if it is too large or not JSON."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > MAX_JSON_BYTES:
+            raise ValueError(f"it has {num_bytes:,} bytes, allowed: {MAX_JSON_BYTES:,}")
+        return json.loads(file.read())
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; ValueError naming it if it is missing or damaged."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is not a regular file")
+    try:
+        return read_document(path)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError naming the file if it cannot be read or holds something else."""
+    try:
+        content = read_document(path)
+    except RecursionError:
+        raise ValueError(f"{path}: cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object, but {JSON_TYPES[type(content)]}")
+    return content
+
+
+def read_fields(path: Path, kinds: Mapping[str, Any], *, written_by: str, advice: str = "") -> dict[str, Any]:
+    """The object in a JSON file that has these keys, of these types; ValueError naming the file and the other keys."""
+    try:
+        content = read_object(path)
+    except ValueError as error:
+        raise ValueError(f"{error}{advice}") from None
+    if wrong := list_wrong(content, kinds):
+        raise ValueError(f"{path}: not as {written_by} writes it (see {', '.join(wrong)}){advice}")
+    return content
+
+
+def list_wrong(content: dict[str, Any], kinds: Mapping[str, Any]) -> list[str]:
+    """The keys that an object lacks, or has with a value of another type."""
+    return [name for name, kind in kinds.items() if name not in content or not has_kind(content[name], kind)]
+
+
+def has_kind(value: Any, kind: Any) -> bool:
+    """Whether a JSON value has this type; true and false are no numbers."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Yields number, text and content of each complete line of a run's metrics file; None for a damaged line. Yields
+    nothing if there is no file.
+    """
+    if path.exists():
+        with open_regular(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):  # the last line is incomplete after a kill, and while it is written
+                    yield number, line, parse_metrics(line)
+
+
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """The metrics of a step or a validation; None if the line is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int and "loss" in row else None
+
+
+def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int | str) -> str:
+    """The message for a failed write, before the part in `aside` is removed. `needed_bytes`: or in words."""
+    needed = needed_bytes if isinstance(needed_bytes, str) else f"{needed_bytes:,}"
+    try:
+        free = f"; it needs {needed} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
+    except OSError:
+        free = ""  # the directory itself is gone
+    return f"cannot write {what}: {error}{free}"
+
+
+def sync_file(file: Path) -> None:
+    """Flushes a file to the disk and gives it the permissions of any new file (safetensors writes 0600)."""
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())

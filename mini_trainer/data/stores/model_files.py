@@ -1,0 +1,246 @@
+"""Finding and checking a model's files. None is trusted: names are checked before anything is loaded.
+
+Anything in a model directory that could run code, links outside it, or is not safetensors is refused by name.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.stores.config_values import check_values
+from mini_trainer.data.stores.contents import Tell, verify_model
+from mini_trainer.data.stores.disk import read_object
+from mini_trainer.distributed.ending import log
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+READ_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json")
+CARD_FILE = "README.md"
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", CARD_FILE]  # config, tokenizer, model card
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
+COMMIT = re.compile("[0-9a-f]{40}")
+MODEL_FLAG = "--model-name-or-path"  # for messages, unless a script uses another option
+
+
+def find_model(
+    model_name_or_path: str, *, revision: str | None, trust_remote_code: bool, flag: str = MODEL_FLAG
+) -> str:
+    """Returns the model's directory, checked (see `check_model_dir`); downloads a hub model except for its weights.
+
+    ValueError for errors that a user can fix.
+    """
+    check_model_path(model_name_or_path, flag=flag)
+    if Path(model_name_or_path).is_dir():
+        if revision is not None:
+            raise ValueError(f"--model-revision {revision} has no effect: {model_name_or_path} is a directory")
+        path = Path(model_name_or_path)
+    else:
+        if trust_remote_code and not COMMIT.fullmatch(revision or ""):
+            raise ValueError(
+                f"--trust-remote-code needs --model-revision with a commit's 40 hexadecimal digits, not {revision}: a"
+                " branch or tag can move to code that you have not read"
+            )
+        patterns = [*SMALL_FILES, "*.py"] if trust_remote_code else SMALL_FILES
+        path = download(model_name_or_path, revision=revision, patterns=patterns, flag=flag)
+    code = check_model_dir(path, trust_remote_code=trust_remote_code)
+    if code:
+        log.warning(f"warning: --trust-remote-code: {path} runs its own code: {', '.join(code)}")
+    elif trust_remote_code:
+        raise ValueError(f"--trust-remote-code has no effect: {path} has no code to run")
+    return str(path)
+
+
+def name_model(model_name_or_path: str) -> str:
+    """The model's name without its directories, which are nobody else's; a hub's name as it is."""
+    path = Path(model_name_or_path)
+    return path.absolute().name if path.exists() else model_name_or_path
+
+
+def find_weights(model_name_or_path: str, model_dir: str) -> None:
+    """Downloads a hub model's weights to the directory from `find_model`; checks them (`check_weights`)."""
+    path = Path(model_dir)
+    if not Path(model_name_or_path).is_dir():
+        download(model_name_or_path, revision=path.name, patterns=["model*.safetensors"])
+    check_model_links(path)
+    check_weights(path)
+
+
+def verify_weights(model_dir: str, tell: Tell = log.info) -> None:
+    """Checks a model's files against the hashes of its export (`verify_model`)."""
+    path = Path(model_dir)
+    names = list_weights(path)
+    verify_model(path, names if names == [WEIGHTS] else [INDEX, *names], tell)
+
+
+def download(repo: str, *, revision: str | None, patterns: list[str], flag: str = MODEL_FLAG) -> Path:
+    """Downloads the repository's files matching `patterns` to the hub's cache; uses only the cache if that fails."""
+    from huggingface_hub import snapshot_download
+
+    find = functools.partial(snapshot_download, repo, revision=revision, allow_patterns=patterns)
+    try:
+        return Path(find())
+    except Exception as error:  # errors of the network, the hub and the disk
+        reason = " ".join(str(error).split()) or type(error).__name__
+    try:  # huggingface-hub 1 does not fall back to the cache if a commit is given
+        path = Path(find(local_files_only=True))
+    except Exception:
+        raise ValueError(
+            f"{flag} {repo}: there is no such directory, and it cannot be downloaded from the hub"
+            f"{f' at --model-revision {revision}' if revision else ''}: {reason}"
+        ) from None
+    log.warning(f"warning: {repo} is read from the cache only: {reason}")
+    return path
+
+
+def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
+    """Reads configs only, and returns the entries that name code to run, allowed with `trust_remote_code`.
+
+    ValueError for such entries otherwise, for links out of the directory, for an adapter, and for values out of range.
+    """
+    check_model_links(path)
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{path / 'adapter_config.json'}: an adapter, not a model: merge it with its base first: mini-trainer"
+            f" merge-adapter --adapter {path} --output-dir DIRECTORY"
+        )
+    code = []
+    for name in READ_FILES:
+        if (path / name).exists():
+            config = read_object(path / name)
+            check_values(config, path / name)
+            found = [f"{name} ({reference})" for reference in find_code(config, path / name)]
+            if found and not trust_remote_code and has_stock_class(config, name):
+                log.warning(f"warning: {path}: {', '.join(found)}: not run; transformers has its own class for it")
+                continue
+            code += found
+    if (path / "custom_generate").exists():
+        code.append("custom_generate")
+    if code and not trust_remote_code:
+        raise ValueError(
+            f"{path}: needs its own code, which was not run: {', '.join(code)}. Read that code, and add"
+            " --trust-remote-code (and for a model on the hub its --model-revision) if you trust it"
+        )
+    return code
+
+
+def has_stock_class(config: dict[str, Any], name: str) -> bool:
+    """Whether transformers can load what the file `name` configures without the code in its auto_map.
+
+    Models that became part of transformers still have that entry: Phi 3, DeepSeek V3, Falcon.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if name == "config.json":
+        names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+        return any(config.get("model_type") in known for known in names)
+    tokenizer_class = config.get("tokenizer_class")
+    is_known = isinstance(tokenizer_class, str) and tokenizer_class_from_name(tokenizer_class) is not None
+    return name == "tokenizer_config.json" and is_known
+
+
+def check_model_links(path: Path) -> None:
+    """ValueError for an entry that is not a regular file, or is a link to another directory."""
+    root = path.resolve()
+    if root.parent.name == "snapshots":  # in the hub's cache, files are links into the repository's blobs
+        root = root.parent.parent
+    for file in sorted(path.iterdir()):
+        if file.is_dir():
+            continue
+        if not file.is_file() or not file.resolve().is_relative_to(root):
+            raise ValueError(f"{file}: is not a regular file in its directory (links must not lead out of it)")
+
+
+def find_code(value: Any, file: Path) -> Iterator[str]:
+    """Yields a config's entries that name classes to run (auto_map).
+
+    ValueError for those that cannot be pinned: other repositories' code, kernels from the hub, and named weight files.
+    """
+    if isinstance(value, list):
+        for item in value:
+            yield from find_code(item, file)
+    if not isinstance(value, dict):
+        return
+    for key, entry in value.items():
+        texts = list(iterate_texts(entry))
+        if key in ("auto_map", "custom_pipelines") and entry:
+            if any("--" in text for text in texts):
+                raise ValueError(f"{file}: {key} names another repository's code ({', '.join(texts)}): copy it here")
+            yield f"{key}: {', '.join(texts)}"
+        elif "_implementation" in key and any("/" in text for text in texts):
+            raise ValueError(f"{file}: {key} names a compiled kernel of the hub ({', '.join(texts)}): remove it")
+        elif key == "transformers_weights" and entry:
+            raise ValueError(
+                f"{file}: {key} names {', '.join(texts)} as weights: rename these {WEIGHTS}, and remove it"
+            )
+        else:
+            yield from find_code(entry, file)
+
+
+def iterate_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from iterate_texts(item)
+
+
+def check_weights(path: Path) -> None:
+    """ValueError unless the weights are complete safetensors files in the directory itself."""
+    from safetensors import SafetensorError, safe_open
+
+    names = list_weights(path)
+    if not names:
+        others = sorted(file.name for file in path.iterdir() if file.suffix in OTHER_WEIGHTS)
+        raise ValueError(
+            f"{path}: no weights: there is neither {WEIGHTS} nor {INDEX}"
+            + (f", only {', '.join(others)}. Pickles can run code when loaded, so only safetensors are accepted: if you"
+               " trust it, convert it (AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+               if others else "")
+        )  # fmt: skip
+    for name in names:
+        try:
+            with safe_open(path / name, framework="numpy"):  # reads the header and checks it against the file's size
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path / name}: damaged, or not a safetensors file: {error}") from None
+
+
+def list_weights(path: Path) -> list[str]:
+    """Names of a model's weight files; empty if there are none (see `read_index`)."""
+    if (path / WEIGHTS).exists():
+        return [WEIGHTS]
+    return read_index(path / INDEX) if (path / INDEX).exists() else []
+
+
+def read_index(index: Path) -> list[str]:
+    """Names of the files in a weight index; ValueError unless they are in the same directory."""
+    content = read_object(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not isinstance(content.get("metadata"), dict):
+        raise ValueError(f"{index}: not a weight index: it has no weight_map or no metadata")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index}: names {name!r}, which is not a safetensors file in its directory")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index}: names {name}, which is missing")
+    return names
+
+
+def check_model_path(path: str, *, flag: str) -> None:
+    """Refuses a path that is not a model's directory, so that it is not taken for a name on the hub."""
+    is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
+    if is_path and not os.path.isdir(path):
+        kind = "is a file" if os.path.isfile(path) else "there is no such directory"
+        raise ValueError(f"{flag} {path}: {kind}; give a model's directory, or its name on the hub")
+    exports = [] if Path(path, "config.json").exists() else sorted(map(str, Path(path).glob("hf_format/[!.]*")))
+    if exports:
+        raise ValueError(
+            f"{flag} {path}: a run's directory, not a model; give one of its exports: {', '.join(exports)}"
+        )

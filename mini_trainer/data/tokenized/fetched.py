@@ -1,0 +1,211 @@
+"""Local copies of tokenized data sets at URLs, made once on each node for each version that the store has of them.
+
+    {--data-cache-dir}/fetched/{key}/{name}.arrow, next to its other files and source.json, which names the URL
+
+A copy's directory is renamed to its name when it is complete and its content is what the sidecar records.
+"""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from mini_trainer.data.stores import disk
+from mini_trainer.data.stores.disk import SPARE_BYTES, hash_json, sync_file, written_aside
+from mini_trainer.data.stores.remote import (
+    FETCHED_BYTES,
+    RemoteFile,
+    describe_remote,
+    find_redirect,
+    find_remote,
+    has_remote,
+    refused_if_unreachable,
+)
+from mini_trainer.data.tokenized.cache import KEY_LENGTH
+from mini_trainer.data.tokenized.outputs import DataSetFiles
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0
+from mini_trainer.options import flag_name
+from mini_trainer.options.urls import find_url_faults, is_url
+
+FOLDER, SOURCE_FILE = "fetched", "source.json"
+SECONDS_BETWEEN_LINES = 20.0  # about how much of a long download is done
+ENDINGS = (".arrow", ".parquet", ".jsonl")
+
+
+@dataclass(frozen=True)
+class RemoteSet:
+    """A data set and its other files, as the store describes them now."""
+
+    url: str
+    files: dict[str, RemoteFile]  # by their paths next to the data set, which comes last
+    sha256: str | None  # of the data set, according to its sidecar
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.url).name
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+    @property
+    def key(self) -> str:
+        versions = {name: [file.num_bytes, file.version] for name, file in self.files.items()}
+        return hash_json([self.url, versions])[:KEY_LENGTH]
+
+    def place_in(self, cache_dir: str) -> Path:
+        """The copy's path, existing or not."""
+        return Path(cache_dir).expanduser() / FOLDER / self.key / self.name
+
+
+Found = dict[str, list[str | RemoteSet]]  # data sets by option: paths, and what is at URLs
+
+
+def bring_here(
+    given: Mapping[str, Sequence[str]], world: World, *, cache_dir: str, beside: Sequence[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Local paths of data sets, for the options that name URLs; one process of each node copies them.
+
+    `given`: paths and URLs by option; rank 0's decide. `beside`: endings of further files that are copied if they are
+    there. All ranks call this. ValueError, as RunError, for data that cannot be read.
+    """
+    found = call_on_rank0(world, lambda: find_sets(given, beside=beside))
+    if found:
+        call_on_each_node(world, lambda: fetch_sets(found, cache_dir))
+    return locate_sets(found, cache_dir)
+
+
+def find_sets(given: Mapping[str, Sequence[str]], *, beside: Sequence[str] = ()) -> Found:
+    """The data sets of options that name URLs. ValueError for one that is not there, or cannot be copied."""
+    return {
+        option: [find_set(path, flag=flag_name(option), beside=beside) if is_url(path) else path for path in paths]
+        for option, paths in given.items()
+        if any(map(is_url, paths))
+    }
+
+
+def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
+    """What is at a URL: the data set, its sidecar, its tokenizer, and files that end in `beside`."""
+    if faults := find_url_faults(url, flag=flag):
+        raise ValueError("\n".join(faults))
+    folder, _, name = url.rpartition("/")
+    if PurePosixPath(name).suffix not in ENDINGS:
+        raise ValueError(f"{flag} {url}: must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    here = DataSetFiles(Path(name))
+    files: dict[str, RemoteFile] = {}
+    with refused_if_unreachable(url, flag=flag):
+        data, sidecar = describe_remote(url), {}
+        if has_remote(f"{folder}/{here.sidecar}"):
+            files[str(here.sidecar)] = remote = describe_remote(f"{folder}/{here.sidecar}")
+            sidecar = read_sidecar(remote)
+        if sidecar.get("tokenizer_dir") is not None:
+            files |= find_tokenizer(folder, str(sidecar["tokenizer_dir"]), flag=flag)
+        for ending in beside:
+            if has_remote(url + ending):
+                files[name + ending] = describe_remote(url + ending)
+    files[name] = data
+    unmarked = [file.url for file in files.values() if file.version is None]
+    if unmarked:
+        raise ValueError(
+            f"{flag} {unmarked[0]}: the server says neither ETag nor time of change, so that a copy of it could be of"
+            " another version: download it, and name the copy"
+        )
+    recorded = sidecar.get("file")
+    return RemoteSet(url, files, recorded.get("sha256") if isinstance(recorded, dict) else None)
+
+
+def read_sidecar(remote: RemoteFile) -> dict:
+    """A sidecar's content; empty if it is none, which the reader of the copy refuses."""
+    try:
+        content = json.loads(remote.open().readall())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def find_tokenizer(folder: str, name: str, *, flag: str) -> dict[str, RemoteFile]:
+    """The files of the tokenizer next to a data set."""
+    url = f"{folder}/{name}"
+    if folder.startswith("http"):
+        raise ValueError(
+            f"{flag} {url}: web servers do not list the files of a directory, here of the tokenizer that the data was"
+            " made with: download both, and name the copy"
+        )
+    found = [] if "/" in name else find_remote(f"{url}/", flag=flag)
+    paths = [PurePosixPath(name, file) for file, _ in found]
+    if not paths or any(part in ("..", "/") for path in paths for part in path.parts):
+        raise ValueError(f"{flag} {url}: is not a directory of a tokenizer as process_data.py writes it")
+    return {str(path): remote for path, (_, remote) in zip(paths, found, strict=True)}
+
+
+def fetch_sets(found: Found, cache_dir: str) -> None:
+    """Copies what is not there yet."""
+    for sets in found.values():
+        for one in sets:
+            if isinstance(one, RemoteSet):
+                fetch_set(one, cache_dir)
+
+
+def fetch_set(found: RemoteSet, cache_dir: str) -> None:
+    """Copies a data set, unless it is there. ValueError if it is not complete, or another by now."""
+    data = found.place_in(cache_dir)
+    folder = data.parent
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with disk.locked(folder.with_name(f".{folder.name}.lock")):
+        if folder.exists():
+            return log.info(f"data: {found.url} is already here, {data}")
+        free = shutil.disk_usage(folder.parent).free
+        if free < found.num_bytes + SPARE_BYTES:
+            raise ValueError(
+                f"{found.url}: needs {found.num_bytes:,} bytes in {folder.parent}, which has {free:,} free: free some,"
+                " or give another --data-cache-dir"
+            )
+        log.info(f"data: copying {found.url} ({found.num_bytes:,} bytes) to {data}")
+        with written_aside(folder) as (aside,):
+            aside.mkdir()
+            for name, file in found.files.items():
+                (aside / name).parent.mkdir(exist_ok=True)
+                sha256 = download(file, aside / name)
+            if found.sha256 not in (None, sha256):
+                raise ValueError(
+                    f"{found.url}: its SHA-256 is not the one that its .meta.json records: only one of them was"
+                    " replaced: write the data set again"
+                )
+            redirect = find_redirect(found.url)
+            source = {"url": found.url} | ({} if redirect is None else {"redirected_to": redirect})
+            (aside / SOURCE_FILE).write_text(json.dumps(source) + "\n")
+
+
+def download(remote: RemoteFile, target: Path) -> str:
+    """Copies a file; returns its SHA-256. ValueError if it ends early or changes meanwhile."""
+    digest, stream, said = hashlib.sha256(), remote.open(), time.monotonic()
+    with open(target, "wb") as file:
+        while block := stream.read(FETCHED_BYTES):
+            digest.update(block)
+            file.write(block)
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                log.info(f"data: {stream.position:,} of {remote.num_bytes:,} bytes of {remote.url}")
+                said = time.monotonic()
+    remote.check_unchanged()
+    sync_file(target)
+    return digest.hexdigest()
+
+
+def locate_sets(found: Found, cache_dir: str) -> dict[str, tuple[str, ...]]:
+    """Local paths by option."""
+    return {
+        option: tuple(str(one.place_in(cache_dir)) if isinstance(one, RemoteSet) else one for one in sets)
+        for option, sets in found.items()
+    }
+
+
+def name_source(path: str) -> str:
+    """The URL that a data set was copied from; its path if it was not."""
+    folder = Path(path).parent
+    if folder.parent.name != FOLDER or not (folder / SOURCE_FILE).is_file():
+        return path
+    return json.loads((folder / SOURCE_FILE).read_text())["url"]

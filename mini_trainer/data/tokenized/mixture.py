@@ -1,0 +1,338 @@
+"""One or several tokenized data sets as one: their rows are numbered consecutively, in the order of the sets."""
+
+import copy
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mini_trainer.batch_packer import SampleLoad
+from mini_trainer.data.columns.columns import Task
+from mini_trainer.data.columns.data_kinds import describe_task
+from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.tokenized.by_row import (
+    RowRange,
+    Rows,
+    Values,
+    find_top_row,
+    iterate_chunks,
+    join_rows,
+    join_values,
+    sum_values,
+)
+from mini_trainer.data.tokenized.order import draw_permutation
+from mini_trainer.data.tokenized.reader import ImageSizes, Sequences, TokenizedData
+
+CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
+
+WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
+
+
+class ByRow(Protocol):
+    """A column's values by the mixture's rows: an array (rows, ...), or a reader of files."""
+
+    def __getitem__(self, row: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class SampleImages:
+    """The load of each row's images on the vision tower."""
+
+    tokens: np.ndarray  # (rows,) tokens of the language model
+    patches: np.ndarray  # (rows,) int64, patches that enter the tower
+    pairs: np.ndarray  # (rows,) float64, pairs of patches within a tile
+    costs: np.ndarray  # (rows,) float64, in the packer's unit; 0 until the model is known
+    cap: int | None  # most patches of a micro-batch
+
+    def of(self, rows: np.ndarray) -> "SampleImages":
+        return SampleImages(self.tokens[rows], self.patches[rows], self.pairs[rows], self.costs[rows], self.cap)
+
+
+def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, patches and pairs of patches of each row; `count_patches` is called once per image size."""
+    num_rows = len(images.num_tokens)
+    sizes, size_of = np.unique(images.sizes, axis=0, return_inverse=True)
+    found = np.array([count_patches(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 2)
+    tiles, in_tile = found[size_of.reshape(-1)].T
+    patches = np.bincount(images.row_of, tiles * in_tile, minlength=num_rows).astype(np.int64)
+    pairs = np.bincount(images.row_of, tiles * in_tile**2, minlength=num_rows)
+    return images.num_tokens, patches, pairs
+
+
+class Mixture:
+    """Tokenized data sets from which samples are drawn by their `shares`.
+
+    `lengths`, `sizes`, `num_loss_tokens` and `kept` are indexed like their concatenations; `source_of` returns the
+    data set of a row.
+    """
+
+    def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
+        """`weights` are relative shares of the drawn samples or, with `by` "tokens", of their tokens.
+
+        Without weights each set counts by its size, so an epoch has every sample once. ValueError for a set given
+        twice, or sets for different tasks.
+        """
+        self.sources = list(sources)
+        self.task = find_common_task(self.sources)
+        self.names = name_sources([source.path for source in sources])
+        assert by in WEIGHED_BY, by
+        self.weights, self.by = weights, by
+        self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
+        self.lengths: Values = join_values([source.lengths for source in sources])
+        self.sizes = self.lengths
+        self.has_sequences = sources[0].sequences is not None  # as all have, which are for one task
+        self.num_loss_tokens = join_values([source.num_loss_tokens for source in sources])
+        self.images: SampleImages | None = None  # set by `count_images`
+        self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by data.tokenized.pairs.pair
+        self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
+        self._find_kept()
+
+    def _find_kept(self) -> None:
+        first_rows = self._first_rows.tolist()
+        self.kept_of = [source.kept + first for source, first in zip(self.sources, first_rows, strict=False)]
+        self.kept = join_rows(self.kept_of)  # the stream draws from these rows
+        sizes = np.array([len(kept) for kept in self.kept_of], dtype=np.float64)
+        shares = sizes if not self.weights else np.array(self.weights, dtype=np.float64)
+        if self.weights and self.by == "tokens":
+            shares = shares / [sum_values(source.lengths, source.kept) / len(source.kept) for source in self.sources]
+        self.shares = shares / shares.sum()  # (sources,) of the samples that are drawn
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest kept sample, as it counts in micro-batches."""
+        return int(self.sizes[find_top_row(self.sizes, self.kept)])
+
+    @property
+    def longest_sequence(self) -> int:
+        """Number of tokens of the longest sequence of a kept sample."""
+        if not self.has_sequences:
+            return int(self.lengths[find_top_row(self.lengths, self.kept)])
+        if not isinstance(self.kept, RowRange):
+            return max(int(self.list_sequences(rows).lengths.max()) for rows in iterate_chunks(self.kept))
+        parts = zip(self.sources, self._first_rows, strict=False)
+        return max(
+            source.sequences.find_longest(self.kept.within(int(first), len(source.lengths))) for source, first in parts
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the kept samples."""
+        return sum_values(self.lengths, self.kept)
+
+    @property
+    def has_images(self) -> bool:
+        return self.sources[0].image_sizes is not None
+
+    @property
+    def vocab_size(self) -> float:
+        return self.sources[0].vocab_size
+
+    @vocab_size.setter
+    def vocab_size(self, vocab_size: float) -> None:
+        for source in self.sources:
+            source.vocab_size = vocab_size
+
+    def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
+        """`TokenizedData.fit_to` for all sets."""
+        num_dropped = sum(
+            source.fit_to(max_tokens_per_gpu, num_sharing=num_sharing, drop_overlong=drop_overlong)
+            for source in self.sources
+        )
+        self._find_kept()
+        return num_dropped
+
+    def count_images(self, count_patches: CountPatches, *, cap: int | None, drop_overlong: bool) -> int:
+        """Sets `images`, and drops rows with more than `cap` patches; returns their number.
+
+        ValueError for such rows unless they may be dropped.
+        """
+        counted = [count_row_images(source.image_sizes, count_patches) for source in self.sources]
+        tokens, patches, pairs = map(join, zip(*counted, strict=True))
+        self.images = SampleImages(tokens, patches, pairs, np.zeros(len(patches)), cap)
+        over = self.kept[patches[self.kept] > (math.inf if cap is None else cap)]
+        if len(over) == 0:
+            return 0
+        path, row = self.locate(int(over[patches[over].argmax()]))
+        if not drop_overlong or len(over) == len(self.kept):
+            raise ValueError(
+                f"{path}: row {row} has {patches[over].max():,} patches of images, and {len(over):,} of"
+                f" {len(self.kept):,} samples more than --max-image-tokens-per-gpu {cap}. Raise it to at least that, or"
+                " drop these samples with --drop-overlong"
+            )
+        for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
+            source.kept = source.kept[patches[source.kept + first] <= cap]
+        self._find_kept()
+        return len(over)
+
+    def weigh_images(self, costs: np.ndarray) -> None:
+        """Sets the cost of each row's images (rows,), in the packer's unit."""
+        self.images = replace(self.images, costs=costs)
+
+    def load_of(self, rows: np.ndarray) -> SampleLoad | None:
+        """What some rows are to the packer in addition to their tokens; None where each is one sequence of text."""
+        load, images = SampleLoad(), self.images
+        if images is not None:
+            load = SampleLoad(images.patches[rows], images.costs[rows], images.cap)
+        if self.has_sequences:
+            sequences = self.list_sequences(rows)
+            load = load._replace(squares=sequences.sum_by_row(sequences.lengths.astype(float) ** 2))
+        if self.seen is not None:
+            load = load._replace(squares=sum(part.lengths[rows].astype(float) ** 2 for part in (self, self.seen)))
+        return None if images is None and not self.has_sequences and self.seen is None else load
+
+    def list_sequences(self, rows: np.ndarray) -> Sequences:
+        """The sequences of some rows."""
+        if not self.has_sequences:
+            return Sequences(np.ones(len(rows), np.int64), self.lengths[rows])
+        if len(self.sources) == 1:
+            return self.sources[0].sequences.of(rows)
+        source_of, counts = self.source_of(rows), np.empty(len(rows), np.int64)
+        parts = [
+            source.sequences.of(rows[source_of == i] - int(first))
+            for i, (source, first) in enumerate(zip(self.sources, self._first_rows, strict=False))
+        ]
+        for i, part in enumerate(parts):
+            counts[source_of == i] = part.counts
+        lengths = np.empty(counts.sum(), np.int32)
+        for i, part in enumerate(parts):
+            lengths[np.repeat(source_of == i, counts)] = part.lengths
+        return Sequences(counts, lengths)
+
+    def take_subset(self, subset: int | float, *, seed: int) -> None:
+        """Keeps a random subset of each set's kept samples: this number, or this share of them, at least one."""
+        for i, source in enumerate(self.sources):
+            number = subset if isinstance(subset, int) else max(1, round(subset * len(source.kept)))
+            order, places = draw_permutation(len(source.kept), [seed, i]), RowRange(0, number)
+            chosen = [source.kept[order[part[0] : part[-1] + 1]] for part in iterate_chunks(places)]
+            source.kept = np.sort(np.concatenate(chosen))
+        self._find_kept()
+
+    def check_trained(self, option: str) -> None:
+        """ValueError for a set without trained tokens in its kept samples; `option` is shown in the message."""
+        for source in self.sources:
+            if not any(source.num_loss_tokens[rows].any() for rows in iterate_chunks(source.kept)):
+                whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
+                raise ValueError(
+                    f"{option} {source.path}: no token of its{whose} samples is trained, so it has no loss"
+                )
+
+    def count_labels(self) -> tuple[np.ndarray, float]:  # (classes,) float64
+        """Number of targets of each class, and in total, in an epoch of samples drawn by the sets' shares."""
+        drawn = self.shares * len(self.kept) if self.weights else np.array([len(kept) for kept in self.kept_of])
+        counts, num_targets = np.zeros(self.task.num_labels), 0.0
+        for source, num_drawn in zip(self.sources, drawn, strict=True):
+            times = num_drawn / len(source.kept)  # draws of each of the set's samples
+            counts += times * source.count_labels()
+            num_targets += times * sum_values(source.num_loss_tokens, source.kept)
+        return counts, num_targets
+
+    def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
+        """Index of each row's data set."""
+        return np.searchsorted(self._first_rows, rows, side="right") - 1
+
+    def read(self, row: int) -> Sample:
+        """A row's columns, including the optional columns of any set: samples packed into one row must agree."""
+        number, own_row = self.find(row)
+        source = self.sources[number]
+        sample = source.read(own_row)
+        return (
+            sample
+            | {name: source.kind.fill(name, len(sample["input_ids"])) for name in self.columns if name not in sample}
+            | {name: values[row] for name, values in self.computed.items()}
+        )
+
+    def add_column(self, name: str, values: ByRow) -> None:
+        """Gives each row's sample one value more."""
+        self.computed[name] = values
+
+    def restricted_to(self, rows: Rows) -> "Mixture":
+        """The same data, of which only `rows` are kept."""
+        part = copy.copy(self)
+        part.kept = rows
+        return part
+
+    @functools.cached_property
+    def columns(self) -> frozenset[str]:
+        """The columns of its samples."""
+        return frozenset().union(*(source.columns for source in self.sources))
+
+    def release_pages(self) -> None:
+        for source in self.sources:
+            source.release_pages()
+
+    def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The first row in the stream with one of these token ids, and that id; None if there is none."""
+        for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
+            if (found := source.find_tokens(token_ids)) is not None:
+                return first + found[0], found[1]
+        return None
+
+    def locate(self, row: int) -> tuple[Path, int]:
+        """A row's file, and its number there, from 1."""
+        source, own_row = self.find(row)
+        return self.sources[source].path, own_row + 1
+
+    def find(self, row: int) -> tuple[int, int]:
+        """The number of a row's data set, and the row's number there, from 0."""
+        source = int(self.source_of(np.array(row)))
+        return source, row - int(self._first_rows[source])
+
+    def name_rows(self, rows: Sequence[int], *, most: int = 20) -> str:
+        """Rows as shown in messages: by file, numbered from 1, the first `most` of each."""
+        numbers: dict[Path, list[int]] = {}
+        for path, number in map(self.locate, sorted(map(int, rows))):
+            numbers.setdefault(path, []).append(number)
+        return "; ".join(
+            f"{path}: {', '.join(map(str, found[:most]))}"
+            + (f" and {len(found) - most} more" if len(found) > most else "")
+            for path, found in numbers.items()
+        )
+
+
+def find_common_task(sources: Sequence[TokenizedData]) -> Task:
+    """The task of all sets. ValueError if tasks differ, or labels are numbered differently."""
+    first = sources[0]
+    for source in sources[1:]:
+        if source.task != first.task:
+            raise ValueError(
+                f"{first.path} is for {describe_task(first.task)}, but {source.path} for {describe_task(source.task)}:"
+                " data sets that are trained together must have the same labels in the same order; tokenize one of them"
+                " again with --labels-from the other"
+            )
+    return first.task
+
+
+def join(arrays: list[np.ndarray]) -> np.ndarray:
+    """The concatenated arrays; a single one is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def name_sources(paths: Sequence[Path]) -> list[str]:
+    """A name for each file: its own without the ending, or its whole path if two have the same."""
+    twice = [str(path) for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise ValueError(f"given twice: {', '.join(twice)}; to make a data set count more, raise its --data-weights")
+    stems = Counter(path.stem for path in paths)
+    return [path.stem if stems[path.stem] == 1 else str(path) for path in paths]
+
+
+def interleave(shares: np.ndarray, *, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each of the positions [start, start + count), and the number drawn from each source before.
+
+    Sample k of a source with share s is due at (k + 1/2) / s, and samples are drawn in the order in which they are due.
+    So at every position each source has its share to within a sample or two, and any position can be computed directly.
+    """
+    slack = len(shares) + 1  # bounds the difference between the number of samples due and the time
+    firsts = [max(0, math.floor(share * (start - slack)) - 1) for share in shares]
+    ends = [math.ceil(share * (start + count + slack)) + 1 for share in shares]
+    due = [(np.arange(first, end) + 0.5) / share for first, end, share in zip(firsts, ends, shares, strict=True)]
+    sources = np.repeat(np.arange(len(shares)), [len(times) for times in due])
+    order = sources[np.lexsort((sources, np.concatenate(due)))]
+    num_earlier = start - sum(firsts)
+    before = np.array(firsts) + np.bincount(order[:num_earlier], minlength=len(shares))
+    return order[num_earlier : num_earlier + count], before

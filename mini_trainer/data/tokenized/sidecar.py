@@ -1,0 +1,108 @@
+"""The sidecar OUTPUT.meta.json: a data set's sources, options and tokenizer."""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.columns.columns import Task
+from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.rows.files import Source
+from mini_trainer.data.rows.labelled import CLASSIFICATION
+from mini_trainer.data.rows.report import DROPPED, Totals
+from mini_trainer.data.stores.remote import find_redirect
+from mini_trainer.data.tokenized.reader import FORMAT_VERSION
+from mini_trainer.distributed.messages import hide_in
+from mini_trainer.options import ProcessDataOptions
+
+
+def describe_data_set(
+    totals: Totals,
+    task: Task,
+    *,
+    options: ProcessDataOptions,
+    sources: Sequence[Source],
+    tokenizer: Any,
+    stop_token_id: int | None,
+    added_tokens: dict[str, int],
+) -> dict[str, Any]:
+    """The sidecar's content; docs/data.md explains each key. Independent of --num-proc."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
+        "chat_template_fingerprint": fingerprint_chat_template(tokenizer),
+        "stop_token_id": stop_token_id,
+        "max_token_id": totals.max_token_id,
+        "num_samples": totals.num_samples,
+        "num_tokens": totals.num_tokens,
+        "num_loss_counted_tokens": totals.num_loss_counted_tokens,
+        "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
+        "max_len": max(totals.lengths),
+        "rows": {key: totals.rows[key] for key in list_row_keys(task)},
+        "sources": list(map(describe_source, sources)),
+        "options": hide_in(describe_options(options)),
+        "versions": describe_versions(),
+        "has_loss_weights": totals.has_weights,
+        "added_special_tokens": added_tokens,
+        "stop_tokens": {"rows_that_train_one": totals.stops["trained"], "appended": totals.stops["appended"]},
+        **COLUMNS[task.objective].describe_data(totals, task),
+    }
+
+
+def describe_source(source: Source) -> dict[str, Any]:
+    """A source's entry; with the address that its web server redirected to, if there was one."""
+    redirect = None if source.remote is None else find_redirect(source.remote.url)
+    redirected = {} if redirect is None else {"redirected_to": redirect}
+    return {"file": source.name, "format": source.format, "sha256": source.sha256} | redirected
+
+
+def list_row_keys(task: Task) -> tuple[str, ...]:
+    """Keys of the counts of rows."""
+    return ("blank_lines", "in", "kept", *DROPPED, *(("truncated",) if COLUMNS[task.objective].has_labels else ()))
+
+
+def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
+    """The options that the data depends on; files and directories by their names only."""
+    model = Path(options.model_name_or_path)
+    return {
+        "model_name_or_path": model.resolve().name if model.is_dir() else options.model_name_or_path,
+        "format": options.rows.format,
+        "chat_template": None if options.rows.chat_template is None else Path(options.rows.chat_template).name,
+        "add_special_tokens": list(options.rows.add_special_tokens),
+        "max_sample_num_tokens": options.rows.max_sample_num_tokens,
+        "block_size": options.rows.block_size,
+        "validation_share": options.rows.validation_share,
+        "skip_invalid": options.rows.skip_invalid,
+        **(describe_label_options(options) if options.rows.format == CLASSIFICATION else {}),
+        "allow_missing_stop_token": options.rows.allow_missing_stop_token,
+        "append_stop_token": options.rows.append_stop_token,
+        "ignore_columns": list(options.rows.ignore_columns),
+        "thinking_prefix": options.rows.thinking_prefix,
+        "strict_reasoning": options.contents.strict_reasoning,
+        "control_tokens": options.contents.control_tokens,
+        "template_args": list(options.contents.template_args),
+        "as_chat": options.contents.as_chat,
+    }
+
+
+def describe_label_options(options: ProcessDataOptions) -> dict[str, Any]:
+    return {
+        "truncate": options.rows.truncate,
+        "text_field": options.rows.text_field,
+        "text_pair_field": options.rows.text_pair_field,
+        "label_field": options.rows.label_field,
+        "label_separator": options.rows.label_separator,
+        "labels_from": None if options.rows.labels_from is None else Path(options.rows.labels_from).name,
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    import tokenizers
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }

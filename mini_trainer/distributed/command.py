@@ -1,0 +1,117 @@
+"""The command that started this program, as its user typed it, and commands for the programs beside it.
+
+Messages name these, so that they can be copied.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from mini_trainer import __version__
+from mini_trainer.root_files import ROOT
+
+COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, by `mini-trainer`, as JSON: process, argv, whether by -m
+SCRIPTS = {  # of the root, by their words
+    "train": "train.py",
+    "process-data": "process_data.py",
+    "generate": "generate.py",
+    "evaluate": "evaluate_model.py",
+}
+
+
+def name_command() -> str:
+    """The typed command up to its options: `mini-trainer train`, `torchrun train.py`, `python train.py`."""
+    found = find_installed_command()
+    if found is not None:
+        return shlex.join([*found[0], found[1][0]])
+    return shlex.join(["torchrun" if is_under_torchrun() else name_python(), *name_script()])
+
+
+def name_program(word: str) -> str:
+    """The command that starts another program in the same way: the one of this `word` of `mini-trainer`."""
+    found = find_installed_command()
+    if found is not None:
+        return shlex.join([*found[0], word])
+    return shlex.join([name_python(), *find_script(word)])
+
+
+def name_launch(word: str, num_processes: int) -> list[str]:
+    """The words that start a script in several processes, in the way that this program was started."""
+    found = find_installed_command()
+    if found is not None:
+        return [*found[0], word, f"--nproc-per-node={num_processes}"]
+    start = [name_python()] if num_processes == 1 else ["torchrun", f"--nproc-per-node={num_processes}"]
+    return [*start, *find_script(word)]
+
+
+def find_script(word: str) -> list[str]:
+    """What follows `python` in the command for a word: a script of the checkout, or this package."""
+    script = ROOT / SCRIPTS.get(word, "")
+    return [show_path(str(script))] if script.is_file() else ["-m", "mini_trainer", word]
+
+
+def name_script() -> list[str]:
+    """What follows `python` in this process's command: its script, or the module that `python -m` runs."""
+    spec = sys.modules["__main__"].__spec__
+    is_module = spec is not None and spec.name.startswith("mini_trainer.")
+    return ["-m", spec.name] if is_module else [show_path(sys.argv[0])]
+
+
+def repeat_command() -> list[str]:
+    """All words of the typed command, those of torchrun included."""
+    found = find_installed_command()
+    if found is not None:
+        return [*found[0], *found[1]]
+    return [*(name_torchrun() if is_under_torchrun() else [name_python()]), *name_script(), *sys.argv[1:]]
+
+
+def find_installed_command() -> tuple[list[str], list[str]] | None:
+    """The words of `mini-trainer` and those after it, if it started this process or its torchrun; otherwise None."""
+    process, argv, is_module = json.loads(os.environ.get(COMMAND, "[null, [], false]"))
+    if process not in (os.getpid(), os.getppid()):
+        return None
+    program, *words = argv
+    if is_module:
+        return [name_python(), "-m", "mini_trainer"], words
+    return [Path(program).name if shutil.which(Path(program).name) == program else show_path(program)], words
+
+
+def describe_version() -> str:
+    return f"mini_trainer {__version__}"
+
+
+def is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def name_torchrun() -> list[str]:
+    """The words before the script's name, from the process that started this one; from the environment without /proc.
+
+    An option of several machines that only their own commands have (--node-rank) is this machine's.
+    """
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
+        script = name_script()
+        words = words[1 : words.index("-m" if script[0] == "-m" else sys.argv[0])]
+    except (OSError, ValueError):
+        return ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
+    if words[0].startswith("-"):  # python -m torch.distributed.run
+        return [name_python(), *words]
+    found = shutil.which("torchrun")
+    return ["torchrun" if found == words[0] else show_path(words[0]), *words[1:]]
+
+
+def name_python() -> str:
+    """python, where the shell finds this interpreter by that name; else its path."""
+    found = shutil.which("python")
+    is_found = found is not None and Path(found).parent == Path(sys.executable).parent
+    return "python" if is_found else show_path(sys.executable)
+
+
+def show_path(path: str) -> str:
+    """The path from the current directory to a file below it; the path as it is to others."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

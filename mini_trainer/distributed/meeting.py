@@ -1,0 +1,123 @@
+"""Startup barrier: each rank registers in the store of torchrun's rendezvous and waits for the others.
+
+Until then there is neither a process group nor a lifeline, so only the store knows which ranks are missing.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.distributed.messages import describe_ranks, say
+
+START_TIMEOUT = 600.0
+SECONDS_PER_NOTICE = 30.0
+MOST_NODES = 8  # nodes that a message lists one by one
+ARRIVED, NUM_ARRIVED, COMPLETE = "arrived", "num_arrived", "complete"  # keys of the store
+
+
+def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.Store:
+    """Returns the store that torchrun's environment names, once every rank has registered in it.
+
+    While ranks are missing, the first rank of each node lists them every 30 s; RunError after `timeout` s.
+    """
+    deadline, seconds_per_notice = time.monotonic() + timeout, min(SECONDS_PER_NOTICE, timeout / 2)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        with late_notice(seconds_per_notice, f"waiting for the rendezvous at {host}, port {port}"):
+            store = open_store(host, port, rank, world_size, timeout=timeout)
+        # One string for all arrivals: reading it takes one request, not one per rank.
+        store.append(ARRIVED, f"{rank} {socket.gethostname()}\n")
+        if store.add(NUM_ARRIVED, 1) == world_size:
+            store.set(COMPLETE, "yes")
+        while not is_complete(store, min(seconds_per_notice, deadline - time.monotonic())):
+            missing = "other ranks"  # Only one rank of a node reads who has arrived: for all it would be N² bytes.
+            if is_first_of_node():
+                missing = describe_missing(store.get(ARRIVED).decode(), world_size, count_local_ranks())
+            if time.monotonic() >= deadline:
+                raise RunError(
+                    ExitCode.PEER_DIED,
+                    f"{missing} did not join within {timeout:g} s (--start-timeout): never started, or exited early;"
+                    " see the output there",
+                )
+            print_notice(f"still waiting at startup for {missing}, until --start-timeout {timeout:g}")
+    except dist.DistError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(
+            ExitCode.PEER_DIED, f"no rendezvous at {host}, port {port} (--start-timeout {timeout:g}): {reason}"
+        ) from None
+    return store
+
+
+def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: float) -> dist.Store:
+    """The store of torchrun's agent, or one hosted by rank 0 if there is no agent."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=not has_agent and rank == 0,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def is_complete(store: dist.Store, seconds: float) -> bool:
+    """Waits at most this long for all ranks to arrive; returns whether they have."""
+    try:
+        store.wait([COMPLETE], timedelta(seconds=max(seconds, 0.001)))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def describe_missing(arrived: str, world_size: int, num_local: int) -> str:
+    """Lists the ranks missing from `arrived`, node by node, with their hosts if known.
+
+    Each line of `arrived` holds a rank and its host. A node has `num_local` consecutive ranks.
+    """
+    hosts = {int(rank): host for rank, host in (line.split(" ", 1) for line in arrived.splitlines())}
+    host_of_node = {rank // num_local: host for rank, host in hosts.items()}
+    by_node: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        if rank not in hosts:
+            by_node.setdefault(rank // num_local, []).append(rank)
+    places = {node: host_of_node.get(node, f"node {node}, no rank has joined") for node in by_node}
+    nodes = [f"{describe_ranks(ranks)} ({places[node]})" for node, ranks in list(by_node.items())[:MOST_NODES]]
+    num_missing = world_size - len(hosts)
+    more = f" and those of {len(by_node) - MOST_NODES} more nodes" if len(by_node) > MOST_NODES else ""
+    return f"{', '.join(nodes)}{more} ({num_missing} of {world_size} ranks missing)"
+
+
+@contextmanager
+def late_notice(seconds: float, text: str) -> Iterator[None]:
+    """Prints `text` if the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, print_notice, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def print_notice(text: str) -> None:
+    """Prints to stderr, once per node; rank 0's logger would not do, since rank 0 itself may be missing."""
+    if is_first_of_node():
+        say(f"[rank {os.environ['RANK']}] {text}", is_error=True)
+
+
+def is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def count_local_ranks() -> int:
+    """Number of ranks per node, from torchrun's environment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -1,0 +1,81 @@
+"""Printed messages, stripped of terminal control sequences, passwords and keys.
+
+Much of what we print comes from models, data, servers and other people's files.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mini_trainer.distributed.printing import print_as_is
+from mini_trainer.options.environment import is_secret
+from mini_trainer.options.urls import HIDDEN, hide_credentials
+
+# Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
+# cannot be printed.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
+MOST_RUNS = 20  # ranges of consecutive ranks that a message lists
+
+
+def make_visible(text: str) -> str:
+    """Escapes control characters in `text`, except tabs and newlines."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def hide_secrets(text: str) -> str:
+    """Removes the credentials in URLs, and the values of secret environment variables, from `text`."""
+    secrets = [value for name, value in os.environ.items() if is_secret(name) and len(value) >= SHORTEST_SECRET]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return hide_credentials(text)
+
+
+def say_note(message: str) -> None:
+    """Prints a line beside a program's results."""
+    say(message, is_error=True)
+
+
+def hide_in(value: Any) -> Any:
+    """JSON's `value` without secrets in its texts, for files that others can read."""
+    if isinstance(value, dict):
+        return {key: hide_in(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide_in(item) for item in value]
+    return hide_secrets(value) if isinstance(value, str) else value
+
+
+def clean(text: str) -> str:
+    return make_visible(hide_secrets(text))
+
+
+def say(text: str, *, is_error: bool = False) -> None:
+    """Prints cleaned `text`."""
+    print_as_is(f"{clean(text)}\n", sys.stderr if is_error else sys.stdout)
+
+
+class CleanFormatter(logging.Formatter):
+    """Cleans log lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean(super().format(record))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    return describe_numbers("rank", ranks)
+
+
+def describe_numbers(name: str, numbers: Sequence[int]) -> str:
+    """Formats ascending numbers of something: "rank 3", "ranks 0-7, 9"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:MOST_RUNS]]
+    more = f" and {sum(map(len, runs[MOST_RUNS:]))} more" if len(runs) > MOST_RUNS else ""
+    return f"{name}{'s' * (len(numbers) > 1)} {', '.join(names)}{more}"

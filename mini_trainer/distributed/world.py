@@ -1,0 +1,249 @@
+"""torchrun's environment: this process's rank and device, the process group, and helpers for work on rank 0 only."""
+
+import datetime
+import logging
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import pad
+
+from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
+from mini_trainer.distributed.meeting import START_TIMEOUT, count_local_ranks, meet
+from mini_trainer.distributed.memory import memory_limit
+from mini_trainer.distributed.messages import CleanFormatter
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.open_files import check_open_files, list_group_sizes, raise_open_file_limit
+from mini_trainer.distributed.peers import SLOW_LIMIT
+from mini_trainer.distributed.row_group import RowGroup, check_sharing, make_own_group, make_row_group
+from mini_trainer.distributed.terminal import LinesAboveBars, shows_progress
+from mini_trainer.options import ShardingOptions
+
+Result = TypeVar("Result")
+RETURNED = "returned"
+Outcome = tuple[ExitCode | Literal["returned"], Any]  # with a message, or with what a function has returned
+
+# Collectives time out later than the watchdog of distributed/monitor.py, which knows which ranks are missing.
+SECONDS_AFTER_WATCHDOG = 300.0
+HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that torchrun started; a single process is a world of size 1."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
+    row_group: RowGroup | None = None  # the ranks that share packed rows; None: each rank has its own rows
+    timeout: datetime.timedelta | None = None  # for collectives of additional groups; None: torch's default
+    memory: int | None = None  # bytes of its GPU that this rank may use; None: on a CPU, or not known
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group of all ranks, for collectives on CPU tensors: gloo handles them on every device."""
+        return dist.group.WORLD
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """1-D mesh of the ranks that hold this rank's copy of the model."""
+        return self.mesh["shard"]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that share one copy of the model; ranks 0 to `num_shards` - 1 share the first one."""
+        return self.shard_mesh.size()
+
+
+def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOUT) -> World:
+    """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
+
+    All ranks share one copy of the model, until `divide_world`. RunError if not all ranks join within `start_timeout`
+    seconds; ValueError if this process's limit on open files is too low.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    raise_open_file_limit()
+    check_open_files(world_size)
+    timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+    # gloo would connect every rank to every other one, which takes N² connections and requests to the store.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if "RANK" in os.environ:
+        store = meet(rank, world_size, timeout=start_timeout)
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    memory = memory_limit(None, device) if device.type == "cuda" else None
+    mesh = make_mesh(device.type, world_size, world_size)
+    world = World(rank, world_size, device, mesh, timeout=timeout, memory=memory)
+    connect_to_rank0(world)
+    return world
+
+
+def divide_world(world: World, sharding: ShardingOptions) -> World:
+    """Returns the world with the process groups that `sharding` requires; all ranks call this with the same options.
+
+    With hybrid sharding, every `shard_size` ranks (default: those of a node) hold a copy of the model. ValueError if
+    this gives fewer than two copies, or if the ranks cannot be divided into groups that share rows.
+    """
+    num_shards, num_sharing = world.world_size, sharding.context_parallel
+    match sharding.sharding:
+        case "full":
+            pass
+        case "hybrid":
+            num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
+        case _:
+            raise ValueError(f"--sharding {sharding.sharding}: is not implemented")
+    check_sharing(world.world_size, num_sharing)
+    check_open_files(world.world_size, list_group_sizes(world.world_size, num_shards, num_sharing))
+    mesh = world.mesh
+    if num_shards < world.world_size:
+        mesh = make_mesh(world.device.type, world.world_size, num_shards, world.timeout)
+    row_group = make_row_group(world.rank, world.world_size, num_sharing, world.timeout)
+    return replace(world, mesh=mesh, row_group=row_group)
+
+
+def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -> int:
+    """Ranks per copy of the model with --sharding hybrid; ValueError if there are fewer than two copies."""
+    num_shards = ranks_per_node if shard_size is None else shard_size
+    if num_shards < 2 or world_size % num_shards != 0 or num_shards == world_size:
+        raise ValueError(
+            f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on {num_shards}"
+            f" ranks each ({'the ranks of a node' if shard_size is None else '--shard-size'}); give a --shard-size"
+            " of at least 2 that divides the number of ranks, or use --sharding full"
+        )
+    return num_shards
+
+
+def make_mesh(
+    device_type: str, world_size: int, num_shards: int, timeout: datetime.timedelta | None = None
+) -> DeviceMesh:
+    """Makes `World.mesh`, with one copy of the model per `num_shards` ranks; `timeout` applies to its collectives."""
+    if num_shards == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    ranks = torch.arange(world_size).view(-1, num_shards)
+    groups = [make_own_group(rows.tolist(), timeout) for rows in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def connect_to_rank0(world: World) -> None:
+    """Makes the connections that `gather_on_rank0` and `call_on_rank0` use.
+
+    From now on the death of a rank closes a connection, on which the others wait until the lifeline is connected. A
+    first connection to a rank that is gone would be tried until the timeout.
+    """
+    gather_on_rank0(world, None)
+
+
+def connect_lifeline(world: World, control: RunControl) -> None:
+    """Connects every rank's monitor to rank 0's; the process group broadcasts the port and the token."""
+    if world.world_size > 1:
+        control.connect(*call_on_rank0(world, control.listen))
+
+
+def setup_logging(level: str) -> None:
+    """Makes rank 0 log from `level` up, and the other ranks only errors."""
+    handler = LinesAboveBars() if shows_progress() else logging.StreamHandler()
+    handler.setFormatter(CleanFormatter())
+    logging.basicConfig(level=logging.ERROR, handlers=[handler])
+    log.setLevel(level if os.environ.get("RANK", "0") == "0" else "ERROR")
+
+
+def call_with_world(
+    work: Callable[[World], None], *, when_interrupted: str = "interrupted; start the same command again to resume"
+) -> None:
+    """Runs `work` for a script without a run directory; user errors and Ctrl-C end it with one message."""
+    setup_logging("WARNING")
+    world = init_world()
+    with ending_with_message(when_interrupted=when_interrupted):
+        work(world)
+    dist.destroy_process_group()
+
+
+def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
+    """Calls `function` on rank 0 and broadcasts its result; a ValueError or OSError becomes a RunError on every rank.
+
+    The outcome is sent as data, so no rank waits for one that has already failed.
+    """
+    outcome = [attempt(function) if world.rank == 0 else None]
+    dist.broadcast_object_list(outcome, src=0, group=world.control, device=torch.device("cpu"))
+    return unwrap(outcome[0])
+
+
+def call_on_each_node(world: World, function: Callable[[], None]) -> None:
+    """Calls `function` on the first rank of each node; the first ValueError or OSError becomes a RunError on every
+    rank."""
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    outcomes = gather_on_rank0(world, attempt(function) if is_first else (RETURNED, None))
+    failures = (outcome for outcome in outcomes or () if outcome[0] != RETURNED)
+    unwrap(call_on_rank0(world, lambda: next(failures, (RETURNED, None))))
+
+
+def attempt(function: Callable[[], Result]) -> Outcome:
+    """What `function` returns, or its ValueError or OSError, as data."""
+    try:
+        return RETURNED, function()
+    except (ValueError, OSError) as error:
+        code, message, _ = describe_error(error)
+        return code, message
+
+
+def unwrap(outcome: Outcome) -> Any:
+    """What the function has returned; RunError in place of its error."""
+    kind, value = outcome
+    if kind != RETURNED:
+        raise RunError(kind, value)
+    return value
+
+
+def broadcast_from_rank0(
+    value: Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Rank 0's `value`, as `dtype`, on every rank's `device`; other ranks' values are ignored.
+
+    A half-precision value for a wider `dtype` is sent as it is and cast on arrival, which changes no number.
+    """
+    is_source = dist.get_rank() == 0
+    is_narrow = is_source and value.dtype in HALF_TYPES and dtype.itemsize > value.dtype.itemsize
+    sent = torch.tensor(HALF_TYPES.index(value.dtype) if is_narrow else -1, device="cpu")
+    dist.broadcast(sent, src=0)  # on the CPU: the other ranks do not wait for their devices
+    received = torch.empty(shape, dtype=dtype if sent < 0 else HALF_TYPES[sent], device=device)
+    if is_source:
+        received.copy_(value)
+    dist.broadcast(received, src=0)
+    return received.to(dtype)
+
+
+def gather_on_rank0(world: World, value: Result) -> list[Result] | None:
+    """On rank 0, every rank's `value`, in rank order; None on the others.
+
+    Takes a few messages per rank. dist.gather_object would first exchange the sizes among all ranks, N² messages.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = gather_rows(world, torch.tensor(len(own), device="cpu"))
+    largest = call_on_rank0(world, lambda: int(sizes.max()))
+    rows = gather_rows(world, pad(own, (0, largest - len(own))))
+    if rows is None:
+        return None
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def gather_rows(world: World, row: Tensor) -> Tensor | None:
+    """On rank 0, every rank's CPU tensor of the same shape, stacked in rank order; None on the others."""
+    rows = row.new_empty(world.world_size, *row.shape) if world.rank == 0 else None
+    dist.gather(row, None if rows is None else list(rows.unbind()), dst=0, group=world.control)
+    return rows

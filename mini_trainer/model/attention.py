@@ -1,0 +1,345 @@
+"""Attention over packed sequences, causal or bidirectional: one row of tokens in which no sequence sees another.
+
+T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register_backends` registers the functions with
+transformers; a model then calls the one that its config names, once per layer, with the row's `micro_batch`.
+"""
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedConfig
+
+from mini_trainer.model.context_parallel import choose_own, give_heads_back, take_heads
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
+
+# In order of preference: features each backend supports beyond causal or bidirectional attention with sliding windows.
+BACKENDS: dict[str, set[str]] = {
+    "flash_attn": {"dropout", "softcap"},  # CUDA, bfloat16, package flash-attn
+    "varlen": set(),  # CUDA, bfloat16, ships with torch
+    "varlen_fa3": set(),  # Hopper, bfloat16, varlen by the kernels of FlashAttention 3, package flash_attn_interface
+    "sdpa": {"dropout", "blocks"},  # any device, one sequence at a time
+    "eager": {"dropout", "softcap", "sinks", "blocks"},  # any device, one sequence at a time, stores its score matrix
+}
+BY_NAME = frozenset({"varlen_fa3"})  # not chosen by "auto", since no GPU has measured them yet
+OWN = "own"  # the model's own attention, one sequence at a time, if no backend supports its features
+UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile skips their loop over sequences
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
+MAX_HEAD_SIZE = 256  # largest head size that FlashAttention's kernels support
+
+
+class Rule(NamedTuple):
+    """A layer's attention settings, apart from its queries, keys and values."""
+
+    scaling: float
+    window: int | None = None  # tokens that a token sees, itself included; None: all of its sequence
+    is_two_sided: bool = False
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (Hq,) logits that take a share of each softmax
+    blocks: Tensor | None = None  # (T,) index of each token's image, -1 for none
+
+    @property
+    def features(self) -> set[str]:
+        """Features that a backend must support beyond those that all do."""
+        asked = {"dropout": self.dropout or None, "softcap": self.softcap, "sinks": self.sinks, "blocks": self.blocks}
+        return {name for name, value in asked.items() if value is not None}
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Window size (left, right) in FlashAttention's convention; -1: unlimited."""
+        before = -1 if self.window is None else self.window - 1
+        return before, before if self.is_two_sided else 0
+
+
+def registered_name(backend: str) -> str:
+    """The backend's name in transformers, which treats names containing "flash" or "sdpa" as its own."""
+    return f"packed_{list(BACKENDS).index(backend)}"
+
+
+def register_backends() -> None:
+    """Registers every backend with transformers as an attention implementation."""
+    for name, attend in list_functions().items():
+        AttentionInterface.register(registered_name(name), make_interface(name, attend))
+
+
+def list_functions() -> dict[str, Callable[..., Tensor]]:
+    """What computes the attention of each backend."""
+    return {
+        "flash_attn": attend_flash_attn,
+        "varlen": attend_varlen,
+        "varlen_fa3": attend_varlen,
+        "sdpa": attend_sdpa,
+        "eager": attend_eager,
+    }
+
+
+def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """Wraps `attend` in the signature that transformers calls; refuses features that the backend would ignore."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,  # (1, Hq, T, D)
+        key: Tensor,  # (1, Hkv, T, D)
+        value: Tensor,  # (1, Hkv, T, D)
+        attention_mask: None,
+        *,
+        micro_batch: MicroBatch | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,  # (Hq,) attention sinks
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        **_not_about_attention,  # position_ids, cache flags and the like
+    ) -> tuple[Tensor, None]:
+        if micro_batch is None:
+            raise ValueError(f"{type(module).__name__} gets no micro-batch: its model does not forward arguments")
+        row = micro_batch.row
+        has_blocks = row.blocks is not None and (row.blocks.are_everywhere or sliding_window is not None)
+        blocks = row.blocks.of if has_blocks else None
+        looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        is_two_sided = row.is_two_sided and not looks_back
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        rule = Rule(scaling, sliding_window, is_two_sided, dropout, softcap, s_aux, blocks)
+        dropped = rule.features - BACKENDS[name]
+        if attention_mask is not None or position_bias is not None or (is_causal is False and not is_two_sided):
+            dropped |= {"attention masks, position biases or attention that is not causal"}
+        if dropped:
+            raise ValueError(f"attention backend {name!r} does not support this model's {', '.join(sorted(dropped))}")
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = correct_temperature(module, query, row.position_ids)
+        if getattr(module, "attends_in_chunks", False):
+            row = row.chunks
+        row_group, num_heads = row.row_group, query.shape[1]
+        if row_group is not None:
+            query, key, value = take_heads(query, key, value, row_group)
+            if s_aux is not None:
+                rule = rule._replace(sinks=choose_own(s_aux, row_group))
+        output = attend(query, key, value, row, rule)
+        return output if row_group is None else give_heads_back(output, num_heads, row_group), None
+
+    return attention
+
+
+def mark_chunked(model: nn.Module, config: PreTrainedConfig) -> None:
+    """Marks the layers whose attention is limited to chunks of a sequence (Llama 4).
+
+    This is done in advance because torch.compile would recompile for every layer if attention looked at `layer_idx`.
+    """
+    layer_types = getattr(config, "layer_types", None) or ()
+    for module in model.modules() if "chunked_attention" in layer_types else ():
+        index = getattr(module, "layer_idx", None)
+        if index is not None and layer_types[index] == "chunked_attention":
+            module.attends_in_chunks = True
+
+
+def correct_temperature(module: nn.Module, query: Tensor, position_ids: Tensor) -> Tensor:
+    """Corrects the temperature of queries (1, Hq, T, D) to positions in sequences instead of the row (Llama 4)."""
+    in_row = torch.arange(query.shape[2], device=query.device)
+    wanted, used = (
+        torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for positions in (position_ids[0].float(), in_row.float())
+    )
+    return (query * (wanted / used)[:, None]).to(query.dtype)
+
+
+def attend_flash_attn(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
+    """FlashAttention-2's variable-length kernel (package flash-attn)."""
+    from flash_attn import flash_attn_varlen_func
+
+    cu_seqlens, longest = row.cu_seqlens, row.max_seqlen
+    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
+    return flash_attn_varlen_func(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest,
+        softmax_scale=rule.scaling, causal=not rule.is_two_sided, window_size=rule.reach,
+        dropout_p=rule.dropout, softcap=rule.softcap or 0.0,
+    )[None]  # fmt: skip
+
+
+def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
+    """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_seqlens, longest = row.cu_seqlens, row.max_seqlen
+    grouped = {"enable_gqa": True} if has_group_option() else {}
+    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
+    return varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest,
+        scale=rule.scaling, window_size=rule.reach, **grouped,
+    )[None]  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def has_group_option() -> bool:
+    """Whether torch's varlen_attn takes groups of query heads only with an option.
+
+    torch 2.11's does not: it passes any heads on, and its kernel takes groups. If not, the start-up check would fail.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in list_parameters(varlen_attn)
+
+
+@functools.cache  # each layer asks in each forward pass
+def list_parameters(function: Callable[..., Tensor]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def activate_kernels(backend: str) -> None:
+    """Makes torch's varlen compute with the kernels of FlashAttention 3 for varlen_fa3, otherwise with torch's own.
+
+    cuDNN's attention, which torch prefers on Hopper, is off: it makes a plan for each length of a sequence.
+    """
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if backend == "varlen_fa3":
+        activate_flash_attention_impl("FA3")
+    elif current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+
+
+@torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
+def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
+    """torch's scaled_dot_product_attention, one sequence at a time: bitwise equal to the sequence alone."""
+    outputs = []
+    for (q, k, v), own in zip(
+        split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
+    ):
+        length = q.shape[2]
+        is_plain = own is None and (rule.window is None or length <= rule.window)
+        mask = None if is_plain else make_mask(length, rule, q.device, own)
+        is_causal = mask is None and not rule.is_two_sided
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scaling, dropout_p=rule.dropout, enable_gqa=True
+        )
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1)  # contiguous, since some models take views of it
+
+
+@torch.compiler.disable
+def attend_eager(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
+    """Eager attention, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
+    outputs = []
+    for (q, k, v), own in zip(
+        split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
+    ):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * rule.scaling  # (1, Hq, length, length)
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = scores.masked_fill(~make_mask(q.shape[2], rule, q.device, own), float("-inf"))
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : q.shape[2]]
+        outputs.append((torch.dropout(probabilities, rule.dropout, train=rule.dropout > 0) @ v).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list[int]) -> zip:
+    """Yields (q, k, v) of each packed sequence, each (1, heads, length, D)."""
+    return zip(*(t.split(seq_lengths, dim=2) for t in (query, key, value)), strict=True)
+
+
+def split_blocks(blocks: Tensor | None, row: Row) -> list[Tensor | None]:
+    """Splits `blocks` by packed sequence."""
+    if blocks is None:
+        return [None] * len(row.seq_lengths)
+    return list(blocks.split(row.seq_lengths))
+
+
+def make_mask(length: int, rule: Rule, device: torch.device, blocks: Tensor | None) -> Tensor:
+    """Makes a (length, length) mask, True where query i sees key j: 0 <= i - j (< window), bidirectional: |i - j|.
+
+    `blocks` (length,): tokens with the same index >= 0 see each other in both directions; the window limits past keys.
+    """
+    if blocks is not None:
+        is_one = (blocks[:, None] == blocks) & (blocks >= 0)
+        seen = is_one | torch.ones_like(is_one).tril_()
+        return seen if rule.window is None else seen.triu(1 - rule.window)
+    before, after = (length if reach == -1 else reach for reach in rule.reach)
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_(after).triu_(-before)
+
+
+def choose_backend(
+    requested: str, *, model: nn.Module, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Returns the backend `requested`, or for "auto" the first in `BACKENDS` that supports this model and device.
+
+    ValueError, with the reason for each candidate, if none can be used.
+    """
+    needed = find_features(model, config)
+    candidates = [name for name in BACKENDS if name not in BY_NAME] if requested == "auto" else [requested]
+    reasons = {name: find_obstacle(name, needed, config=config, device=device, dtype=dtype) for name in candidates}
+    usable = [name for name, obstacle in reasons.items() if obstacle is None]
+    if not usable:
+        raise ValueError("; ".join(f"--attention {name}: {obstacle}" for name, obstacle in reasons.items()))
+    return usable[0]
+
+
+def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
+    """Features of the model's attention beyond causal attention with sliding windows."""
+    features = set()
+    if any(getattr(config, name, 0.0) for name in ATTENTION_DROPOUTS):
+        features.add("dropout")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        features.add("softcap")
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        features.add("sinks")
+    return features
+
+
+def list_heads(config: PreTrainedConfig) -> list[tuple[int, int]]:
+    """(number of heads, head size) of each layer; a single pair if all layers are alike, none without attention."""
+    # Gemma 4 has a config per layer, and its main config has no head_dim.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return [
+        (layer.num_attention_heads, getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+        for layer in layers
+        if getattr(layer, "num_attention_heads", None)  # Mamba has none
+    ]
+
+
+def find_obstacle(
+    name: str, needed: set[str], *, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why backend `name` cannot be used; None if it can."""
+    if missing := needed - BACKENDS[name]:
+        return f"does not support this model's attention {', '.join(sorted(missing))}"
+    if name in ("sdpa", "eager"):
+        return None
+    if device.type != "cuda":
+        return f"needs a CUDA device, not {device.type}"
+    if dtype != torch.bfloat16:
+        return f"needs --compute-dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"needs an Ampere GPU or newer, not {torch.cuda.get_device_name(device)}"
+    if name == "varlen_fa3" and capability[0] != 9:
+        return f"FlashAttention 3 needs a Hopper GPU, not {torch.cuda.get_device_name(device)}"
+    if getattr(config, "v_head_dim", None) is not None:
+        return "needs the same head size for queries, keys and values"
+    head_sizes = [size for _, size in list_heads(config)]
+    if (largest := max([*head_sizes, getattr(config, "global_head_dim", None) or 0])) > MAX_HEAD_SIZE:
+        return f"needs a head size of at most {MAX_HEAD_SIZE}, this model has {largest}"
+    if name != "flash_attn" and any(size % 8 != 0 for size in head_sizes):
+        return f"needs head sizes that are multiples of 8, this model has {', '.join(map(str, head_sizes))}"
+    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    if name == "varlen_fa3" and importlib.util.find_spec("flash_attn_interface") is None:
+        return (
+            "the module flash_attn_interface, FlashAttention 3 from the folder hopper of flash-attention's repository,"
+            " is not installed"
+        )
+    return None

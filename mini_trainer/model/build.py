@@ -1,0 +1,209 @@
+"""Builds a sharded, trainable model from a model directory: on the meta device, then `apply_*` in a fixed order."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mini_trainer.data.stores.config_values import naming_config
+from mini_trainer.distributed.compilation import Compiled
+from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
+from mini_trainer.model.attention import (
+    BACKENDS,
+    OWN,
+    activate_kernels,
+    choose_backend,
+    list_heads,
+    mark_chunked,
+    register_backends,
+    registered_name,
+)
+from mini_trainer.model.blocks import hand_micro_batch_on
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.float8 import apply_float8
+from mini_trainer.model.liger import apply_liger_kernels, restored
+from mini_trainer.model.method import MetaModel, Method
+from mini_trainer.model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
+from mini_trainer.model.offloading import apply_offloading
+from mini_trainer.model.padded_attention import pad_attention
+from mini_trainer.model.sharding import apply_sharding
+from mini_trainer.model.tiling import apply_tiling, find_tiled
+from mini_trainer.model.weights import Reader, read_weights
+from mini_trainer.objectives.families.family import Family
+from mini_trainer.objectives.families.packed_row import find_pad_position
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_decoder, set_attention, text_config
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import ComputeOptions, ShardingOptions
+
+
+def build_model(
+    source: ModelSource,
+    compute: ComputeOptions,
+    sharding: ShardingOptions,
+    *,
+    objective: Objective,
+    method: Method,
+    weights_dtype: torch.dtype = torch.float32,
+    world: World,
+    progress: Callable[[str], None] = lambda where: None,
+) -> PackedModel:
+    """Builds the model, sharded over `world.mesh`, in train mode, with the layers that `method` adds.
+
+    Only rank 0 reads the weights, block by block, and broadcasts them. `weights_dtype` is the master weights' dtype.
+    `progress` is called during a long start.
+    """
+    meta = make_meta_model(source, compute, family=objective.family, method=method, device=world.device)
+    if world.row_group is not None:
+        check_divisible(meta, world.row_group.size)
+    set_weights_dtype(meta.model, weights_dtype)
+    if meta.left_out.parts:
+        log.info(meta.left_out.describe(num_bytes=weights_dtype.itemsize))
+    method.choose_layers(meta)
+    readers: dict[str, Reader] = {}  # stays empty on the other ranks
+    call_on_rank0(world, lambda: readers.update(read_weights(source, objective.family)))
+    method.prepare(meta, readers, world=world, progress=progress)
+    apply_tiling(meta)
+    packed_model = PackedModel(
+        meta.model, objective, backend=meta.backend, compute_dtype=meta.compute_dtype, is_fused=compute.compile
+    )
+    packed_model.compiled = meta.compiled
+    packed_model.own_code = functools.partial(restored, meta.replaced)
+    apply_sharding(
+        packed_model,
+        meta.blocks,
+        sharding,
+        method=method,
+        readers=readers,
+        world=world,
+    )
+    return packed_model.train()
+
+
+def make_meta_model(
+    source: ModelSource, compute: ComputeOptions, *, family: Family, method: Method, device: torch.device
+) -> MetaModel:
+    """Builds the model on the meta device, with all changes to its code; `device` is where it will compute."""
+    compute_dtype, mode = choose_compute_dtype(compute, device), compute.activation_checkpointing
+    with torch.device("meta"), naming_config(source.directory):
+        model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+    model.to("meta")  # for parameters created in a way that ignores the default device (DiffLlama)
+    left_out = family.leave_out(model)
+    backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
+    replaced = ()
+    if compute.use_liger_kernels:
+        replaced = apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
+    blocks = find_blocks(model)
+    held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == OWN)
+    split_layers(blocks, held, has_own_attention=backend == OWN)
+    if backend != OWN:
+        use_kernels(blocks, device)
+    if compute.float8:
+        apply_float8(blocks, device)
+    tiled = find_tiled(model, blocks) if compute.tiled_mlp else ()
+    if mode == "selective":
+        kept = choose_kept_operations(model, method, backend=backend, compile=compute.compile)
+        apply_activation_checkpointing(blocks, kept)  # before compiling, which hides operations
+    compiled = apply_compile(blocks) if compute.compile else ()
+    if mode == "full":
+        apply_activation_checkpointing(blocks)
+    if compute.offload_activations:
+        apply_offloading(blocks, device)
+    return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced, compiled)
+
+
+def check_divisible(meta: MetaModel, num_sharing: int) -> None:
+    """ValueError for a model whose packed rows cannot be split over ranks (--context-parallel)."""
+    reason = None
+    if any(map(find_mixers, meta.blocks)):
+        reason = "layers with a recurrent state, which would have to pass from rank to rank"
+    elif meta.backend not in BACKENDS:
+        reason = "its own attention code, which needs whole sequences"
+    elif find_pad_position(meta.model) is not None:
+        reason = "positions that are counted over whole sequences"
+    if reason is not None:
+        raise ValueError(
+            f"--context-parallel {num_sharing}: model type {meta.model.config.model_type!r} has {reason}; remove the"
+            " option"
+        )
+
+
+def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Sets the dtype of a meta model's master weights."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
+
+
+def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch.dtype:
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return DTYPES[auto if compute.compute_dtype == "auto" else compute.compute_dtype]
+
+
+def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
+    """Routes the model's attention to a backend of model.attention; returns its name."""
+    config = text_config(model.config)
+    missing = [] if getattr(config, "hidden_size", None) else ["hidden_size"]
+    if not missing and not list_heads(config) and not any(map(find_mixers, find_blocks(model))):
+        missing = ["num_attention_heads"]
+    if missing:
+        raise ValueError(
+            f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is not a known"
+            " stack of blocks with attention or a recurrent state, and packed samples could not be kept apart"
+        )
+    if pad_attention(model):
+        if requested != "auto":
+            raise ValueError(
+                f"--attention {requested}: model type {model.config.model_type!r} computes attention in its own code,"
+                " which cannot be replaced: remove the option"
+            )
+        return "padded"
+    if needs_own_attention(find_blocks(model), config):
+        return keep_own_attention(model, requested)
+    register_backends()
+    mark_chunked(model, config)
+    backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
+    if device.type == "cuda":
+        activate_kernels(backend)
+    set_attention(model, registered_name(backend))
+    is_replaced = find_decoder(model).config._attn_implementation == registered_name(backend)
+    return backend if is_replaced else keep_own_attention(model, requested)
+
+
+def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
+    """Keeps the model's own attention, which then runs one sequence at a time."""
+    if requested != "auto":
+        raise ValueError(
+            f"--attention {requested}: model type {model.config.model_type!r} has its own attention code, which runs"
+            " one sequence at a time and cannot be replaced: use --attention auto"
+        )
+    set_attention(model, "eager")
+    return OWN
+
+
+def apply_compile(
+    blocks: nn.ModuleList, *, backend: str | Callable = "inductor", dynamic: bool = True
+) -> tuple[Compiled, ...]:
+    """Compiles each block separately, for any number of tokens and sequences; the options are torch.compile's.
+
+    All blocks of a kind share one compiled graph, and no micro-batch triggers recompilation, since none has a dimension
+    or a longest sequence of 1 (see `Objective.pack`), which torch.compile would specialize on.
+    """
+    # Inside selective checkpointing torch compiles nothing that stores something, and blocks store their micro-batch.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    compiled = []
+    for block in blocks:
+        block.forward = Compiled(
+            block.forward,
+            type(block).__name__,
+            mode=functools.partial(getattr, block, "training"),
+            backend=backend,
+            dynamic=dynamic,
+        )
+        compiled.append(block.forward)
+    return tuple(compiled)

@@ -1,0 +1,202 @@
+"""The start-up check refuses a model whose packed sequences see each other, or whose loss here differs from its own.
+
+L tokens of one sequence, T of a packed row, H hidden size.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from mini_trainer.distributed.compilation import run_eagerly
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.row_group import sum_parts
+from mini_trainer.distributed.world import World
+from mini_trainer.model.attention import OWN
+from mini_trainer.model.float8 import in_high_precision
+from mini_trainer.model.method import Method
+from mini_trainer.model.mixers import list_with_kernels, use_loop
+from mini_trainer.model.sharding import reshard
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_decoder, find_placeholders, set_attention, text_config
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+
+
+def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, world: World) -> None:
+    """Refuses a model whose packed sequences see each other or whose loss here differs from the model's own.
+
+    Layers with a recurrent state whose kernels take a row's sequence borders are checked in train and in eval mode, in
+    which transformers calls different kernels. If they leak across borders, these layers run once per sequence instead.
+    """
+    blocks = find_blocks(packed_model.model)
+    if mixers := list_with_kernels(blocks):
+        try:
+            check_packing(packed_model, objective, method, world=world, training=mixers)
+            check_packing(packed_model, objective, method, world=world)
+            return
+        except ValueError as error:
+            use_loop(blocks)
+            log.warning(f"layers with a recurrent state run once per sequence, since with their kernels: {error}")
+    check_packing(packed_model, objective, method, world=world)
+
+
+@torch.no_grad()
+@run_eagerly()  # in eval mode and without gradients the blocks would be compiled once more
+def check_packing(
+    packed_model: PackedModel,
+    objective: Objective,
+    method: Method,
+    *,
+    world: World,
+    training: Sequence[nn.Module] = (),
+) -> None:
+    """Compares, on three short random sequences: each one's hidden states before and after the others change; packed
+    hidden states and loss with the model's own forward pass over one sequence at a time; and the sliding windows that
+    reach the attention backend with those that the config declares. Then runs the method's own check. Layers in fp8
+    are compared with the model's own forward pass in higher precision.
+
+    The modules in `training` are in train mode, all others in eval mode.
+    """
+    model = packed_model.model
+    # Different kernels round differently. In bf16 this accumulates over layers (4 % was seen after 80) and routes some
+    # tokens to other experts, so the median token decides there: wrong attention or positions move nearly all tokens.
+    exact = packed_model.compute_dtype == torch.float32
+    tolerance, rounding, loss_tolerance = (1e-4, 1e-4, 1e-5) if exact else (3e-2, 1e-1, 3e-2)
+    random = np.random.default_rng(0)
+    sequences, others = draw_sequences(model, random), draw_sequences(model, random)
+    backend = find_decoder(model).config._attn_implementation
+    refused = f"model type {model.config.model_type!r} cannot be trained here: "
+    packed_model.eval()
+    for module in training:
+        module.train()
+
+    def pack(token_ids: list[np.ndarray]) -> MicroBatch:
+        samples = [objective.make_check_sample(ids) for ids in token_ids]
+        return objective.pack(samples, row_group=world.row_group).to(world.device)
+
+    # No sequence changes when the others do.
+    try:
+        packed = pack(sequences)
+        hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
+    except Exception as error:  # models may raise anything when they make masks and positions
+        words = str(error) or type(error).__name__
+        raise ValueError(f"{refused}its forward pass fails on a packed row: {words}") from error
+    for i in range(len(sequences)):
+        changed = [s if j == i else other for j, (s, other) in enumerate(zip(sequences, others, strict=True))]
+        others_changed = pack(changed)
+        moved = split_rows(packed_model.hidden_states(others_changed), others_changed)[i]
+        leak = token_errors(moved, hidden[i]).max().item()
+        if not leak <= tolerance:
+            raise ValueError(
+                f"{refused}packed sequences see each other; changing the others in a row changed one by {leak:.1e}"
+                f" (allowed: {tolerance:.0e})"
+            )
+    # The windows that the config declares reach the backend.
+    if packed_model.backend != OWN:  # the model's own attention applies its own windows
+        check_windows(packed_model, pack(sequences))
+    method.check_start(packed_model, pack(sequences))
+
+    # Hidden states and loss are the model's own.
+    with in_high_precision(model) as changes:
+        if changes:
+            hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
+        loss = packed_model(pack(sequences))
+        loss = sum_parts(loss + sum(packed_model.extra_losses.values()), world.row_group).item()
+        if packed_model.backend != OWN:
+            set_attention(model, "eager")
+        own_loss, errors = 0.0, []
+        for sequence, packed_hidden in zip(sequences, hidden, strict=True):
+            own_hidden, own_sum = packed_model.reference(pack([sequence]))
+            errors.append(token_errors(packed_hidden, own_hidden[0]))
+            own_loss += own_sum.item()
+        if packed_model.backend != OWN:
+            set_attention(model, backend)
+    error = (torch.cat(errors).max() if exact else torch.cat(errors).median()).item()
+    if not error <= rounding:
+        raise ValueError(
+            f"{refused}packed hidden states differ from the model's own forward pass by {error:.1e}"
+            f" (allowed: {rounding:.0e})"
+        )
+    if not abs(loss - own_loss) <= loss_tolerance * abs(own_loss):
+        raise ValueError(
+            f"{refused}its hidden states are right, but the loss over {len(sequences)} sequences is {loss:.6f} here and"
+            f" {own_loss:.6f} from its own logits. Either its head (or auxiliary loss) does something unknown here, or"
+            f" Loss.sum_own of the objective {objective.name} is not the same loss as Loss.sum"
+        )
+    reshard(packed_model)
+    packed_model.train()
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def draws_random_numbers(packed_model: PackedModel, objective: Objective, *, world: World) -> bool:
+    """Whether a forward pass in train mode moves a random number generator: dropout, noise of routers.
+
+    True without a look for code that is not transformers': it might draw for some inputs only.
+    """
+    model = packed_model.model
+    if not type(model).__module__.startswith("transformers."):
+        return True
+    samples = [objective.make_check_sample(ids) for ids in draw_sequences(model, np.random.default_rng(0))]
+    micro_batch = objective.pack(samples, row_group=world.row_group).to(world.device)
+    devices = [world.device] if world.device.type == "cuda" else []
+
+    def read_states() -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+    with torch.random.fork_rng(devices):
+        before = read_states()
+        packed_model(micro_batch)
+        moved = [not torch.equal(state, now) for state, now in zip(before, read_states(), strict=True)]
+    reshard(packed_model)
+    return any(moved)
+
+
+def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[np.ndarray]:
+    """Draws three short sequences of random text tokens (no image placeholders)."""
+    vocab_size = text_config(model.config).vocab_size
+    texts = np.setdiff1d(np.arange(vocab_size), list(find_placeholders(model.config)))
+    return [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
+
+
+def split_rows(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+    """Splits a packed row's hidden states (1, T, H) by sequence."""
+    return hidden[0].float().split(micro_batch.row.seq_lengths)
+
+
+def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)
+    """Relative distance of each token's hidden state (L, H) from the expected one; 0 if both are zero."""
+    tiny = torch.finfo(torch.float32).tiny  # a padding token's state may be exactly zero
+    return (value.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(tiny)
+
+
+def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
+    """Refuses a model whose config declares sliding windows that its layers do not pass to the attention backend."""
+    model, config = packed_model.model, text_config(packed_model.model.config)
+    backend = find_decoder(model).config._attn_implementation
+    if backend not in AttentionInterface():  # the model's own code, which gets no windows
+        return
+    attend, windows = AttentionInterface()[backend], []
+
+    def record_window(*args, sliding_window: int | None = None, **kwargs):
+        windows.append(sliding_window)
+        return attend(*args, sliding_window=sliding_window, **kwargs)
+
+    AttentionInterface.register("packed_recording", record_window)
+    set_attention(model, "packed_recording")
+    packed_model.hidden_states(micro_batch)
+    set_attention(model, backend)
+    num_seen = sum(window is not None for window in windows)
+    if getattr(config, "layer_types", None) is not None:
+        num_declared = config.layer_types.count("sliding_attention")
+    else:
+        num_declared = len(windows) if getattr(config, "sliding_window", None) else 0
+    if num_declared != num_seen:
+        raise ValueError(
+            f"model type {model.config.model_type!r} cannot be trained here: its config declares {num_declared} layers"
+            f" with a sliding window, but {num_seen} use one"
+        )

@@ -1,0 +1,216 @@
+"""Settings of LoRA adapters: an adapter whose config has an unsupported key is refused, and the key named."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from mini_trainer.data.stores.strict_json import refuse_repeated_keys
+from mini_trainer.model.methods.patterns import check_patterns
+from mini_trainer.options.problems.methods import MOST_RANK
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # prefix of every tensor name in that file
+
+# peft's settings that affect an adapter's computation, and that training and merging support.
+FOLLOWED = {
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "lora_dropout",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "ensure_weight_tying", "init_lora_weights",
+}  # fmt: skip
+# Settings that change no number: names, versions, and details of refused settings or of initializations.
+INERT = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "runtime_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config",
+    "loftq_config",
+}  # fmt: skip
+BY_PEFT = {"bias", "lora_bias", "trainable_token_indices"}  # supported only if peft runs the model
+NOT_BY_VLLM = {"rank_pattern", "alpha_pattern", "modules_to_save", "use_dora"}  # ignored or not supported by vLLM
+
+Reader = Literal["here", "peft", "vllm"]  # the program that runs the adapter
+READERS = {"here": "this program", "peft": "generating with peft", "vllm": "vLLM"}
+FOLLOWED_BY = {"here": FOLLOWED, "peft": FOLLOWED | BY_PEFT, "vllm": FOLLOWED - NOT_BY_VLLM}
+
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # initializations that do not change the base's weights
+FROZEN_B = "mica"  # does not change them either, but only half of each adapter may train
+REPEATABLE_INITS = ("pissa", "olora", FROZEN_B)  # repeated exactly by peft on the base when it loads the adapter
+
+CONVERSION = (
+    "convert it to an ordinary adapter with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+)
+
+MOST_ALPHA = 1e9  # far above values in use, and far below fp32 overflow
+
+
+def is_whole(value: Any, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_alpha(value: Any) -> bool:
+    return is_number(value) and value != 0 and abs(value) <= MOST_ALPHA  # False for NaN and infinity
+
+
+def is_rank(value: Any) -> bool:
+    return is_whole(value, least=1) and value <= MOST_RANK
+
+
+def is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def is_texts(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def is_regex(value: Any) -> bool:
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def is_names(value: Any) -> bool:
+    return is_regex(value) if isinstance(value, str) else is_texts(value)
+
+
+def is_layers(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return value is None or all(is_whole(item, least=0) for item in items)
+
+
+def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(is_regex(key) and is_item(item) for key, item in value.items())
+
+
+# Allowed values of each supported key: a check and its description. peft itself checks almost none of them.
+NUMBER_OF_ALPHA = f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"
+RANK = f"an integer from 1 to {MOST_RANK:,}"
+FLAG = (is_flag, "true or false")
+TEXT = (is_text, "a string or null")
+TEXTS = (is_texts, "a list of strings or null")
+NAMES = (is_names, "a list of strings, a valid regular expression or null")
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (is_rank, RANK),
+    "lora_alpha": (is_alpha, NUMBER_OF_ALPHA),
+    "lora_dropout": (lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
+    "rank_pattern": (
+        lambda value: is_pattern(value, is_rank),
+        f"an object of regular expressions, each with {RANK}",
+    ),
+    "alpha_pattern": (
+        lambda value: is_pattern(value, is_alpha),
+        f"an object of regular expressions, each with {NUMBER_OF_ALPHA}",
+    ),
+    "layers_to_transform": (is_layers, "an integer of at least 0, a list of those or null"),
+    "init_lora_weights": (lambda value: is_flag(value) or is_text(value), "true, false, a string or null"),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), TEXTS),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"), FLAG),
+    **dict.fromkeys(("base_model_name_or_path", "revision", "task_type"), TEXT),
+}
+
+
+def check_settings(directory: Path, *, flag: str, reader: Reader = "here", trains: bool = False) -> None:
+    """ValueError, naming `flag` and the setting, if the adapter has a setting that its reader does not support.
+
+    `trains`: the adapter will be trained.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    settings = read_settings(directory, flag=flag)
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(settings.get("peft_type")))
+    if config_class is None:
+        raise ValueError(f"{flag} {directory}: peft_type {settings.get('peft_type')!r} is unknown to peft")
+    fields = {field.name: get_default(field) for field in dataclasses.fields(config_class)}
+    given = {name: value for name, value in settings.items() if value not in (None, False, [], {}, fields.get(name))}
+    unknown = given.keys() - fields.keys() - {"runtime_config"}
+    if settings["peft_type"] == "LORA":
+        unknown |= given.keys() - INERT - FOLLOWED_BY[reader]
+        check_values({name: settings[name] for name in settings.keys() - unknown}, directory, flag)
+        check_init(settings.get("init_lora_weights", True), directory, flag, reader=reader, trains=trains)
+    elif reader != "peft":
+        raise ValueError(f"{flag} {directory}: is of type {settings['peft_type']}, but only LORA is supported here")
+    if unknown:
+        named = ", ".join(f"{name}: {json.dumps(given[name])[:60]}" for name in sorted(unknown))
+        raise ValueError(
+            f"{flag} {directory}: {ADAPTER_CONFIG} has settings that {READERS[reader]} does not support, and without"
+            f" which the adapter would give wrong results: {named}. Merge it with the program that trained it"
+        )
+    modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in read_shapes(directory)}
+    check_patterns(settings, modules, where=f"{flag} {directory}: {ADAPTER_CONFIG}")
+
+
+def check_values(settings: dict[str, Any], directory: Path, flag: str) -> None:
+    """ValueError for the first value of a wrong type or out of range, and for ranks above the file's own."""
+    for name, (is_allowed, allowed) in ALLOWED.items():
+        if name in settings and not is_allowed(settings[name]):
+            given = json.dumps(settings[name])[:60]
+            raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {given}, but must be {allowed}")
+    check_ranks(settings, directory, flag)
+
+
+def check_ranks(settings: dict[str, Any], directory: Path, flag: str) -> None:
+    """ValueError for a rank larger than the adapter's own matrices, which nobody should reserve memory for."""
+    most = max((size for shape in read_shapes(directory).values() for size in shape), default=None)
+    ranks = {"r": settings.get("r", 1)} | {f"rank_pattern: {k}": r for k, r in settings.get("rank_pattern", {}).items()}
+    for name, rank in ranks.items():
+        if most is not None and rank > most:
+            raise ValueError(
+                f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {rank}, but must be from 1 to {most:,}, the longest"
+                f" side of a tensor in {ADAPTER_WEIGHTS}"
+            )
+
+
+def read_shapes(directory: Path) -> dict[str, list[int]]:
+    """The shapes of an adapter's tensors by name; empty if they cannot be read, which their reader says."""
+    try:
+        with safe_open(directory / ADAPTER_WEIGHTS, framework="numpy") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return {}
+
+
+def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
+    try:
+        text = (directory / ADAPTER_CONFIG).read_text(encoding="utf-8")
+        settings = json.loads(text, object_pairs_hook=refuse_repeated_keys)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: it is not a JSON object")
+    return settings
+
+
+def get_default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def check_init(init: Any, directory: Path, flag: str, *, reader: Reader, trains: bool) -> None:
+    """ValueError for an initialization that changed the base's weights, unless peft can repeat it."""
+    name = init.lower() if isinstance(init, str) else init
+    is_followed = name in PLAIN_INITS or (name == FROZEN_B and not trains) or name is None
+    if is_followed or (reader == "peft" and name in REPEATABLE_INITS):
+        return
+    if name == FROZEN_B:
+        raise ValueError(
+            f"{flag} {directory}: init_lora_weights {init!r} (MiCA) trains only one matrix of each adapter, but here"
+            " both would train: merge it, or train another adapter"
+        )
+    raise ValueError(
+        f"{flag} {directory}: init_lora_weights {init!r} changed the base's weights when the adapter was created, so"
+        f" it would give wrong results with the stored weights: {CONVERSION}"
+    )

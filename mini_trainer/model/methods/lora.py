@@ -1,0 +1,302 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with peft, on frozen weights: see docs/lora.md."""
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.row_group import RowGroup, count_sharing, sum_parts
+from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.fingerprints import fingerprint_model
+from mini_trainer.model.gathering import WeightGroup, gather_all, gather_parameters
+from mini_trainer.model.method import MetaModel, Method
+from mini_trainer.model.methods.adapter_files import (
+    GENERATION_CONFIG,
+    add_adapter,
+    check_base,
+    find_beside,
+    hash_adapter,
+    read_adapter,
+    read_config,
+    verify_adapter,
+    write_adapter,
+)
+from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG
+from mini_trainer.model.methods.lora_layers import (
+    ADAPTER,
+    Targets,
+    choose_targets,
+    find_saved_names,
+    inject,
+    list_kinds,
+    make_config,
+    make_initial,
+)
+from mini_trainer.model.methods.lora_merging import Merger
+from mini_trainer.model.methods.lora_product import speed_up
+from mini_trainer.model.methods.nf4 import NF4Weight, fill_packed, pack_layers, whole_weights
+from mini_trainer.model.methods.nf4_experts import adapt_experts, pack_experts
+from mini_trainer.model.weights import Reader
+from mini_trainer.objectives.families.family import Family
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import DataOptions, LoRAOptions
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+LORA_EXPORTS = {"adapter": (True, False), "merged": (False, True), "both": (True, True)}  # adapter, merged model
+BASE_QUANTIZATIONS = {"none": False, "nf4": True}  # whether the base is packed
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative rounding error of whole models on a GPU
+ERROR_4_BITS = 2e-1  # allowed relative error of a merged model's loss, whose base is no longer in 4 bits
+NUM_COMPARED = 16  # maximum number of samples on which a merged and a quantized model are compared
+
+
+class LoRA(Method):
+    """Trains adapters in fp32 next to frozen weights in the compute dtype.
+
+    Invariant: after `prepare` or `lay_out`, `config` and `saved_names` describe the layers in the model; rank 0 has a
+    `merger` after `prepare`.
+    """
+
+    tags = ("lora",)
+    saves_frozen = False
+    vocabulary_multiple = 1  # so that the adapter fits a model resized to the tokenizer's length
+
+    def __init__(self, options: LoRAOptions, *, seed: int):
+        self.options, self.seed = options, seed
+        self.is_packed = BASE_QUANTIZATIONS[options.base_quantization]
+        self.writes_adapter, self.merges = LORA_EXPORTS[options.lora_export]
+        self.title = "QLoRA" if self.is_packed else "LoRA"
+        self.takes_long = self.is_packed
+        self.export_error = ERROR_4_BITS if self.is_packed else 0.0
+        self.relation = "finetune" if self.merges else "adapter"
+        self.given: LoraConfig | None = None  # of --lora-adapter
+        self.data_options: DataOptions | None = None
+        self.objective: Objective | None = None
+        self.targets = Targets()
+        self.config: LoraConfig | None = None
+        self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
+        self.num_added = self.num_trained = 0
+        self.packed = ""  # name of what is in 4 bits
+        self.unpacked = ""  # description of the blocks' frozen matrices that are not in 4 bits
+        self.base: dict[str, str | None] = {}  # on rank 0: the adapters' base model
+        self.merger: Merger | None = None
+        self.adapter: dict[str, Tensor] = {}  # on rank 0: tensors gathered for an export
+
+    @classmethod
+    def from_adapter(cls, directory: Path, *, flag: str) -> "LoRA":
+        """Makes the method that inserts an existing adapter's layers into its model; ValueError, naming `flag`."""
+        method = cls(LoRAOptions(lora=True, lora_adapter=str(directory)), seed=0)
+        method.given = read_config(directory, flag=flag)
+        return method
+
+    def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
+        self.data_options = data_options
+        if self.options.lora_adapter is not None:
+            self.given = read_config(Path(self.options.lora_adapter), trains=True)
+
+    def list_data_hashes(self) -> list[str]:
+        if self.options.lora_adapter is None:
+            return []
+        return list(hash_adapter(Path(self.options.lora_adapter)).values())
+
+    def verify_files(self) -> None:
+        if self.options.lora_adapter is not None:
+            verify_adapter(Path(self.options.lora_adapter))
+
+    def list_read_files(self) -> dict[str, Path]:
+        if self.options.lora_adapter is None:
+            return {}
+        adapter = Path(self.options.lora_adapter)
+        files = {ADAPTER_CONFIG: adapter, GENERATION_CONFIG: find_beside(adapter, GENERATION_CONFIG)}
+        return {f"--lora-adapter, {name}": folder / name for name, folder in files.items() if folder is not None}
+
+    def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
+        self.objective = objective
+
+    def choose_layers(self, meta: MetaModel) -> None:
+        self.targets = choose_targets(meta, self.options, given=self.given)
+        self.config = make_config(meta, self.options, self.targets, given=self.given)
+
+    def prepare(
+        self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
+    ) -> None:
+        stored = dict(readers)  # the base as stored on disk, for exports
+        shapes = {name: param.shape for name, param in meta.model.named_parameters()}
+        layers, renamed = self.replace_layers(meta)
+
+        def prepare_readers() -> None:
+            self.base = meta.source.describe() | {"fingerprint": fingerprint_model(meta.source.directory)}
+            self.merger = Merger(meta.model, layers, renamed, stored, shapes=shapes)
+            initial = make_initial(layers, self.merger.read_base, seed=self.seed)
+            if (path := self.options.lora_adapter) is not None:
+                check_base(Path(path), self.given, self.base)
+                initial |= read_adapter(Path(path), meta, self.saved_names, new=self.targets.new)
+            for name, own_name in renamed.items():
+                if own_name in readers:
+                    readers[name] = readers.pop(own_name)
+            readers.update(initial)
+
+        call_on_rank0(world, prepare_readers)
+
+    def lay_out(self, meta: MetaModel) -> None:
+        self.replace_layers(meta)
+
+    def replace_layers(self, meta: MetaModel) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        """Freezes the model, adds adapters to its layers, and packs the layers to quantize.
+
+        Returns peft's layers before packing, by name, and the original name of each base parameter.
+        """
+        model = meta.model
+        own_names = {id(param): name for name, param in model.named_parameters()}
+        before = sum(param.numel() for param in model.parameters())
+        model.requires_grad_(False)
+        for param in model.parameters():
+            param.data = param.data.to(meta.compute_dtype)
+        layers = {name: copy.deepcopy(layer) for name, layer in inject(model, self.config, self.targets).items()}
+        renamed = {name: own_names[id(p)] for name, p in model.named_parameters() if id(p) in own_names}
+        self.saved_names = find_saved_names(model)
+        if self.is_packed:
+            pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
+            has_experts = pack_experts(meta.blocks, compute_dtype=meta.compute_dtype)
+            self.packed = "linear layers and experts" if has_experts else "linear layers"
+            self.unpacked = describe_unpacked(meta.blocks)
+        speed_up(model.modules(), adapter=ADAPTER)
+        adapt_experts(model.modules(), adapter=ADAPTER)
+        params = list(model.parameters())
+        self.num_added = sum(param.numel() for param in params) - before
+        self.num_trained = sum(param.numel() for param in params if param.requires_grad)
+        return layers, renamed
+
+    def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
+        if isinstance(module, NF4Weight) and module.packed.is_meta:
+            fill_packed(module, name, readers, world=world)
+
+    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
+        if self.given is not None or self.config.use_dora:  # DoRA divides by a norm and multiplies by it again
+            return
+        layers = [module for module in packed_model.model.modules() if hasattr(module, "_disable_adapters")]
+        hidden = packed_model.hidden_states(micro_batch)
+        for layer in layers:
+            layer._disable_adapters = True
+        own_hidden = packed_model.hidden_states(micro_batch)
+        for layer in layers:
+            layer._disable_adapters = False
+        # On a GPU, a product that adds zero may sum in a different order than one without the addition.
+        change = ((hidden - own_hidden).float().norm() / own_hidden.float().norm()).item()
+        if not change <= (0.0 if hidden.device.type == "cpu" else ROUNDING[hidden.dtype]):
+            raise ValueError(
+                f"--lora: untrained adapters change the model's hidden states by {change:.1e}: please report the"
+                " model's type; --lora-target-modules can exclude the layers at fault"
+            )
+
+    def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
+        # A layer's last and largest product is an addmm; mm, also of other layers, is recomputed.
+        return kept - {"aten::mm"}
+
+    def count_added(self) -> int:
+        return self.num_added
+
+    def count_export_bytes(self, model_bytes: int) -> int:
+        return 4 * self.num_trained * self.writes_adapter + model_bytes * self.merges
+
+    def describe(self) -> str:
+        num_layers = len(self.targets.layers) + len(self.targets.experts)
+        whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""
+        quantized = f", the blocks' {self.packed} are in NF4{self.unpacked}" if self.is_packed else ""
+        numbers = f"{self.num_trained:,} numbers train{quantized}"
+        return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
+
+    def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
+        """The merged model, if requested; the adapters are gathered immediately in any case, for `write_extras`."""
+        model = packed_model.model
+        trained = set(self.saved_names.values())
+        frozen = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - trained
+        gathered = gather_all(gather_parameters(model, torch.float32, world=world, leave_out=frozen))
+        if self.merges and self.is_packed:
+            self.compare_bases(packed_model, world)
+        if world.rank != 0:
+            return []
+        self.adapter = gathered
+        return self.merger.list_groups(gathered, dtype) if self.merges else []
+
+    def merge_given(self, readers: dict[str, Reader], dtype: torch.dtype) -> list[WeightGroup]:
+        """The merged model for a given adapter, without training. On rank 0, after `prepare`."""
+        given = {name: readers[name]().float() for name in self.saved_names.values()}
+        return self.merger.list_groups(given, dtype)
+
+    @torch.no_grad()
+    def compare_bases(self, packed_model: PackedModel, world: World) -> None:
+        """Logs the loss with the quantized weights, used in training, and with the original ones, used for merging.
+
+        Uses the first samples of the data. Weights are read and broadcast as needed, a layer at a time.
+        """
+        vocab_size = text_config(packed_model.model.config).vocab_size
+        micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size, row_group=world.row_group)
+        micro_batch, row_group = micro_batch.to(world.device), world.row_group
+        num_targets = sum_parts(torch.tensor(len(micro_batch.targets.index), device=world.device), row_group).item()
+        packed_model.eval()
+        quantized = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
+        with whole_weights(packed_model.model, self.merger and self.merger.read_base, world=world):
+            merged = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
+        packed_model.train()
+        log.info(
+            f"merging: {len(micro_batch.row.seq_lengths)} samples have a loss of {merged:.4f} on the original weights,"
+            f" which are exported, and of {quantized:.4f} on the NF4 weights, which were used in training"
+        )
+
+    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        if self.writes_adapter and self.merges:
+            merged, directory = directory, directory / "adapter"
+            tokenizer.save_pretrained(directory)
+            if (merged / GENERATION_CONFIG).is_file():
+                shutil.copyfile(merged / GENERATION_CONFIG, directory / GENERATION_CONFIG)
+        if self.writes_adapter:
+            tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
+            write_adapter(directory, self.config, tensors, self.base)
+        self.adapter = {}
+
+    def load_export(self, directory: Path, source: ModelSource, family: Family) -> PreTrainedModel:
+        """Loads the merged model, or merges the exported adapter into its base model."""
+        if self.merges:
+            return super().load_export(directory, source, family)
+        trust = source.trust_remote_code
+        model, _ = family.load_model(source.directory, dtype=torch.float32, trust_remote_code=trust)
+        return add_adapter(model, directory).merge_and_unload()
+
+
+def describe_unpacked(blocks: nn.ModuleList) -> str:
+    """Names and size of the frozen matrices that are not linear layers, such as fused experts."""
+    found = {name: param for name, param in blocks.named_parameters() if param.ndim > 1 and not param.requires_grad}
+    if not found:
+        return ""
+    num_bytes = sum(param.nbytes for param in found.values())
+    largest_first = sorted(found, key=lambda name: found[name].nbytes, reverse=True)
+    kinds = list_kinds((name.replace(".base_layer", "") for name in largest_first), 2)
+    dtype = str(found[largest_first[0]].dtype).removeprefix("torch.")
+    return f", except for {num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB) in {dtype}: {', '.join(kinds)}"
+
+
+def read_sample(
+    options: DataOptions, objective: Objective, *, vocab_size: int, row_group: RowGroup | None
+) -> MicroBatch:
+    """Packs the first samples of the data that fit into one micro-batch."""
+    data = Mixture([TokenizedData(path) for path in options.data_path])
+    data.vocab_size = vocab_size
+    cap = options.max_tokens_per_gpu * count_sharing(row_group)
+    data.fit_to(cap, drop_overlong=True)
+    rows = data.kept[:NUM_COMPARED]
+    num_fitting = max(1, int((data.lengths[rows].cumsum() <= cap).sum()))
+    return objective.pack([data.read(row) for row in rows[:num_fitting]], row_group=row_group)

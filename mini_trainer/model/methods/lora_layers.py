@@ -1,0 +1,264 @@
+"""Choosing the layers that get adapters, and inserting peft's layers into a meta model."""
+
+import copy
+import functools
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from mini_trainer.model.blocks import find_linear_layers, iterate_owners
+from mini_trainer.model.method import MetaModel
+from mini_trainer.model.methods.adapter_files import PREFIX, list_names
+from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG
+from mini_trainer.model.methods.patterns import check_patterns, match_names
+from mini_trainer.model.weights import Reader
+from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.options import LoRAOptions
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+DEFAULT_RANK = 16
+ADAPTER = "default"  # peft's name for the only adapter
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Full names of a model's modules and parameters to train."""
+
+    layers: list[str] = field(default_factory=list)  # linear layers that get an adapter
+    experts: list[str] = field(default_factory=list)  # parameters of fused experts that get an adapter
+    whole: list[str] = field(default_factory=list)  # modules that are trained fully
+    new: frozenset[str] = frozenset()  # parameters of `whole` that the adapter to continue from does not hold
+
+
+def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> Targets:
+    """Chooses the layers that get an adapter, from options or from the config of the adapter to continue from.
+
+    ValueError for a name that matches nothing, and for options that adapters of experts do not support.
+    """
+    model = meta.model
+    in_blocks, in_towers = find_linear_layers(model, meta.blocks), meta.family.find_tower_layers(model)
+    layers = [name for name in (*in_blocks, *in_towers) if model.get_submodule(name).weight.requires_grad]
+    inside = {id(param) for param in meta.blocks.parameters()}
+    experts = [
+        name
+        for name, param in model.named_parameters()
+        if id(param) in inside and param.ndim == 3 and min(param.shape) > 1
+    ]
+    whole_names, held = list_wholes(meta, options), []
+    if given is not None:
+        flag = f"adapter {options.lora_adapter}"
+        check_patterns(vars(given), list_names(model), where=f"{flag}: {ADAPTER_CONFIG}")
+        patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
+        held = match_wholes(model, given)
+        whole_names = (*whole_names, *held)
+    else:
+        patterns, chosen, flag = options.lora_target_modules, [], "--lora-target-modules"
+    if len(layers) < len(in_blocks) + len(in_towers):
+        flag = f"{flag} (apart from those in --freeze)"
+    default = [*(name for name in layers if name in in_blocks), *experts]
+    chosen += choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
+    others = list_others(model, chosen) if whole_names else []
+    whole = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
+    new = frozenset() if given is None else list_params(model, whole) - list_params(model, held)
+    adapted = set(chosen)
+    targets = Targets([n for n in layers if n in adapted], [n for n in experts if n in adapted], whole, new)
+    if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):
+        flag = "--lora-use-dora" if options.lora_use_dora else f"--lora-dropout {options.lora_dropout}"
+        raise ValueError(
+            f"{flag} is not supported for fused experts ({', '.join(list_kinds(targets.experts, 2))}): remove it, or"
+            f" set --lora-target-modules without them: {', '.join(list_kinds(layers))}"
+        )
+    return targets
+
+
+def match_layers(model: PreTrainedModel, given: "LoraConfig", layers: list[str], flag: str) -> list[str]:
+    """The layers that a given adapter applies to, by peft's own rules; ValueError if any is not among `layers`."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    rules = copy.copy(given)
+    rules.modules_to_save = None  # as when they are inserted: see `inject`
+    if not rules.target_modules:
+        return []
+    found = [name for name, _ in model.named_modules() if name and check_target_module_exists(rules, name)]
+    outside = [name for name in found if name not in layers]
+    if outside or not found:
+        what = f"adapts {outside[0]}, which cannot be adapted here" if outside else "adapts no layer of this model"
+        raise ValueError(f"{flag}: {what}; there are {', '.join(list_kinds(layers))}")
+    return found
+
+
+def match_wholes(model: PreTrainedModel, given: "LoraConfig") -> list[str]:
+    """The modules that a given adapter holds in full. Its names are suffixes: "norm" also matches "input_layernorm"."""
+    ends = tuple(given.modules_to_save or ())
+    return [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
+
+
+def list_params(model: PreTrainedModel, modules: Iterable[str]) -> frozenset[str]:
+    """Names of all parameters of these modules; a tied one has the name under which the model holds it first."""
+    held = {id(param) for name in modules for param in model.get_submodule(name).parameters()}
+    return frozenset(name for name, param in model.named_parameters() if id(param) in held)
+
+
+def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
+    """Names of the modules to train fully: requested ones, embedding and head if they have new rows, and modules that
+    the objective always trains."""
+    config = AutoConfig.from_pretrained(meta.source.directory, trust_remote_code=meta.source.trust_remote_code)
+    stored = text_config(config).vocab_size
+    grown = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
+    names = [name for name, module in meta.model.named_modules() if module in grown]
+    always = meta.family.find_head(meta.model)
+    has_new = text_config(meta.source.config).vocab_size > stored
+    return (*options.lora_modules_to_save, *always, *(names if has_new else ()))
+
+
+def list_others(model: PreTrainedModel, chosen: list[str]) -> list[str]:
+    """The modules that neither contain one of the `chosen` nor are in one."""
+    adapted, holders = set(chosen), {owner for name in chosen for owner in iterate_owners(name)}
+    names = (name for name, _ in model.named_modules() if name and name not in holders)
+    return [name for name in names if adapted.isdisjoint(iterate_owners(name))]
+
+
+def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[str]:
+    """The names that match one of `patterns`, names or regular expressions, as a whole or from a dot to the end.
+
+    ValueError for a pattern that matches none.
+    """
+    chosen = set()
+    for pattern in patterns:
+        found = match_names(pattern, names, where=flag)
+        if not found:
+            raise ValueError(f"{flag} {pattern}: nothing has this name; there are {', '.join(list_kinds(names))}")
+        chosen.update(found)
+    return [name for name in names if name in chosen]
+
+
+def list_kinds(names: Iterable[str], length: int = 1) -> list[str]:
+    """The distinct last `length` parts of the names."""
+    return list(dict.fromkeys(".".join(name.split(".")[-length:]) for name in names))
+
+
+def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, given: "LoraConfig | None") -> "LoraConfig":
+    """Makes peft's config of the adapters, as used and saved."""
+    from peft import LoraConfig
+
+    source = meta.source.describe()
+    names = dict(
+        base_model_name_or_path=source["name"],
+        revision=source["revision"],
+        task_type=meta.family.peft_task,
+        inference_mode=False,
+        modules_to_save=targets.whole or None,
+        ensure_weight_tying=is_tied(meta.model, targets.whole),
+    )
+    if given is not None:
+        config = copy.deepcopy(given)
+        for name, value in names.items():
+            setattr(config, name, value)
+        return config
+    modules = [*(name for name, _ in meta.model.named_modules()), *meta.left_out.modules]
+    params = [name for name, _ in meta.model.named_parameters()]
+    rank = options.lora_rank or DEFAULT_RANK
+    return LoraConfig(
+        **names,
+        r=rank,
+        lora_alpha=options.lora_alpha or 2 * rank,
+        lora_dropout=options.lora_dropout,
+        use_rslora=options.lora_use_rslora,
+        use_dora=options.lora_use_dora,
+        target_modules=shorten(targets.layers, modules),
+        target_parameters=shorten(targets.experts, params, length=2) or None,
+    )
+
+
+def is_tied(model: PreTrainedModel, whole: list[str]) -> bool:
+    """Whether one of the modules `whole` shares parameters with a module outside."""
+    held = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
+    owners = [name for name, module in model.named_modules() if held & {id(p) for p in module._parameters.values()}]
+    return any(not name.startswith(tuple(whole)) for name in owners)
+
+
+def shorten(chosen: list[str], names: list[str], length: int = 1) -> list[str]:
+    """Shortens the chosen names to their endings if these match no other name; else returns them unchanged."""
+    kinds = list_kinds(chosen, length)
+    meant = [name for name in names if f".{name}".endswith(tuple(f".{kind}" for kind in kinds))]
+    return kinds if set(meant) == set(chosen) else chosen
+
+
+def inject(model: PreTrainedModel, config: "LoraConfig", targets: Targets) -> dict[str, nn.Module]:
+    """Inserts peft's layers into a frozen meta model, with trained parameters in fp32. Returns the layers by name."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    wholes = dict(modules_to_save=config.modules_to_save, ensure_weight_tying=config.ensure_weight_tying)
+    config.modules_to_save, config.ensure_weight_tying = None, False  # these modules train in place, without a copy
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft corrects it itself
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    for key, value in wholes.items():
+        setattr(config, key, value)
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and not name.endswith("base_layer"):
+            layers[name] = module
+    trained = [param for name, param in model.named_parameters() if is_adapter(name)]
+    trained += [param for name in targets.whole for param in model.get_submodule(name).parameters()]
+    for param in trained:
+        param.requires_grad_(True)
+        param.data = param.data.float()
+    return layers
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is one of peft's own."""
+    return ".lora_" in name
+
+
+def find_saved_names(model: PreTrainedModel) -> dict[str, str]:
+    """Maps every name in an adapter's file to the trained parameter that it holds.
+
+    A head that is tied to the embedding is included: a model that the adapter is loaded into has two modules.
+    """
+    from peft import get_peft_model_state_dict
+
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    by_id = {id(param): name for name, param in trained.items()}
+    adapters = {name: param for name, param in trained.items() if is_adapter(name)}
+    saved = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER, save_embedding_layers=False)
+    wholes = {name: param for name, param in model.named_parameters(remove_duplicate=False) if not is_adapter(name)}
+    names = {key: by_id[id(param)] for key, param in (saved | wholes).items() if id(param) in by_id}
+    return {f"{PREFIX}{key}": name for key, name in names.items()}
+
+
+def make_initial(layers: dict[str, nn.Module], read_base: Callable[[str], Tensor], *, seed: int) -> dict[str, Reader]:
+    """Returns readers of initial values for all adapter parameters: peft's own initialization, seeded by `seed`.
+
+    A is uniform, B zero, and DoRA's magnitude the norm of the weight's rows, so that the adapters change nothing at
+    first. `layers` are peft's, on meta; `read_base` reads a parameter of the base.
+    """
+
+    def make(prefix: str, key: str) -> Tensor:
+        value = torch.zeros(layers[prefix].get_parameter(key).shape)
+        if "lora_A." in key:
+            digest = hashlib.sha256(f"{seed} {prefix} {key}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        elif "lora_magnitude_vector." in key:
+            rows = 0 if layers[prefix].fan_in_fan_out else 1
+            value = torch.linalg.norm(read_base(f"{prefix}.base_layer.weight").float(), dim=rows)
+        return value
+
+    return {
+        f"{prefix}.{key}": functools.partial(make, prefix, key)
+        for prefix, layer in layers.items()
+        for key, _ in layer.named_parameters()
+        if is_adapter(f"{prefix}.{key}")
+    }

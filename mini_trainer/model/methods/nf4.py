@@ -1,0 +1,189 @@
+"""4-bit weights (NF4 of QLoRA, Dettmers et al. 2023, arXiv 2305.14314) that stay packed when sharded and gathered.
+
+The numbers are bitsandbytes' own, in blocks of 64 with doubly quantized scales. All bytes of a weight are in one flat
+parameter of the compute dtype: FSDP returns a gathered parameter as a plain tensor, so the attributes of bitsandbytes'
+subclass would be lost, and casts any other dtype, which would destroy packed bytes.
+T tokens.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from mini_trainer.distributed.world import World, broadcast_from_rank0
+from mini_trainer.model.weights import Reader
+
+BLOCK = 64  # weights that share a scale
+SCALE_BLOCK = 256  # scales that share a second-level scale
+NUM_CODES = 256  # values of an 8-bit scale
+MAX_NUMEL = 2**31 - 1  # of a tensor that bitsandbytes' kernels take
+
+
+class NF4Weight(nn.Module):
+    """A frozen weight stored in NF4: a matrix, or one per expert, each quantized by itself.
+
+    `packed` holds, as bytes: in fp32, one scale per 256 scales, the 256 values of these, and their mean in each matrix;
+    a byte per scale; half a byte per weight.
+    """
+
+    suffix = ""  # of the parameter's name in the base model, after the module's
+
+    def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.packed_shape = shape  # (rows, columns) or (experts, rows, columns)
+        num_bytes = -(-sum(measure_parts(shape)) // 4) * 4
+        packed = torch.empty(num_bytes // compute_dtype.itemsize, dtype=compute_dtype, device=device)
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.replacement: Callable[[], Tensor] | None = None  # temporary replacement of the weight
+
+    def read(self, packed: Tensor) -> Tensor:  # of `packed_shape`
+        """Unpacks the weight from the gathered `packed`."""
+        return unpack(packed, self.packed_shape) if self.replacement is None else self.replacement()
+
+    def orient(self, weight: Tensor) -> Tensor:
+        """The base model's weight as it is packed."""
+        return weight
+
+
+class NF4Linear(NF4Weight):
+    """A frozen linear layer whose weight is stored in NF4 and unpacked for each product."""
+
+    suffix = ".weight"
+
+    def __init__(self, module: nn.Linear | Conv1D, *, compute_dtype: torch.dtype):
+        is_conv1d = isinstance(module, Conv1D)
+        shape = tuple(reversed(module.weight.shape) if is_conv1d else module.weight.shape)
+        super().__init__(shape, compute_dtype=compute_dtype, device=module.weight.device)
+        self.is_conv1d = is_conv1d
+        self.out_features, self.in_features = shape
+        self.bias = module.bias
+
+    def orient(self, weight: Tensor) -> Tensor:
+        return weight.T if self.is_conv1d else weight
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        return PackedProduct.apply(x, self.packed, self.bias, self)
+
+
+def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> None:
+    """Replaces every frozen linear layer of the blocks with an `NF4Linear`."""
+    for block in blocks:
+        for name, module in list(block.named_modules()):
+            if isinstance(module, (nn.Linear, Conv1D)) and not module.weight.requires_grad:
+                block.set_submodule(name, NF4Linear(module, compute_dtype=compute_dtype))
+
+
+class PackedProduct(torch.autograd.Function):
+    """x W^T + b, where backward unpacks W again instead of keeping it; b is also frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, layer: NF4Linear) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.layer = layer
+        return linear(x, layer.read(packed), bias)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return d_out @ ctx.layer.read(packed), None, None, None
+
+
+def measure_parts(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Bytes of the fp32 numbers, the scales and the codes of a packed weight.
+
+    Scales and codes of each matrix are padded to whole blocks, so that all matrices are unpacked at once.
+    """
+    num_matrices, num_blocks, num_groups = count_blocks(shape)
+    num_floats = num_matrices * num_groups + NUM_CODES + num_matrices
+    return 4 * num_floats, num_matrices * num_groups * SCALE_BLOCK, num_matrices * num_blocks * BLOCK // 2
+
+
+def count_blocks(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Number of matrices, and of each one's blocks and groups of blocks."""
+    num_blocks = -(-shape[-2] * shape[-1] // BLOCK)
+    return math.prod(shape[:-2]), num_blocks, -(-num_blocks // SCALE_BLOCK)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Packs a weight (..., rows, columns), fp32 or bf16, into the flat `NF4Weight.packed` of the same dtype."""
+    from bitsandbytes.functional import quantize_4bit
+
+    num_matrices, num_blocks, num_groups = count_blocks(weight.shape)
+    sizes = measure_parts(weight.shape)
+    packed = torch.zeros(-(-sum(sizes) // 4) * 4, dtype=torch.uint8, device=weight.device)
+    floats, scales, codes = split_parts(packed, sizes)
+    absmax, values, means = split_floats(floats, num_matrices)
+    scales, codes = scales.view(num_matrices, -1), codes.view(num_matrices, -1)
+    for i, matrix in enumerate(weight.reshape(num_matrices, *weight.shape[-2:])):
+        own, state = quantize_4bit(matrix.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+        absmax[i * num_groups : (i + 1) * num_groups] = state.state2.absmax
+        values[:] = state.state2.code  # the same for all matrices
+        means[i] = state.offset
+        scales[i, :num_blocks] = state.absmax
+        codes[i, : own.numel()] = own.flatten()
+    return packed.view(weight.dtype)
+
+
+def unpack(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Unpacks a weight of `shape` (..., rows, columns), in the dtype of `packed`."""
+    import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
+
+    num_matrices, num_blocks, _ = count_blocks(shape)
+    floats, scales, codes = split_parts(packed.view(torch.uint8), measure_parts(shape))
+    absmax, values, means = split_floats(floats, num_matrices)
+    ops = torch.ops.bitsandbytes
+    scales = ops.dequantize_blockwise(scales, absmax, values, SCALE_BLOCK, torch.float32)
+    scales = scales.view(num_matrices, -1)[:, :num_blocks] + means[:, None]
+    step = max(1, MAX_NUMEL // (num_blocks * BLOCK))  # matrices at a time
+    parts = [
+        ops.dequantize_4bit(part.reshape(-1, 1), own.flatten(), BLOCK, "nf4", (own.numel(), BLOCK), packed.dtype)
+        for part, own in zip(codes.view(num_matrices, -1).split(step), scales.split(step), strict=True)
+    ]
+    padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return padded.view(num_matrices, -1)[:, : shape[-2] * shape[-1]].reshape(shape)
+
+
+def split_parts(packed: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The fp32 numbers, the scales and the codes of a packed weight, as views of its bytes."""
+    floats, scales, codes, _ = packed.split([*sizes, packed.nbytes - sum(sizes)])
+    return floats.view(torch.float32), scales, codes
+
+
+def split_floats(floats: Tensor, num_matrices: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The scales of scales, the values of an 8-bit scale, and the mean scale of each matrix."""
+    return floats.split([len(floats) - NUM_CODES - num_matrices, NUM_CODES, num_matrices])
+
+
+def fill_packed(layer: NF4Weight, name: str, readers: dict[str, Reader], *, world: World) -> None:
+    """Fills a meta layer with rank 0's weight, packed before broadcasting: only one weight is ever unpacked."""
+    packed = None
+    if world.rank == 0:
+        weight = readers.pop(f"{name}{layer.suffix}")().to(world.device, layer.packed.dtype)
+        packed = pack(layer.orient(weight)).view(torch.uint8)
+    received = broadcast_from_rank0(packed, (layer.packed.nbytes,), dtype=torch.uint8, device=world.device)
+    layer.packed = nn.Parameter(received.view(layer.packed.dtype), requires_grad=False)
+
+
+@contextmanager
+def whole_weights(model: nn.Module, read: Callable[[str], Tensor] | None, *, world: World) -> Iterator[None]:
+    """Makes each layer use the weight that rank 0 reads by its name, broadcast when needed, inside this block."""
+
+    def receive(layer: NF4Weight, name: str) -> Tensor:
+        weight = layer.orient(read(f"{name}{layer.suffix}")) if world.rank == 0 else None
+        return broadcast_from_rank0(weight, layer.packed_shape, dtype=layer.packed.dtype, device=world.device)
+
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Weight)}
+    for name, layer in layers.items():
+        layer.replacement = functools.partial(receive, layer, name)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.replacement = None

@@ -1,0 +1,258 @@
+"""OSFT's statistics of earlier tasks: the covariance of every layer's inputs on a sample of their data.
+
+Based on gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
+"""
+
+import json
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.data.stores.disk import hash_file, written_aside
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.model.blocks import iterate_owners
+from mini_trainer.model.methods.hashed_tensors import load_hashed, save_hashed
+from mini_trainer.model.methods.osft_subspaces import find_targets, weight_shape
+from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import DataOptions
+from mini_trainer.options.reading import check_regular
+from mini_trainer.sampler import Batch, iterate_batches
+
+NUM_CALIBRATION_SAMPLES = 512  # maximum number drawn from the data, with the run's seed
+
+
+@dataclass
+class Statistics:
+    """Statistics of the layers' inputs on earlier tasks' data, with equal weight for each data set.
+
+    Empty except on rank 0. Layers with the same input (query, key and value) share one covariance, stored under the
+    first one's name.
+    """
+
+    covariances: dict[str, Tensor] = field(default_factory=dict)  # (in, in) fp64: sum over data sets of mean x x^T
+    inputs: dict[str, str] = field(default_factory=dict)  # layer -> layer under whose name its covariance is stored
+    similarities: dict[str, float] = field(default_factory=dict)  # block -> sum of mean cosines of input and output
+    data_hashes: list[str] = field(default_factory=list)  # SHA-256 of the data sets' files
+
+    def covariance(self, layer: str) -> Tensor:
+        return self.covariances[self.inputs[layer]]
+
+    def importance(self, block: str) -> float:
+        """The block's cosine similarity, divided by the mean over blocks."""
+        return self.similarities[block] / (sum(self.similarities.values()) / len(self.similarities))
+
+
+def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens_per_gpu: int) -> TokenizedData:
+    """Opens the calibration data without overlong samples; ValueError if a different tokenizer made it."""
+    data = TokenizedData(path, option="--osft-calibration-data")
+    if data.sidecar is None:
+        log.warning(f"warning: no {path}.meta.json: cannot check whether this tokenizer made the data")
+    elif data.sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
+        raise ValueError(
+            f"--osft-calibration-data {path} was made with a different tokenizer than --data-path: tokenize both with"
+            " process_data.py and the same one"
+        )
+    data.fit_to(max_tokens_per_gpu, drop_overlong=True)
+    return data
+
+
+def find_block(layer: str, blocks: Container[str]) -> str | None:
+    """Name of the block, among `blocks`, that contains a layer."""
+    return next((owner for owner in iterate_owners(layer) if owner in blocks), None)
+
+
+def check_statistics(
+    statistics: Statistics, targets: dict[str, nn.Linear | Conv1D], *, needs_covariances: bool
+) -> None:
+    """Refuses statistics of a model with different layers or blocks."""
+    for name, module in targets.items():
+        in_features = weight_shape(module)[1]
+        is_known = name in statistics.inputs and len(statistics.covariance(name)) == in_features
+        if needs_covariances and not is_known:
+            raise ValueError(
+                f"--osft-statistics: has nothing about the {in_features} inputs of {name}: these are statistics of"
+                " another model, or of fewer layers"
+            )
+        if find_block(name, statistics.similarities) is None:
+            raise ValueError(
+                f"--osft-statistics: has nothing about the block of {name}: these are statistics of another model"
+            )
+
+
+@contextmanager
+def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
+    """Yields the open file and its contents other than covariances; ValueError, also in the block, if it is invalid."""
+    try:
+        check_regular(path)
+        with safe_open(path, "pt") as file:
+            yield file, json.loads(file.metadata()["about"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--osft-statistics {path}: not a statistics file: {error!r}") from None
+
+
+def read_statistics(path: Path) -> Statistics:
+    with open_statistics(path) as (file, about):
+        return Statistics(load_hashed(file), **about)
+
+
+def read_data_hashes(path: Path) -> list[str]:
+    """Hashes of the data sets in the file; the large covariances are not read."""
+    with open_statistics(path) as (_, about):
+        return about["data_hashes"]
+
+
+def write_statistics(statistics: Statistics, path: Path) -> None:
+    about = dict(inputs=statistics.inputs, similarities=statistics.similarities, data_hashes=statistics.data_hashes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as (aside,):
+            save_hashed(statistics.covariances, aside, metadata={"about": json.dumps(about)})
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--osft-statistics {path}: cannot be written: {error}") from None
+
+
+def merge_statistics(old: Statistics, new: Statistics) -> Statistics:
+    """Sums two statistics; ValueError if they are from models with different layers."""
+    shapes = [{name: tuple(s.covariance(name).shape) for name in s.inputs} for s in (old, new)]
+    if shapes[0] != shapes[1] or old.inputs != new.inputs:
+        raise ValueError("--osft-statistics: these are from a model with different layers; choose another file")
+    return Statistics(
+        {name: old.covariances[name] + new.covariances[name] for name in old.covariances},
+        old.inputs,
+        {name: old.similarities[name] + new.similarities[name] for name in old.similarities},
+        old.data_hashes + new.data_hashes,
+    )
+
+
+def prepare_statistics(
+    path: Path | None,
+    data: TokenizedData | None,
+    options: DataOptions,
+    *,
+    build_plain: Callable[[], PackedModel],
+    objective: Objective,
+    world: World,
+) -> Statistics:
+    """Statistics of earlier tasks from the file `path`, from `data`, or both; empty except on rank 0.
+
+    `data` is added to the file only once: the file records the hashes of its data. `build_plain` builds the model that
+    the data is run through; only the seed and the token cap of `options` matter.
+    """
+    # Read the file, and check whether it includes this data.
+    statistics = Statistics()
+
+    def read() -> list[str]:
+        if path is not None and (path.exists() or data is None):
+            vars(statistics).update(vars(read_statistics(path)))
+        return statistics.data_hashes
+
+    known_hashes = call_on_rank0(world, read)
+    data_hash = None if data is None else call_on_rank0(world, lambda: hash_file(data.path)["sha256"])
+    if data_hash is None or data_hash in known_hashes:
+        return statistics
+    # Compute the data's statistics, and add them to the file.
+    model = build_plain()
+    data.vocab_size = text_config(model.model.config).vocab_size
+    batch = next(
+        iterate_batches(
+            Mixture([data]),
+            replace(options, batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept)), batch_tokens=None),
+            objective=objective,
+            num_steps=1,
+            attention_cost=0.0,
+            world=world,
+        )
+    )
+    found = gather_statistics(model, batch, data_hash=data_hash, world=world)
+    log.info(f"OSFT: statistics of {len(batch.sample_ids)} samples of {data.path}, {batch.lengths.sum():,} tokens")
+
+    def add() -> None:
+        merged = merge_statistics(statistics, found) if known_hashes else found
+        vars(statistics).update(vars(merged))
+        if path is not None:
+            write_statistics(statistics, path)
+
+    call_on_rank0(world, add)
+    return statistics
+
+
+@torch.no_grad()
+def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str, world: World) -> Statistics:
+    """Runs each rank's micro-batches of `batch` forward once, recording every linear layer and block.
+
+    All tokens count, trained or not, except those of filler micro-batches of idle ranks. Sums are in fp64.
+    """
+    # Define hooks that accumulate every layer's input covariance and every block's cosine similarity.
+    device = world.device
+    names = {module: name for name, module in packed_model.model.named_modules()}
+    block_modules = find_blocks(packed_model.model)
+    layers, blocks = set(find_targets(packed_model.model, block_modules, ())), {names[block] for block in block_modules}
+    covariances: dict[str, Tensor] = {}
+    inputs: dict[str, str] = {}
+    similarities = {block: torch.zeros((), dtype=torch.float64, device=device) for block in sorted(blocks)}
+    counting, last_name, last_input = True, "", None
+
+    def record_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal last_name, last_input
+        name, x = names[module], args[0]
+        if x is not last_input:
+            last_name, last_input = name, x
+        inputs[name] = last_name
+        if name not in covariances and name == last_name:
+            covariances[name] = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float64, device=device)
+        if counting and name == last_name:
+            flat = x.reshape(-1, x.shape[-1]).double()  # (T, in)
+            covariances[name].addmm_(flat.T, flat)
+
+    def record_block(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output if isinstance(output, Tensor) else output[0]
+        if counting:
+            cosines = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+            similarities[names[module]] += cosines.sum(dtype=torch.float64)
+
+    # Run one forward pass.
+    handles = []
+    for module, name in names.items():
+        if name in layers:
+            handles.append(module.register_forward_pre_hook(record_input))
+        if name in blocks:
+            handles.append(module.register_forward_hook(record_block, with_kwargs=True))
+    packed_model.eval()
+    num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+    for micro_batch, row in zip(batch.micro_batches, batch.table, strict=True):
+        counting = len(row[world.rank]) > 0
+        num_tokens += micro_batch.row.input_ids.numel() if counting else 0
+        packed_model.hidden_states(micro_batch.to(device))
+    for handle in handles:
+        handle.remove()
+
+    # Average over all ranks.
+    dist.all_reduce(num_tokens)
+    statistics = Statistics(data_hashes=[data_hash])
+    for name in list(covariances):
+        total = covariances.pop(name)
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            statistics.covariances[name] = (total / num_tokens).cpu()
+    for name, total in similarities.items():
+        dist.all_reduce(total)
+        statistics.similarities[name] = (total / num_tokens).item()
+    statistics.inputs = inputs
+    return statistics

@@ -1,0 +1,225 @@
+"""Muon for matrices between hidden states, AdamW for all else, over FSDP2's shards.
+
+Each matrix's momentum is gathered on one rank, its owner, which computes the nearest orthogonal matrix and sends every
+rank its rows. Ranks own matrices of about equal work and take turns in rounds of one matrix each: a round's momentum is
+on its way while the last round's is computed.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mini_trainer.model.optim.compact_adamw import CompactAdamW
+from mini_trainer.model.optim.matrices import Layout
+
+COEFFICIENTS, NUM_ITERATIONS, EPS = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch.optim.Muon's
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """About U V^T of the singular value decomposition U S V^T of `matrix` (..., m, n), by five steps of Newton-Schulz.
+
+    Singular values end between 0.7 and 1.2 (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+    """
+    a, b, c = COEFFICIENTS
+    add = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def count_flops(shape: torch.Size) -> int:
+    """FLOPs of `orthogonalize` for one matrix: two products with a square one, and that one's square."""
+    return NUM_ITERATIONS * (4 * math.prod(shape) * min(shape) + 2 * min(shape) ** 3)
+
+
+# What the learning rate is multiplied by, for a matrix of so many outputs and inputs.
+SCALES = {
+    # AdamW's updates have a root mean square of about 0.2 (Moonlight, arXiv 2502.16982, section 2.2).
+    "match-rms-adamw": lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)),
+    "original": lambda outputs, inputs: math.sqrt(max(1, outputs / inputs)),
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one rank orthogonalizes at a time: a weight (rows, columns), or an expert's part of one."""
+
+    param: DTensor
+    layout: Layout
+    shapes: list[torch.Size]  # of its matrices
+    expert: int | None = None
+
+    def local(self, tensor: DTensor) -> Tensor:
+        """This rank's rows of the parameter, or of what is sharded like it."""
+        own = tensor.to_local()
+        return own if self.expert is None else own[self.expert]
+
+    def count_flops(self) -> int:
+        return sum(map(count_flops, self.shapes))
+
+    def list_sizes(self, num_shards: int) -> list[int]:
+        """Numbers in each rank's rows, as torch.chunk and FSDP2 divide them."""
+        rows, columns = self.param.shape[-2:]
+        most = -(-rows // num_shards)
+        return [columns * max(0, min(most, rows - rank * most)) for rank in range(num_shards)]
+
+
+Round = list[Unit | None]  # by owner
+
+
+class Muon(CompactAdamW):
+    """AdamW (`CompactAdamW` in fp32) that updates the weights of `layouts` by Muon, as torch.optim.Muon does.
+
+    The caller sets each group's "lr" and "step" (0-based) before every step. Gradients have to be the same on all
+    replicas of a shard; a matrix without one counts as having zeros. Matrices are orthogonalized in `compute_dtype`, by
+    default bf16 on CUDA, else fp32.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        layouts: dict[DTensor, Layout],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+        scale: str,
+        compute_dtype: torch.dtype | None = None,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, is_8bit=False, seed=0)
+        self.layouts, self.momentum, self.scale = layouts, momentum, SCALES[scale]
+        self.groups = {param: group for group in self.param_groups for param in group["params"]}
+        param = next(iter(layouts))
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if param.is_cuda else torch.float32)
+        (dim,) = [i for i, placement in enumerate(param.placements) if placement.is_shard()]
+        mesh = param.device_mesh
+        self.shards, self.num_shards, self.rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
+        self.whole, sharded = [], []
+        for param, layout in layouts.items():
+            shapes = layout.list_shapes(param)
+            if self.num_shards == 1 or (param.ndim == 3 and param.placements[dim].is_shard(0)):
+                self.whole.append(Unit(param, layout, shapes))
+            else:
+                experts = range(len(param)) if param.ndim == 3 else [None]
+                sharded += [Unit(param, layout, shapes, expert) for expert in experts]
+        self.rounds = share_out(sharded, self.num_shards)
+
+    def state_keys(self, param: DTensor) -> set[str]:
+        return {"momentum_buffer"} if param in self.layouts else super().state_keys(param)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        super().step()  # AdamW's
+        for unit in self.whole:
+            self.apply(unit, self.orthogonalize(unit, self.find_direction(unit)))
+        for unit, update in self.exchange():
+            self.apply(unit, update)
+
+    def update(self, param: DTensor, group: dict, generator: torch.Generator) -> None:
+        if param not in self.layouts:
+            super().update(param, group, generator)
+
+    def find_direction(self, unit: Unit) -> Tensor:
+        """This rank's rows of the momentum, one step ahead (Nesterov's), after the gradient has entered it."""
+        param = unit.param
+        if not self.state[param]:
+            self.init_state(param)
+        gradient = unit.local(torch.zeros_like(param) if param.grad is None else param.grad)
+        average = unit.local(self.state[param]["momentum_buffer"])
+        average.lerp_(gradient, 1 - self.momentum)
+        return gradient.lerp(average, self.momentum).to(self.compute_dtype)
+
+    def orthogonalize(self, unit: Unit, direction: Tensor) -> Tensor:
+        """The update of the unit's matrices, divided by the first one's scale."""
+        scales = [self.scale(*shape) for shape in unit.shapes]
+        parts = [orthogonalize(part) for part in unit.layout.cut(direction)]
+        parts = [
+            part if scale == scales[0] else part * (scale / scales[0])
+            for part, scale in zip(parts, scales, strict=True)
+        ]
+        return unit.layout.join(parts)
+
+    def apply(self, unit: Unit, update: Tensor) -> None:
+        group, weight = self.groups[unit.param], unit.local(unit.param)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(update, alpha=-group["lr"] * self.scale(*unit.shapes[0]))
+
+    def exchange(self) -> Iterator[tuple[Unit, Tensor]]:
+        """Yields each sharded unit with this rank's rows of its update."""
+        arriving = self.send_to_owners(self.rounds[0]) if self.rounds else None
+        returning = None
+        for units, following in itertools.pairwise([*self.rounds, None]):
+            direction = arriving.wait()
+            arriving = None if following is None else self.send_to_owners(following)
+            before, returning = returning, self.send_back(units, direction)
+            if before is not None:
+                yield from before.list_rows()
+        if returning is not None:
+            yield from returning.list_rows()
+
+    def send_to_owners(self, units: Round) -> "Exchange":
+        rows = [self.find_direction(unit).flatten() for unit in units if unit is not None]
+        own, of_own = self.list_sizes(units)
+        return Exchange.start(torch.cat(rows), own, of_own, units, self.shards)
+
+    def send_back(self, units: Round, direction: Tensor) -> "Exchange":
+        unit = units[self.rank]
+        if unit is not None:
+            direction = self.orthogonalize(unit, direction.view(unit.param.shape[-2:])).flatten()
+        own, of_own = self.list_sizes(units)
+        return Exchange.start(direction, of_own, own, units, self.shards)
+
+    def list_sizes(self, units: Round) -> tuple[list[int], list[int]]:
+        """Numbers in this rank's rows of each owner's unit, and in each rank's rows of this one's own."""
+        sizes = [[0] * self.num_shards if unit is None else unit.list_sizes(self.num_shards) for unit in units]
+        return [of_unit[self.rank] for of_unit in sizes], sizes[self.rank]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all that is under way."""
+
+    units: Round
+    sizes: list[int]  # numbers from each rank
+    received: Tensor
+    sent: Tensor  # kept until the end
+    work: dist.Work
+
+    @classmethod
+    def start(
+        cls, sent: Tensor, sizes_to: list[int], sizes_from: list[int], units: Round, group: dist.ProcessGroup
+    ) -> "Exchange":
+        received = sent.new_empty(sum(sizes_from))
+        work = dist.all_to_all_single(received, sent, sizes_from, sizes_to, group=group, async_op=True)
+        return cls(units, sizes_from, received, sent, work)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
+
+    def list_rows(self) -> Iterator[tuple[Unit, Tensor]]:
+        for unit, part in zip(self.units, self.wait().split(self.sizes), strict=True):
+            if unit is not None:
+                yield unit, part.view(-1, unit.param.shape[-1])
+
+
+def share_out(units: list[Unit], num_owners: int) -> list[Round]:
+    """Rounds of one unit for each owner: the largest first, each to the owner with the least work so far."""
+    owned: list[list[Unit]] = [[] for _ in range(num_owners)]
+    work = [0] * num_owners
+    for unit in sorted(units, key=Unit.count_flops, reverse=True):
+        owner = work.index(min(work))
+        owned[owner].append(unit)
+        work[owner] += unit.count_flops()
+    return [[units[i] if i < len(units) else None for units in owned] for i in range(max(map(len, owned)))]

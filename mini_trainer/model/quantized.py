@@ -1,0 +1,179 @@
+"""Quantized releases: each tensor is dequantized when it is read, so that no process ever holds the whole model.
+
+Several stored tensors (packed numbers, scales, shapes) represent one weight. Here they become one entry with the name
+and shape of that weight (model.dequantizing); the code that reads models does not see the quantization.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from mini_trainer.data.stores.disk import read_object
+from mini_trainer.model.dequantizing import (
+    FP8,
+    Settings,
+    check_modelopt,
+    name_format,
+    open_bitsandbytes,
+    open_compressed,
+    open_fp8,
+    open_fp8_rows,
+    open_mxfp4,
+    read_compression,
+)
+from mini_trainer.model.packed_integers import check_awq, check_gptq, open_awq, open_gptq
+from mini_trainer.model.stored import Stored
+
+QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
+
+# Scales of activations, keys and values, which affect rounding in inference but not the weights.
+OF_ACTIVATIONS = re.compile(
+    r"\.(activation_scale|(input|output|q|k|v)_(scale|zero_point|global_scale)|input_activation_scale|input_scale_ub)$"
+)
+# Suffix that a quantized release's name adds to the original model's.
+OF_QUANTIZED_NAMES = re.compile(
+    r"[-_.](gptq|awq|hqq|aqlm|exl\d|eetq|quark|torchao|bnb|nvfp4|mxfp4|fp8|w\da\d+|(int|fp|q)?[348][-_]?bits?|int[348]"
+    r"|dynamic|quantized)\b.*$",
+    re.IGNORECASE,
+)
+COMPRESSED_FORMATS = {
+    "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized",
+}  # fmt: skip
+KINDS: dict[str, Callable[[dict[str, Stored], Settings, torch.dtype], dict[str, Stored]]] = {
+    "mxfp4": open_mxfp4,
+    "fp8": open_fp8,
+    "mxfp8": open_fp8,
+    "fbgemm_fp8": open_fp8_rows,
+    "modelopt": open_fp8_rows,
+    "gptq": open_gptq,
+    "awq": open_awq,
+    "bitsandbytes": open_bitsandbytes,
+    "compressed-tensors": open_compressed,
+}
+TRANSPOSING = ("bitsandbytes", "gptq", "awq")  # kinds that store weights of Conv1D as those of linear layers
+SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # of releases older than the key
+PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
+
+
+def find_quantization(model_dir: str | Path) -> Settings | None:
+    """The quantization settings of a model, None without any; ValueError if they are not an object."""
+    config = read_object(Path(model_dir) / "config.json")
+    texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
+    if not found:
+        return find_side_settings(Path(model_dir))
+    if not isinstance(found[0], dict):
+        raise ValueError(f"{model_dir}/config.json: quantization_config is {found[0]!r:.80}, not a JSON object")
+    return unnest(found[0])
+
+
+def find_side_settings(model_dir: Path) -> Settings | None:
+    """Quantization settings in a file of their own, as older releases have them."""
+    for name, kind in SIDE_FILES.items():
+        if (model_dir / name).is_file():
+            return {"quant_method": kind} | unnest(read_object(model_dir / name))
+    return None
+
+
+def unnest(settings: Settings) -> Settings:
+    """Model Optimizer's settings, which may be one level deeper."""
+    inner = settings.get("quantization")
+    return settings | inner if isinstance(inner, dict) else settings
+
+
+def forget_quantization(config: PreTrainedConfig) -> None:
+    """Removes the quantization settings from a config, as if its model had never been quantized."""
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            vars(part).pop(key, None)
+
+
+def name_kind(settings: Settings) -> str:
+    old = settings.get("load_in_4bit") or settings.get("load_in_8bit")  # old bitsandbytes wrote no quant_method
+    return str(settings.get("quant_method") or ("bitsandbytes" if old else None))
+
+
+def check_quantization(settings: Settings, model_dir: str) -> str:
+    """Returns the release's kind of quantization; ValueError if it cannot be dequantized here."""
+    kind = name_kind(settings)
+    if kind not in KINDS:
+        base = guess_base(model_dir)
+        raise ValueError(
+            f"--model-name-or-path {model_dir}: the weights are quantized by {kind!r}, which cannot be dequantized here"
+            f" ({', '.join(KINDS)} can): use the bf16 release"
+            + (f", whose name may be {base}" if base else " that this one was made from")
+        )
+    package = PACKAGES.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"--model-name-or-path {model_dir}: the weights are quantized by {kind}, and dequantizing them needs the"
+            f" package {kind}, which is not installed: pip install {kind}"
+        )
+    if (check := CHECKS.get(kind)) is not None:
+        check(settings)
+    return kind
+
+
+def guess_base(model_dir: str) -> str | None:
+    """Guesses the original model's name from the release's name; None if that fails."""
+    names = [part for part in Path(model_dir).parts if part.startswith("models--")]  # in the hub's cache
+    name = names[-1].removeprefix("models--").replace("--", "/") if names else Path(model_dir).name
+    base = OF_QUANTIZED_NAMES.sub("", name)
+    return base if base and base != name else None
+
+
+def choose_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Dtype to dequantize to: the config's, or bf16 if that is not a compute dtype."""
+    named = getattr(config, "dtype", None)
+    return named if named in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def check_modules(settings: Settings, model: nn.Module) -> None:
+    """ValueError if the model has layers whose weights this kind of quantization stores transposed."""
+    kind = name_kind(settings)
+    if kind in TRANSPOSING and any(isinstance(module, Conv1D) for module in model.modules()):
+        raise ValueError(
+            f"{kind} stores some of this model's weights (of Conv1D) transposed, and does not record which: use the"
+            " bf16 release"
+        )
+
+
+def open_dequantized(stored: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
+    """Replaces the tensors that represent quantized weights with whole weights of `dtype`; keeps all others.
+
+    Reads nothing large. ValueError if a part is missing or has the wrong shape.
+    """
+    parts = {key: tensor for key, tensor in stored.items() if not OF_ACTIVATIONS.search(key)}
+    return KINDS[name_kind(settings)](parts, settings, dtype)
+
+
+def check_compression(settings: Settings) -> None:
+    """ValueError for unsupported formats, and for transforms or sparsity."""
+    config = read_compression(settings)
+    formats = {name_format(scheme, config) for scheme in config.config_groups.values()}
+    if unknown := sorted(formats - COMPRESSED_FORMATS):
+        raise ValueError(
+            f"quantization_config: compressed-tensors' format {', '.join(unknown)} cannot be dequantized here"
+            f" ({', '.join(sorted(COMPRESSED_FORMATS))} can): use the bf16 release"
+        )
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if settings.get("transform_config") or sparsity != "dense":
+        raise ValueError(
+            "quantization_config: the weights are also rotated (transform_config) or stored sparsely (sparsity_config),"
+            " which cannot be undone here: use the bf16 release"
+        )
+
+
+CHECKS: dict[str, Callable[[Settings], None]] = {
+    "compressed-tensors": check_compression,
+    "modelopt": check_modelopt,
+    "gptq": check_gptq,
+    "awq": check_awq,
+}

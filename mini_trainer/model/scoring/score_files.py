@@ -1,0 +1,233 @@
+"""Files of a teacher's scores: one record for each trained token of a data set, in the rows' order, and a sidecar.
+
+DATA.NAME.scores holds records of objectives.soft_targets one after the other, without a header, so that a row's lie at
+a place that follows from the data set alone; DATA.NAME.scores.json says whose they are. Until it is complete, a file
+ends in .part.
+"""
+
+import bisect
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.data.stores.contents import check_recorded, sign, warn_of_edited
+from mini_trainer.data.stores.disk import list_wrong, naming_failed_writes, read_fields, read_object, written_aside
+from mini_trainer.data.tokenized.by_row import RunningSums
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import log
+from mini_trainer.model.fingerprints import fingerprint_data
+from mini_trainer.objectives.soft_targets import make_even_records, make_record_type
+from mini_trainer.options.problems.tools import MOST_TOP_K
+
+# Types of the sidecar's entries.
+SIDECAR_TYPES = {"data": str, "teacher": str, "tokenizer": str, "top_k": int, "temperature": float | int,
+                 "num_ids": int, "dtype": str, "num_tokens": int, "loss": float, "tail": float,
+                 "max_token_id": int}  # fmt: skip
+FILE_TYPES = {"size": int, "sha256": str}
+PART_BYTES = 32 << 20  # of records that are computed before they are written
+SERVED = "served_weights"  # the field that a server does not always say
+
+
+@dataclass(frozen=True)
+class ScoreIdentity:
+    """What scores depend on."""
+
+    data: str  # digest of the data set
+    teacher: str  # digest of its weights; a server's name of the model
+    tokenizer: str
+    teacher_data: str | None  # digest of what the teacher read, if that is another data set
+    top_k: int
+    temperature: float
+    num_ids: int  # of the tokenizer
+    dtype: str
+    served_weights: str | None = None  # path of a server's weights; None if it does not list it
+
+
+def locate_scores(data_path: Path, name: str) -> Path:
+    return data_path.with_name(f"{data_path.name}.{name}.scores")
+
+
+def digest_data(data: TokenizedData) -> str:
+    """A digest of all rows, whichever of them are kept."""
+    return fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.lengths[:0])
+
+
+def count_trained(data: TokenizedData) -> RunningSums:
+    """Sums of the trained tokens of the rows before any row."""
+    counts = data.num_loss_tokens
+    sums = RunningSums(lambda first, end: counts[first:end], len(counts), total=int(counts.sum(dtype=np.int64)))
+    sums.walk(len(counts))  # now: several threads may read
+    data.release_pages()
+    return sums
+
+
+class ScoreWriter:
+    """Writes one data set's scores, part by part; continues a file that a killed process has begun."""
+
+    def __init__(self, data: TokenizedData, path: Path, identity: ScoreIdentity, *, teacher: str):
+        """ValueError if the file was made, or begun, with something else. `teacher`: its name, for the sidecar."""
+        self.path, self.identity, self.teacher = path, identity, teacher
+        self.part, self.sidecar = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.json")
+        self.item_size, self.trained = make_record_type(identity.top_k).itemsize, count_trained(data)
+        was_finished = path.exists() and self.sidecar.exists()
+        begun = self.sidecar if was_finished else self.begun
+        if begun.exists() and (path.exists() or self.part.exists()):
+            check_identity(
+                begun, identity, advice=f"remove {begun.name.removesuffix('.json')}, or choose another --name"
+            )
+        # A damaged file is made again.
+        self.is_complete = was_finished and path.stat().st_size == self.trained.total * self.item_size
+
+    @property
+    def begun(self) -> Path:
+        return self.path.with_name(f"{self.part.name}.json")
+
+    def list_parts(self) -> list[tuple[int, int]]:
+        """Ranges of the rows that are not written yet, each of as many as are computed and written together.
+
+        They do not depend on what is written already: a scoring that continues packs the rest as one that was not
+        killed, and gets the same bits.
+        """
+        num_written = self.part.stat().st_size // self.item_size if self.begun.exists() and self.part.exists() else 0
+        parts, first, before = [], 0, self.trained.before
+        while first < self.trained.size:
+            most = before(first) + PART_BYTES // self.item_size
+            end = max(first + 1, bisect.bisect_right(range(self.trained.size + 1), most, lo=first, key=before) - 1)
+            parts.append((first, end))
+            first = end
+        return [(first, end) for first, end in parts if before(end) > num_written]
+
+    def write(self, first: int, end: int, records: np.ndarray) -> None:
+        """Appends the records of these rows to those of all rows before them; ValueError if some of those are gone."""
+        start, num_records = self.trained.before(first), self.trained.before(end) - self.trained.before(first)
+        assert len(records) == num_records, (len(records), num_records)
+        if first == 0:
+            with written_aside(self.begun) as (aside,):
+                aside.write_text(json.dumps(asdict(self.identity)) + "\n")
+        needed_bytes = self.trained.total * self.item_size
+        with (
+            naming_failed_writes(self.path, parts=[self.part], needed_bytes=needed_bytes),
+            open(self.part, "r+b" if start else "wb") as file,
+        ):
+            if os.fstat(file.fileno()).st_size < start * self.item_size:  # the gap would be filled with zeros
+                raise ValueError(f"{self.part}: another process writes it, too: wait for that one to end")
+            file.truncate(start * self.item_size)
+            file.seek(start * self.item_size)
+            file.write(records.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> dict[str, Any]:
+        """Puts the complete file in its place; returns the sidecar."""
+        found = asdict(self.identity) | {"teacher_name": self.teacher}
+        found |= summarize_scores(self.part, self.identity.top_k)
+        with written_aside(self.sidecar) as (aside,):
+            aside.write_text(json.dumps(sign(found), indent=2) + "\n")
+        self.part.replace(self.path)
+        self.begun.unlink()
+        return found
+
+
+def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> None:
+    """ValueError that names what differs from the sidecar's."""
+    known = read_object(sidecar)
+    unlisted = {SERVED} if None in (identity.served_weights, known.get(SERVED)) else set()
+    other = [name for name, value in asdict(identity).items() if known.get(name) != value and name not in unlisted]
+    if other:
+        raise ValueError(f"{sidecar}: was made with other {', '.join(other).replace('_', ' ')}; {advice}")
+
+
+def read_score_sidecar(path: Path) -> dict[str, Any]:
+    """The sidecar of complete scores; ValueError naming the entries that are missing or of another kind."""
+    sidecar = read_fields(path, SIDECAR_TYPES, written_by="score-data", advice=": score the data again")
+    recorded = sidecar.get("file", {})
+    is_odd = recorded != {} and (not isinstance(recorded, dict) or list_wrong(recorded, FILE_TYPES))
+    if is_odd or not 1 <= sidecar["top_k"] <= MOST_TOP_K:
+        found = f"file is {recorded!r:.80}" if is_odd else f"top_k is {sidecar['top_k']}, allowed: 1 to {MOST_TOP_K}"
+        raise ValueError(f"{path}: {found}: score the data again")
+    return sidecar
+
+
+class ScoreFile:
+    """The complete scores of a data set: `file[row]` are its records (trained tokens,)."""
+
+    def __init__(self, data: TokenizedData, name: str):
+        """ValueError if there are none, or if they are of other data."""
+        self.path = locate_scores(data.path, name)
+        if not self.path.exists():
+            raise ValueError(
+                f"{self.path}: there are no scores of {data.path}: mini-trainer score-data --data-path {data.path}"
+                f" --name {name} --model-name-or-path TEACHER makes them"
+            )
+        self.sidecar_path = self.path.with_name(f"{self.path.name}.json")
+        self.sidecar = read_score_sidecar(self.sidecar_path)
+        self.record_type, self.trained = make_record_type(self.sidecar["top_k"]), count_trained(data)
+        self.num_records = data.num_loss_tokens  # (rows,)
+        if self.sidecar["data"] != digest_data(data):
+            raise ValueError(f"{self.path}: its scores are of other data than {data.path} holds now: score it again")
+        expected = self.trained.total * self.record_type.itemsize
+        if self.path.stat().st_size != expected:
+            raise ValueError(f"{self.path}: has {self.path.stat().st_size:,} bytes, expected {expected:,}: score again")
+
+    def verify(self) -> None:
+        """Checks the file against the hash in its sidecar; the log says if an older version recorded none."""
+        if "file" not in self.sidecar:
+            log.info(f"{self.path}: its sidecar records no hash: it is used unverified")
+            return
+        check_recorded(self.path, self.sidecar["file"], record=str(self.sidecar_path))
+        warn_of_edited(self.sidecar_path, self.sidecar)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        size, start = self.record_type.itemsize, self.trained.before(row) * self.record_type.itemsize
+        return np.frombuffer(os.pread(self.file, int(self.num_records[row]) * size, start), self.record_type)
+
+    @functools.cached_property
+    def file(self) -> int:
+        return os.open(self.path, os.O_RDONLY)
+
+
+class NoScores:
+    """In place of the scores of a data set that has no teacher: records that say nothing."""
+
+    def __init__(self, data: TokenizedData, top_k: int):
+        self.num_records, self.top_k = data.num_loss_tokens, top_k
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return make_even_records(int(self.num_records[row]), self.top_k)
+
+
+class ScoreColumn:
+    """The scores of several data sets that follow each other, by the mixture's rows."""
+
+    def __init__(self, files: Sequence[ScoreFile | NoScores]):
+        self.files = list(files)
+        self.first_rows = np.cumsum([0, *(len(file.num_records) for file in self.files)])
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        source = int(np.searchsorted(self.first_rows, row, side="right")) - 1
+        return self.files[source][row - int(self.first_rows[source])]
+
+
+def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
+    """The largest id, means over a file's tokens (the teacher's loss, the probability of tokens not named), and the
+    file's size and hash."""
+    record_type, loss, tail, count, largest = make_record_type(top_k), 0.0, 0.0, 0, 0
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(record_type.itemsize * (PART_BYTES // record_type.itemsize)):
+            digest.update(part)
+            records = np.frombuffer(part, record_type)
+            loss += float(records["target"].astype(np.float64).sum())
+            tail += float(np.exp(-records["tail"].astype(np.float64)).sum())
+            count, largest = count + len(records), max(largest, int(records["ids"].max()))
+    recorded = {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {
+        "num_tokens": count, "loss": loss / count, "tail": tail / count, "max_token_id": largest, "file": recorded,
+    }  # fmt: skip

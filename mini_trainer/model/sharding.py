@@ -1,0 +1,189 @@
+"""Fills a finished model unit by unit and shards it by FSDP2, and sets when gradients are reduced over ranks."""
+
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import Shard
+
+from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.world import World, broadcast_from_rank0
+from mini_trainer.model.method import Method
+from mini_trainer.model.reading_ahead import reading_ahead
+from mini_trainer.model.weights import Reader
+from mini_trainer.model.whole_weights import WholeWeights, cast_inputs
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import ShardingOptions
+
+RESHARDING = {"auto": None, "always": True, "never": False}  # fully_shard's reshard_after_forward
+# --reshard-after-backward: whether weights stay gathered between a step's micro-batches. auto: until it is settled.
+KEEPING = {"auto": False, "always": False, "never": True}
+READING = ("hidden_states", "look_ahead", "predict", "reference", "score")  # methods that read weights, beside forward
+STATE = 4  # numbers for each weight that trains: itself, its gradient, two moments
+ROOM = 0.85  # share of the memory that weights, gradients, moments and weights in the compute type may fill
+
+
+def stays_whole(
+    model: nn.Module, compute_dtype: torch.dtype, sharding: ShardingOptions, *, world_size: int, memory: int | None
+) -> bool:
+    """Whether one rank has room for all weights in the compute type beside the masters, and so needs no FSDP.
+
+    `memory`: bytes that the rank may use; None: unknown, and enough.
+    """
+    if world_size > 1 or sharding.cpu_offload or sharding.micro_batch_grad_sync != "every":
+        return False
+    if "always" in (sharding.reshard_after_forward, sharding.reshard_after_backward):
+        return False
+    params = list(model.parameters())
+    num_copied = sum(p.numel() for p in params if p.is_floating_point() and p.dtype != compute_dtype)
+    num_bytes = sum((STATE if p.requires_grad else 1) * p.numel() * p.itemsize for p in params)
+    return memory is None or num_copied == 0 or num_bytes + num_copied * compute_dtype.itemsize <= ROOM * memory
+
+
+def apply_sharding(
+    packed_model: PackedModel,
+    blocks: nn.ModuleList,
+    sharding: ShardingOptions,
+    *,
+    method: Method,
+    readers: dict[str, Reader],
+    world: World,
+) -> None:
+    """Fills the meta model from rank 0's `readers` and shards it: each block, an untied embedding, and the rest.
+
+    Units are processed one at a time, so that no rank ever holds more than one of them unsharded. Weights keep their
+    dtypes on meta, compute is in the model's `compute_dtype`, and gradients are reduced in fp32, then cast to the
+    weights' dtype. A single rank has nothing to shard (`stays_whole`): the same numbers, with less work of the host.
+    """
+    is_whole = stays_whole(
+        packed_model, packed_model.compute_dtype, sharding, world_size=world.world_size, memory=world.memory
+    )
+    reshard = RESHARDING[sharding.reshard_after_forward]
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
+    root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's token weights stay in fp32
+    names = {module: name for name, module in packed_model.model.named_modules()}
+    embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
+    is_tied = head is not None and embedding.weight is head.weight  # classifiers have no such head
+    is_plain = type(embedding) is nn.Embedding  # fully_shard changes its class
+    tied = packed_model.model.all_tied_weights_keys.keys()
+    # Fill and shard unit by unit.
+    units = (*blocks, *([] if is_tied else [embedding]), packed_model)
+    with reading_ahead(readers, (names.get(module, "") for unit in units for module in unit.modules())):
+        for unit in show_progress(units, "loading", unit="block"):
+            for module in unit.modules():
+                name = names.get(module, "")
+                method.fill(module, name, readers, world=world)
+                fill_module(module, name, readers, tied=tied, device=world.device)
+            if unit is packed_model:
+                packed_model.model.tie_weights()
+            if not is_whole:
+                fully_shard(
+                    unit,
+                    mesh=world.mesh,
+                    reshard_after_forward=reshard,
+                    shard_placement_fn=choose_dim(world.num_shards),
+                    mp_policy=root_policy if unit is packed_model else policy,
+                    offload_policy=offload,
+                )
+    packed_model.frees_head = reshard is True
+    assert not readers, f"the model has no place for {', '.join(readers)}"
+    if is_whole:
+        packed_model.whole = whole = WholeWeights(packed_model, packed_model.compute_dtype, world.mesh)
+        cast_inputs(blocks, packed_model.compute_dtype)
+        for name in ("forward", *READING):
+            setattr(packed_model, name, whole.wrap(getattr(packed_model, name)))
+        return
+    # Configure gradient reduction and prefetching.
+    for module in packed_model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are summed over ranks, not averaged: the loss is divided by the global number of tokens.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if (count := sharding.prefetch_blocks) > 1:  # FSDP2 prefetches one block by default
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + count]))
+            block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
+    if is_plain and not is_tied:
+        embedding.set_unshard_in_backward(False)  # its gradient needs the tokens' ids, not its weight
+    for name in READING:
+        register_fsdp_forward_method(packed_model, name)
+
+
+def reshard(packed_model: PackedModel) -> None:
+    """Frees the parameters that forward passes without a backward leave gathered: the root's, or all."""
+    if packed_model.whole is not None:
+        packed_model.whole.free()
+    for module in packed_model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def count_gathered_bytes(model: nn.Module, compute_dtype: torch.dtype) -> int:
+    """Bytes of all weights gathered on one rank, those that compute in `compute_dtype` in this dtype."""
+    itemsize = compute_dtype.itemsize
+    return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in model.parameters())
+
+
+def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is_last: bool) -> None:
+    """Sets what the next backward does with gradients and weights; `is_last`: it is the last of a step.
+
+    It reduces gradients over ranks in every micro-batch, or the last one (--micro-batch-grad-sync). Over the replicas
+    of hybrid sharding, gradients are reduced once per step in any case: until then they accumulate as shards, which
+    takes no extra memory. It frees gathered weights in every micro-batch, or the last one (--reshard-after-backward):
+    after a step all are freed, so that the optimizer finds the shards and the next forward pass gathers what it wrote.
+    """
+    if packed_model.whole is not None:
+        packed_model.whole.stays = not is_last
+        return
+    match sharding.micro_batch_grad_sync:
+        case "last":
+            packed_model.set_requires_gradient_sync(is_last)
+        case "every":
+            packed_model.set_requires_all_reduce(is_last)
+        case when:
+            raise ValueError(f"--micro-batch-grad-sync {when}: is not implemented")
+    if KEEPING[sharding.reshard_after_backward]:
+        packed_model.set_reshard_after_backward(is_last)
+
+
+def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Shards the experts of a layer, stored as (experts, rows, columns), by rows if there are too few of them."""
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        by_rows = param.ndim == 3 and param.shape[0] % num_shards != 0 and param.shape[1] % num_shards == 0
+        return Shard(1) if by_rows else None
+
+    return placement
+
+
+def fill_module(
+    module: nn.Module,
+    name: str,
+    readers: dict[str, Reader],
+    *,
+    tied: Container[str],
+    device: torch.device,
+) -> None:
+    """Fills `module`'s own meta parameters and buffers with rank 0's values, on `device`.
+
+    Those named in `tied` are left to `tie_weights`.
+    """
+    tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    for key, meta in tensors.items():
+        if not meta.is_meta or f"{name}.{key}" in tied:
+            continue
+        is_param = isinstance(meta, nn.Parameter)
+        own = readers.pop(f"{name}.{key}")() if dist.get_rank() == 0 else None
+        value = broadcast_from_rank0(own, meta.shape, dtype=meta.dtype, device=device)
+        setattr(module, key, nn.Parameter(value, meta.requires_grad) if is_param else value)

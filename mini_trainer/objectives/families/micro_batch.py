@@ -1,0 +1,137 @@
+"""The micro-batch that a rank trains on: one packed row of samples, the family's additional inputs, and the targets.
+
+T tokens in a row, n sequences, N targets.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_trainer.distributed.row_group import RowGroup
+
+Part = TypeVar("Part")
+
+
+@dataclass
+class Blocks:
+    """Image tokens, which attend to each other in both directions."""
+
+    of: Tensor  # (T,) int64: index of each token's image; -1 for text
+    are_everywhere: bool = True  # False: only in layers whose attention is limited to a window (Gemma 4)
+
+
+@dataclass  # not frozen: torch.compile would recompile frozen ones for each new value of a field
+class Row:
+    """Sequences packed into one row: tokens, positions, borders and attention rules."""
+
+    input_ids: Tensor  # (1, T) int64
+    position_ids: Tensor  # (1, T) int64, restarts at 0 in every sequence
+    cu_seqlens: Tensor  # (n + 1,) int32, cumulative lengths
+    max_seqlen: int
+    seq_lengths: list[int]
+    has_targets: Tensor  # (n,) bool: whether each sequence has any; `Objective.pack` sets it
+    is_two_sided: bool = False  # whether bidirectional attention is allowed
+    blocks: Blocks | None = None
+    chunks: "Row | None" = None  # the same row with borders inside sequences (see `chunk_sequences`)
+    # The ranks that share the row: this is a part of it, with the whole row's borders (see take_part). None: all of it.
+    row_group: RowGroup | None = None
+
+
+@dataclass
+class Targets:
+    """An objective's targets for a row. Subclasses of objectives add fields."""
+
+    index: Tensor  # (N,) int64: what has a target, by its number in the row: tokens, or for some objectives sequences
+    sources: Tensor | None = None  # (N,) int64: each target's data set; None: all are of the first
+    num_sources: int = 1  # number of data sets
+
+    def find_sequences(self, row: Row) -> Tensor:  # (N,)
+        """Index of each target's sequence in the row."""
+        return torch.searchsorted(row.cu_seqlens[1:].long(), self.index, right=True)
+
+    def find_sources(self) -> Tensor:  # (N,) int64
+        """The data set of each target."""
+        return torch.zeros_like(self.index) if self.sources is None else self.sources
+
+    def with_sample_sources(self, sources: np.ndarray) -> "Targets":
+        """The targets, possibly with each sample's data set (samples,)."""
+        return self
+
+    def take_part(self, part: slice) -> "Targets":
+        """The targets of the row's tokens in `part` (--context-parallel)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
+
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "Targets":
+        """The targets of all parts of a row, limited to its first `num_tokens` tokens. All ranks of the group call
+        this."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
+
+
+class MicroBatch:
+    """Input of one forward and backward pass on one rank.
+
+    A plain class, since it is passed to blocks: FSDP's hooks would descend into a dataclass and cast its tensors.
+    """
+
+    def __init__(self, row: Row, targets: Targets, *, extras: Any = None, draws: list[int] | None = None):
+        """`extras`: the family's additional inputs. `draws`: position in the run's sample stream of each sequence's
+        sample; None if nothing is trained."""
+        self.row, self.targets, self.extras, self.draws = row, targets, extras, draws
+
+    def with_row(self, row: Row) -> "MicroBatch":
+        return MicroBatch(row, self.targets, extras=self.extras, draws=self.draws)
+
+    def with_targets(self, targets: Targets) -> "MicroBatch":
+        return MicroBatch(self.row, targets, extras=self.extras, draws=self.draws)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Applies `function` to every tensor."""
+        row, targets, extras = (map_tensors(part, function) for part in (self.row, self.targets, self.extras))
+        return MicroBatch(row, targets, extras=extras, draws=self.draws)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Copies to `device`, without blocking if the memory is pinned."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        return self.map(Tensor.pin_memory)
+
+
+def map_tensors(part: Part, function: Callable[[Tensor], Tensor]) -> Part:
+    """Applies `function` to all tensors in `part`, also in nested dataclasses, dicts and micro-batches."""
+    if isinstance(part, Tensor):
+        return function(part)
+    if isinstance(part, MicroBatch):
+        return part.map(function)
+    if isinstance(part, dict):
+        return {name: map_tensors(value, function) for name, value in part.items()}
+    if is_dataclass(part):
+        return replace(part, **{entry.name: map_tensors(getattr(part, entry.name), function) for entry in fields(part)})
+    return part
+
+
+def pack_row(sequences: Sequence[np.ndarray]) -> Row:
+    """Packs the token ids of sequences, each (length,), into one row."""
+    lengths = [len(input_ids) for input_ids in sequences]
+    return Row(
+        input_ids=torch.from_numpy(np.concatenate(sequences).astype(np.int64))[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
+        max_seqlen=max(lengths),
+        seq_lengths=lengths,
+        has_targets=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+def chunk_sequences(row: Row, size: int) -> Row:
+    """Adds a border after every `size` tokens of each sequence, for chunked attention."""
+    lengths = [min(size, length - start) for length in row.seq_lengths for start in range(0, length, size)]
+    device = row.cu_seqlens.device
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    cu_seqlens = borders.to(device, non_blocking=True)  # without pinned memory the host would wait
+    return replace(row, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), seq_lengths=lengths)

@@ -1,0 +1,192 @@
+"""The door for objectives: what is learned from a micro-batch.
+
+An objective is a value, made once data, tokenizer and model files are known. It joins a model family, which reads the
+row, with targets, a loss and what a validation reports. T tokens in a packed row, L tokens of one sequence, N targets.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_trainer.data.columns.sample import Sample, list_sequences
+from mini_trainer.distributed.row_group import RowGroup
+from mini_trainer.objectives.embedding_noise import EmbeddingNoise
+from mini_trainer.objectives.families.family import Family, Own, Reader
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
+from mini_trainer.objectives.families.row_part import take_part
+
+SELF = "self"  # as a teacher: the model as the run starts
+TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a validation learns from a micro-batch."""
+
+    sums: Tensor  # (num_sources, scores) fp64
+    # (N, 2 + ...) fp64, of each target: the sequence of the micro-batch that it is of, the token there, and what it is
+    # and was predicted. None: the sums are all there is.
+    predictions: Tensor | None = None
+
+
+class Loss(ABC):
+    """How targets are compared with what a model reads. Holds nothing of a model."""
+
+    looks_ahead: ClassVar[bool] = False  # whether `look_ahead` is called with all micro-batches before the first loss
+
+    def prepare(self, reader: Reader, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with what is computed without gradients before its forward pass. Default: nothing more."""
+        return micro_batch
+
+    @abstractmethod
+    def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+        """The loss summed over the micro-batch's targets: an fp32 scalar with gradients.
+
+        May add to `reader.reports` and `reader.extra_losses`. `shared`: the sum over the global batch and all ranks of
+        what `look_ahead` gave.
+        """
+
+    @abstractmethod
+    def score(self, reader: Reader, micro_batch: MicroBatch) -> Scores:
+        """What a validation measures. No gradients."""
+
+    @abstractmethod
+    def sum_own(self, own: Own, targets: Targets) -> Tensor:
+        """`sum` of the one sequence with these targets, from the logits of the model's own forward pass."""
+
+    def look_ahead(self, reader: Reader, micro_batch: MicroBatch) -> Tensor:
+        """Sums over the micro-batch that every loss of the global batch needs, of the same shape on every rank."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    """What is learned: which model, from which samples, by which loss."""
+
+    family: Family
+    noise: EmbeddingNoise | None = None  # on the embeddings, while it trains
+
+    name: ClassVar[str]  # as sidecars of data sets have it
+    pipeline_tag: ClassVar[str] = "text-generation"  # of models that it trains, on the hub
+    metrics: ClassVar[dict[str, bool]]  # numbers of `summarize` that can choose the best model; whether more is better
+
+    @property
+    def title(self) -> str:
+        """How model cards and the console call it."""
+        return self.name
+
+    gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
+    # Sequences of a sample that train, from the first on; the others are only read ahead, forward. None: all train.
+    num_trained_sequences: ClassVar[int | None] = None
+    # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
+    reference_column: ClassVar[str | None] = None
+    scores_name: str | None = None  # of files of a teacher's scores next to the data (see `with_scores`)
+    teacher_model: str | None = None  # a model that reads each micro-batch first, as `Reader.teacher`, or SELF
+
+    # What it learns from.
+
+    @abstractmethod
+    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+        """The family's sample (L tokens) with targets for checks and measurements: at about `num_trained` of those of
+        its tokens that are `trainable` (L,) bool, None: at all of them, 0: at none."""
+
+    @abstractmethod
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> Targets:
+        """The targets of the samples in their packed row."""
+
+    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
+        """What sums over the global batch are divided by, by name: `targets` the losses of its samples, and others
+        what `Reader.extra_losses` names. `num_tokens`: of all samples that have targets."""
+        return {TARGETS: num_targets, TOKENS: num_tokens}
+
+    # The loss, and what it says.
+
+    @abstractmethod
+    def make_loss(self, *, is_fused: bool = False) -> Loss:
+        """`is_fused`: its arithmetic is compiled."""
+
+    @abstractmethod
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
+        """What a validation reports of sums (scores,) and predictions (N, ...) of all ranks: `loss` among them.
+
+        Of `predictions`, each row as of `Scores` without its first two numbers.
+        """
+
+    def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a training step beside its loss, from the loss's `reports`, summed over the global batch."""
+        return {}
+
+    def describe_source(self, reports: Mapping[str, np.ndarray], source: int, divisor: float) -> dict[str, Any]:
+        """Metrics of one of several data sets in a step beside its loss. `divisor`: of the sums, 0 without targets."""
+        return {}
+
+    def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
+        """One of these rows as it is written to a file."""
+        raise AssertionError(f"validations of {self.name} give no predictions")
+
+    def read_reference(self, sums: np.ndarray) -> np.ndarray:
+        """The values of `reference_column` for some samples (samples, ...) fp32, from their `Scores.sums` (samples,
+        scores) by the reference model."""
+        raise NotImplementedError
+
+    def needs_scores(self, source: int) -> bool:
+        """Whether the training set of this index has to have one of `scores_name`'s files."""
+        return True
+
+    def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Objective":
+        """The objective for data with these sidecars of `scores_name`'s files; ValueError if they do not fit."""
+        raise NotImplementedError
+
+    # What follows from the above.
+
+    def pack(
+        self,
+        samples: Sequence[Sample],
+        *,
+        sources: np.ndarray | None = None,
+        num_sources: int = 1,
+        row_group: RowGroup | None = None,
+    ) -> MicroBatch:
+        """A micro-batch of the samples. `sources` (samples,): the one of `num_sources` data sets that each is from.
+
+        With a `row_group` this rank's part of it. Where no sequence has more than one token, an idle sample joins them:
+        torch.compile takes 0 and 1 for constants, and would compile such a row by itself, whenever it comes.
+        """
+        if max(len(sequence) for sample in samples for sequence in list_sequences(sample)) == 1:
+            samples = [*samples, self.make_idle_sample()]
+        row, extras = self.family.pack(samples)
+        targets = replace(self.pack_targets(samples, row), num_sources=num_sources)
+        sequences = targets.find_sequences(row)  # (N,)
+        row = replace(row, has_targets=row.has_targets.index_fill(0, sequences, True))
+        if sources is not None:
+            sample_of = np.repeat(np.arange(len(samples)), [len(list_sequences(sample)) for sample in samples])
+            of_targets = sample_of[sequences.numpy()]  # never an idle sample, which has no targets
+            targets = replace(targets, sources=torch.from_numpy(sources[of_targets])).with_sample_sources(sources)
+        if row_group is not None:
+            row, part = take_part(row, row_group)
+            targets = targets.take_part(part)
+        return MicroBatch(row, targets, extras=extras)
+
+    def make_idle_sample(self) -> Sample:
+        """What a rank without work trains on: two tokens, no target, so that it takes part in every collective."""
+        return self.give_targets({"input_ids": np.zeros(2, dtype=np.int64)}, np.ones(2, dtype=bool), num_trained=0)
+
+    def make_check_sample(self, token_ids: np.ndarray) -> Sample:
+        """A sample with targets, of these tokens (L,), for the start check."""
+        return self.give_targets(*self.family.make_check_sample(token_ids))
+
+    def make_probe(
+        self, num_tokens: int, num_trained: int, *, longest: int, row_group: RowGroup | None = None
+    ) -> MicroBatch:
+        """A micro-batch to measure with: sequences of `longest` tokens, and one with the rest; some of them trained."""
+        lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
+        samples = [
+            self.give_targets(sample, np.ones(length, dtype=bool), num_trained=-(-num_trained * length // num_tokens))
+            for sample, length in zip(self.family.make_probes(lengths), lengths, strict=True)
+        ]
+        return self.pack(samples, row_group=row_group)

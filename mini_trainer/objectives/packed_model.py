@@ -1,0 +1,103 @@
+"""A model that maps a packed micro-batch to its summed loss: a family reads the row, an objective knows the targets."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mini_trainer.distributed.compilation import Compiled
+from mini_trainer.objectives.families.family import Reader
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.objective import Objective, Scores
+
+LOSS, READER = "loss", "reader"  # who needs sums over the global batch
+
+
+class PackedModel(nn.Module):
+    """What is trained, sharded and validated. H hidden size, T tokens of a row, L of one sequence."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        *,
+        backend: str,
+        compute_dtype: torch.dtype,
+        is_fused: bool = False,
+    ):
+        """`backend`: of model.attention. `is_fused`: the loss's arithmetic is compiled."""
+        super().__init__()
+        self.model, self.backend, self.compute_dtype = model, backend, compute_dtype
+        self.reader, self.loss = objective.family.open_reader(model), objective.make_loss(is_fused=is_fused)
+        # A context in which the model runs transformers' own code, without kernels that replace parts of it.
+        self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.draws = True  # whether training may draw random numbers, which a recomputation has to draw again
+        self.whole: Any = None  # WholeWeights, where one rank holds all weights
+        self.frees_head = False  # after each forward pass, whose results then cannot refer to it
+        self.compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
+        if objective.noise is not None:
+            objective.noise.attach(self)
+
+    @property
+    def extra_losses(self) -> dict[str, Tensor]:
+        """The last micro-batch's further loss terms, by divisor; with gradients."""
+        return self.reader.extra_losses
+
+    @property
+    def reports(self) -> dict[str, Tensor]:
+        """Other sums over the last micro-batch, by name; of the same shapes on every rank."""
+        return self.reader.reports
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the losses of a global batch share sums over all of it (`look_ahead`)."""
+        return self.loss.looks_ahead or self.reader.looks_ahead
+
+    def forward(self, micro_batch: MicroBatch, shared: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The loss summed over the micro-batch's targets: an fp32 scalar. `shared`: sums of `look_ahead`."""
+        shared = shared or {}
+        self.reader.extra_losses, self.reader.reports, self.reader.shared = {}, {}, shared.get(READER)
+        loss_sum = self.loss.sum(self.reader, micro_batch, shared=shared.get(LOSS))
+        self.reader.shared = None
+        return loss_sum
+
+    @torch.no_grad()
+    def prepare(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch as `forward` and `score` take it. All ranks call this together."""
+        return self.loss.prepare(self.reader, micro_batch)
+
+    @torch.no_grad()
+    def predict(self, micro_batch: MicroBatch, predict: Callable[[Reader, MicroBatch], Any]) -> Any:
+        """What `predict` gives of this model's reader."""
+        return predict(self.reader, micro_batch)
+
+    @torch.no_grad()
+    def look_ahead(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Sums that the micro-batch adds to those which all losses of its global batch share, by who needs them."""
+        sums = {LOSS: self.loss.look_ahead(self.reader, micro_batch)} if self.loss.looks_ahead else {}
+        return sums | ({READER: self.reader.look_ahead(micro_batch)} if self.reader.looks_ahead else {})
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch) -> Scores:
+        return self.loss.score(self.reader, micro_batch)
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
+        """The packed row's final hidden states, of all its parts, for the self-checks."""
+        hidden, row_group = self.reader.encode(micro_batch), micro_batch.row.row_group
+        # FSDP's hooks want no view.
+        return hidden.clone() if row_group is None else row_group.gather(hidden, dim=1)
+
+    def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The model's own answer for the row's one sequence: hidden states (1, L, H), and the summed loss, with all
+        that counts in it."""
+        with self.own_code():
+            own = self.reader.run_own(micro_batch)
+        row = micro_batch.row
+        targets = micro_batch.targets
+        if row.row_group is not None:
+            targets = targets.gather(row.row_group, num_tokens=row.seq_lengths[0])
+        return own.hidden, self.loss.sum_own(own, targets) + own.extra_loss

@@ -1,0 +1,196 @@
+"""Learning from preferences: DPO and its relatives on pairs of a chosen and a rejected answer.
+
+T tokens in a packed row, N trained tokens among them, P pairs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_trainer.data.columns.columns import PREFERENCE
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
+from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample, list_sequences
+from mini_trainer.objectives.answers import AnswerLoss, AnswerTargets, count_once
+from mini_trainer.objectives.families.family import Family, Own
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
+from mini_trainer.objectives.families.text import TextFamily, TextReader
+from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.objective import TARGETS, Scores
+from mini_trainer.objectives.preference_losses import LOSSES, Kind, Pairs, Strength
+from mini_trainer.objectives.sample_numbers import (
+    ZERO,
+    describe_means,
+    gather_numbers,
+    gather_sample_numbers,
+    sum_by_source,
+    weigh_samples,
+)
+from mini_trainer.options import PreferenceOptions
+
+DEFAULT_STRENGTH = Strength(LOSSES["dpo"].beta)
+CHOSEN_TOKENS = "chosen_tokens"  # divisor of the chosen answers' NLL
+# Sums over pairs, by their columns in `Scores.sums`.
+SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
+        "pairs", "nll", CHOSEN_TOKENS)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PreferenceLoss(AnswerLoss):
+    """A loss of pairs, and with a weight the negative log-likelihood of the chosen answers."""
+
+    kind: Kind = LOSSES["dpo"]
+    strength: Strength = DEFAULT_STRENGTH
+    nll_weight: float = 0.0
+
+    def read_pairs(self, reader: TextReader, micro_batch: MicroBatch) -> Pairs:
+        logps = self.read_logps(reader, micro_batch)
+        return self.make_pairs(logps.view(-1, 2), micro_batch.targets)
+
+    def make_pairs(self, logps: Tensor, targets: AnswerTargets) -> Pairs:
+        reference = torch.zeros_like(logps) if targets.reference is None else targets.reference
+        return Pairs(logps, reference * self.kind.has_reference, targets.lengths, targets.numbers.margins)
+
+    def measure(self, pairs: Pairs, targets: AnswerTargets) -> Tensor:  # (P, len(SUMS))
+        """What is summed over pairs; `loss` with gradients."""
+        weights, beta = targets.numbers.weights, self.strength.beta
+        rewards = beta * (pairs.ratios if self.kind.has_reference else pairs.mean_logps).detach()
+        logps, counts = pairs.logps.detach(), (weights > 0).float()
+        columns = [
+            weights * self.kind.measure(pairs, self.strength),
+            weights * (rewards[:, 0] > rewards[:, 1]),
+            *(weights[:, None] * rewards).unbind(1),
+            *(weights[:, None] * logps).unbind(1),
+            weights,
+            -logps[:, 0] * counts,
+            targets.lengths[:, 0] * counts,
+        ]
+        return torch.stack(columns, dim=1)
+
+    def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+        targets, row_group = micro_batch.targets, micro_batch.row.row_group
+        assert targets.reference is not None or not self.kind.has_reference, "the reference was not computed"
+        pairs = self.read_pairs(reader, micro_batch)
+        sums = self.measure(pairs, targets)
+        loss = sums[:, 0].sum()
+        nll = -(pairs.logps[:, 0] * (targets.numbers.weights > 0)).sum()
+        if row_group is not None:  # all ranks that share the row know the whole loss, which counts once
+            sums, loss, nll = sums / row_group.size, count_once(loss, row_group.size), count_once(nll, row_group.size)
+        if self.nll_weight:
+            reader.extra_losses = reader.extra_losses | {CHOSEN_TOKENS: self.nll_weight * nll}
+        sums = sums.detach()
+        reader.reports["pair_sums"] = sums.sum(0)
+        if targets.num_sources > 1:
+            by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
+            reader.reports["source_losses"] = by_source[:, SUMS.index("loss")]
+            reader.reports["source_divisors"] = by_source[:, SUMS.index("pairs")]
+        return loss
+
+    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+        sums = self.measure(self.read_pairs(reader, micro_batch), micro_batch.targets).double()
+        if micro_batch.row.row_group is not None:
+            sums = sums / micro_batch.row.row_group.size
+        return Scores(sum_by_source(sums, micro_batch.targets.numbers, micro_batch.targets.num_sources))
+
+    def sum_own(self, own: Own, targets: AnswerTargets) -> Tensor:
+        log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
+        logps = log_probs.new_zeros(2).index_add(0, torch.zeros_like(targets.index), log_probs).view(1, 2)
+        pairs = self.make_pairs(logps, targets)
+        return self.measure(pairs, targets)[0, 0] - self.nll_weight * logps[0, 0]
+
+
+@dataclass(frozen=True)
+class Preferences(CausalLM):
+    """Preferences between two answers of a language model."""
+
+    family: Family = field(default_factory=TextFamily)
+    kind: Kind = LOSSES["dpo"]
+    strength: Strength = DEFAULT_STRENGTH
+    nll_weight: float = 0.0
+
+    name = PREFERENCE
+    metrics = {"loss": False, "nll_loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.kind.measure.__name__.replace('_', '-')}, beta {self.strength.beta:g})"
+
+    @property
+    def reference_column(self) -> str | None:
+        return REFERENCE_COLUMN if self.kind.has_reference else None
+
+    def read_reference(self, sums: np.ndarray) -> np.ndarray:  # (rows, scores) -> (rows, 2) fp32
+        columns = [SUMS.index("logps/chosen"), SUMS.index("logps/rejected")]
+        return (sums[:, columns] / sums[:, [SUMS.index("pairs")]]).astype(np.float32)
+
+    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+        """A short sample is one sequence: a chosen answer alone; of longer ones each half is an answer."""
+        sample = super().give_targets(sample, trainable, num_trained=num_trained)
+        weight = np.array([0 if num_trained == 0 else 1], np.float32)
+        return sample | {PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: np.zeros(2, np.float32)}
+
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> AnswerTargets:
+        """Pairs of which one answer is missing, as in checks, have a log-probability of 0 for it."""
+        if not self.kind.takes_margins and any(sample.get(MARGIN_COLUMN, ZERO)[0] for sample in samples):
+            raise ValueError(
+                "the data has margins, which this --preference-loss does not use: give dpo, hinge or simpo, or leave"
+                " the column out (process_data.py --ignore-columns margin)"
+            )
+        targets = super().pack_targets(samples, row)
+        sides = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
+        places = np.array(sides)[targets.find_sequences(row).numpy()]
+        has_reference = REFERENCE_COLUMN in samples[0]
+        return AnswerTargets(
+            **vars(targets),
+            places=torch.from_numpy(places),
+            lengths=torch.from_numpy(np.bincount(places, minlength=2 * len(samples)).astype(np.float32).reshape(-1, 2)),
+            numbers=gather_sample_numbers(samples),
+            reference=gather_numbers(samples, REFERENCE_COLUMN, ZERO) if has_reference else None,
+        )
+
+    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
+        samples = list(samples)
+        own = {TARGETS: weigh_samples(samples), CHOSEN_TOKENS: sum(map(count_chosen_tokens, samples))}
+        return super().weigh(num_targets, num_tokens, ()) | own
+
+    def make_loss(self, *, is_fused: bool = False) -> PreferenceLoss:
+        return PreferenceLoss(is_fused=is_fused, kind=self.kind, strength=self.strength, nll_weight=self.nll_weight)
+
+    def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
+        described = describe_sums(reports["pair_sums"])
+        del described["loss"]  # the step's own
+        return described
+
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
+        return describe_sums(sums.numpy())
+
+
+def count_chosen_tokens(sample: Sample) -> int:
+    """Trained tokens of the chosen answer, which comes first."""
+    return int(np.count_nonzero(sample["labels"][: sample[LENGTHS_COLUMN][0]] != IGNORED))
+
+
+def describe_sums(sums: np.ndarray) -> dict[str, float]:
+    """Means over pairs, and over the chosen answers' tokens."""
+    means = describe_means(SUMS, sums)
+    nll, num_tokens = means.pop("nll"), means.pop(CHOSEN_TOKENS)
+    return means | {"nll_loss": nll / (num_tokens or 1)}
+
+
+def make_preferences(options: PreferenceOptions, family: Family) -> Preferences:
+    """The objective as the options say; problems with them are found before."""
+    kind = LOSSES[options.preference_loss]
+    beta, gamma = options.preference_beta, options.preference_gamma
+    strength = Strength(
+        kind.beta if beta is None else beta,
+        options.preference_label_smoothing,
+        (kind.gamma or 0.0) if gamma is None else gamma,
+    )
+    nll_weight = options.preference_nll_weight
+    return Preferences(
+        family, kind=kind, strength=strength, nll_weight=kind.nll_weight if nll_weight is None else nll_weight
+    )

@@ -1,0 +1,122 @@
+"""Reward models: one number for each of two answers, the chosen one's the larger (Bradley-Terry).
+
+n sequences in a packed row, N of them with a target, P pairs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
+from mini_trainer.data.columns.sample import Sample, list_sequences
+from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
+from mini_trainer.objectives.families.family import Own
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
+from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
+from mini_trainer.objectives.sample_numbers import (
+    SampleNumbers,
+    describe_means,
+    gather_sample_numbers,
+    sum_by_source,
+    weigh_samples,
+)
+
+REWARD = "reward"
+LABELS = Labels(("LABEL_0",))  # as transformers names the one output
+SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "pairs")  # columns of `Scores.sums`
+
+
+@dataclass
+class RewardTargets(Targets):
+    """The answers of each pair; `index` is of sequences."""
+
+    places: Tensor = None  # (N,) int64: twice the sequence's pair, and 1 more for the rejected answer
+    numbers: SampleNumbers = None
+
+    def find_sequences(self, row: Row) -> Tensor:
+        return self.index
+
+    def with_sample_sources(self, sources: np.ndarray) -> "RewardTargets":
+        return replace(self, numbers=self.numbers.with_sources(sources))
+
+
+@dataclass(frozen=True)
+class RewardLoss(Loss):
+    """-log sigmoid(chosen - rejected - margin) (arXiv 2203.02155, eq. 1; margins: arXiv 2307.09288, section 3.2.2), and
+    `centering` times (chosen + rejected)^2, which keeps their mean near 0 (arXiv 2312.09244)."""
+
+    centering: float = 0.0
+
+    def measure(self, rewards: Tensor, numbers: SampleNumbers) -> Tensor:  # (2P,) -> (P, len(SUMS))
+        chosen, rejected = rewards.view(-1, 2).unbind(1)
+        losses = -logsigmoid(chosen - rejected - numbers.margins) + self.centering * (chosen + rejected).square()
+        ones = torch.ones_like(losses)
+        columns = torch.stack([losses, (chosen > rejected).float(), chosen, rejected, ones], dim=1)
+        return numbers.weights[:, None] * columns
+
+    def measure_row(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Tensor:
+        targets = micro_batch.targets
+        rewards = reader.classify(micro_batch, targets.index)[:, 0]
+        by_place = rewards.new_zeros(2 * len(targets.numbers.margins)).index_add(0, targets.places, rewards)
+        return self.measure(by_place, targets.numbers)
+
+    def sum(self, reader: ClassifierReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+        sums, targets = self.measure_row(reader, micro_batch), micro_batch.targets
+        loss, sums = sums[:, 0].sum(), sums.detach()
+        reader.reports["pair_sums"] = sums.sum(0)
+        if targets.num_sources > 1:
+            by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
+            reader.reports["source_losses"], reader.reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
+        return loss
+
+    def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
+        targets = micro_batch.targets
+        return Scores(
+            sum_by_source(self.measure_row(reader, micro_batch).double(), targets.numbers, targets.num_sources)
+        )
+
+    def sum_own(self, own: Own, targets: RewardTargets) -> Tensor:
+        rewards = torch.stack([own.logits[0, 0].float(), own.logits.new_zeros(()).float()])
+        return self.measure(rewards, targets.numbers)[0, 0]
+
+
+@dataclass(frozen=True)
+class Rewards(Objective):
+    """A reward model: a classifier of sequences with one output."""
+
+    family: ClassifierFamily
+    centering: float = 0.0
+
+    name = REWARD
+    pipeline_tag = "text-classification"
+    metrics = {"loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
+
+    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+        """One sequence: a chosen answer alone."""
+        return sample | {PAIR_WEIGHT_COLUMN: np.array([0 if num_trained == 0 else 1], np.float32)}
+
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> RewardTargets:
+        """Pairs of which one answer is missing, as in checks, have a reward of 0 for it."""
+        places = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
+        return RewardTargets(
+            torch.arange(len(places)), places=torch.tensor(places), numbers=gather_sample_numbers(samples)
+        )
+
+    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
+        return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_samples(samples)}
+
+    def make_loss(self, *, is_fused: bool = False) -> RewardLoss:
+        return RewardLoss(self.centering)
+
+    def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
+        described = describe_means(SUMS, reports["pair_sums"])
+        del described["loss"]  # the step's own
+        return described
+
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
+        return describe_means(SUMS, sums.numpy())

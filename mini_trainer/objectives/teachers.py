@@ -1,0 +1,343 @@
+"""Learning from a teacher: cross-entropy and a divergence from the teacher's next-token distributions.
+
+(1 - w) * cross-entropy + w * T^2 * D(q, p), with w --teacher-weight and p and q at temperature T (arXiv 1503.02531).
+q is read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row, or one
+with the same trained tokens after other prompts.
+N trained tokens, K tokens that a file names of each, V vocabulary size.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.stores.model_files import name_model
+from mini_trainer.distributed.compilation import Compiled
+from mini_trainer.distributed.row_group import RowGroup
+from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
+from mini_trainer.objectives.embedding_noise import EmbeddingNoise
+from mini_trainer.objectives.families.family import Family, Own
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
+from mini_trainer.objectives.families.text import TextReader
+from mini_trainer.objectives.next_tokens import CausalLM, NextTokens, TokenLoss
+from mini_trainer.objectives.objective import SELF, TARGETS, Scores
+from mini_trainer.objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
+from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
+from mini_trainer.options import TeacherOptions
+
+TAUGHT = "taught"  # among objectives
+SEEN_COLUMN = "seen"  # of samples: the row, itself a sample, that a teacher reads instead
+DEFAULT_TOP_K = 32
+VALUES = ("loss", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")  # of a token
+NUM_VALUES = len(VALUES) + 1  # and 1 if the token has a teacher, which the last three are means over
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The weights of the loss's two terms."""
+
+    weight: float | Tensor  # of the divergence, the cross-entropy has the rest; or one of each row (rows, 1)
+    divergence: str  # a key of FROM_TOP or FROM_LOGITS
+    temperature: float = 1.0
+    by_source: tuple[float, ...] = ()  # weights of data sets that have different ones; `weight` is then the largest
+
+    def weigh_rows(self, targets: NextTokens) -> Tensor | None:  # (N, 1)
+        """The weight of each target; None if it is `weight`."""
+        if not self.by_source or targets.sources is None:  # no sources: a check's row, or one without targets
+            return None
+        weights = torch.zeros(len(targets.sources), 1, device=targets.sources.device)
+        for source, weight in enumerate(self.by_source):
+            weights.masked_fill_(targets.sources[:, None] == source, weight)
+        return weights
+
+
+@dataclass
+class TaughtTargets(NextTokens):
+    """Next tokens, and what the teacher says of them."""
+
+    soft: SoftTargets | None = None  # from a file
+    seen: MicroBatch | None = None  # what a teacher reads instead: the same trained tokens after other prompts
+    teacher: TrainedTokens | None = None  # of a teacher that reads: what its logits are computed from
+
+    def take_part(self, part: slice) -> "TaughtTargets":
+        first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
+        soft = None if self.soft is None else self.soft.slice(slice(first, end))
+        return TaughtTargets(**vars(super().take_part(part)), soft=soft)
+
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "TaughtTargets":
+        """The targets of a check's row, in which the teacher says the same of all tokens."""
+        own, soft = super().gather(row_group, num_tokens=num_tokens), self.soft
+        if soft is not None:
+            soft = read_records([make_even_records(len(own.index), soft.ids.shape[1])])
+        return TaughtTargets(**vars(own), soft=soft)
+
+
+def measure_taught_chunk(
+    logits: Tensor,  # (rows, V)
+    target: Tensor,  # (rows, 1)
+    token_weights: Tensor | None,  # (rows, 1)
+    softcap: float | None,
+    teacher: Top | Tensor,  # of a file, or logits (rows, V')
+    terms: Terms,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """VALUES and 1 with a teacher (rows, NUM_VALUES), the loss's derivatives by the logits (rows, V) in their type, and
+    by the bias (V,).
+
+    Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared on what both have.
+    Rows with a weight of 0 of their own have no teacher.
+    """
+    dtype, weight, temperature = logits.dtype, terms.weight, terms.temperature
+    logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    has_own_weights = isinstance(weight, Tensor)
+    weight = weight.to(logits.dtype) if has_own_weights else weight
+    if softcap is not None:
+        logits = (logits / softcap).tanh_().mul_(softcap)
+    shares_softmax = temperature == 1 and isinstance(teacher, Top)
+    divergence = None if shares_softmax else compare(logits, target, teacher, terms)  # frees its copies first
+    log_probs = logits.log_softmax(dim=1)
+    cross_entropy, (tail, agrees) = -log_probs.gather(1, target), describe_teacher(teacher, log_probs)
+    if shares_softmax:
+        diverge = FROM_TOP[terms.divergence].diverge_within
+        divergence = diverge(log_probs, target, teacher, share=1 - weight, scale=weight)
+        d_logits = divergence.d_logits
+    else:
+        d_logits = log_probs.exp_().mul_(1 - weight)
+        compared, scale = d_logits[:, : divergence.d_logits.shape[1]], weight * temperature
+        if has_own_weights:
+            compared.addcmul_(divergence.d_logits, scale)
+        else:
+            compared.add_(divergence.d_logits, alpha=scale)
+    at_target = weight - 1 if has_own_weights else d_logits.new_full((), weight - 1).expand_as(target)
+    d_logits.scatter_add_(1, target, at_target)
+    if softcap is not None:
+        d_logits.mul_(1 - (logits / softcap).square_())  # tanh' of the capped logits
+    losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence.values
+    values = torch.cat([losses, cross_entropy, divergence.values], dim=1)
+    if token_weights is not None:
+        values, d_logits = values * token_weights, d_logits.mul_(token_weights)
+    is_taught = weight > 0 if has_own_weights else torch.ones_like(agrees)
+    values = torch.cat([values, *(part.to(values.dtype) for part in (tail, agrees, is_taught))], dim=1)
+    if has_own_weights:
+        values[:, 2:].mul_(is_taught)
+    return values, d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
+
+
+def compare(logits: Tensor, target: Tensor, teacher: Top | Tensor, terms: Terms) -> Divergence:
+    """The divergence at the terms' temperature."""
+    if isinstance(teacher, Top):
+        return FROM_TOP[terms.divergence](temper(logits, terms), target, teacher)
+    width = min(logits.shape[1], teacher.shape[1])
+    teacher = temper(teacher[:, :width].to(logits.dtype), terms)
+    return FROM_LOGITS[terms.divergence](temper(logits[:, :width], terms), target, teacher)
+
+
+def temper(logits: Tensor, terms: Terms) -> Tensor:
+    return logits if terms.temperature == 1 else logits / terms.temperature
+
+
+def describe_teacher(teacher: Top | Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # -> (rows, 1) each
+    """The teacher's probability of the tokens that a file does not name, and whether its likeliest token is the
+    model's."""
+    if isinstance(teacher, Top):
+        tail, best = teacher.log_q[:, -1:].exp(), teacher.ids[:, :1]
+    else:
+        best = teacher[:, : log_probs.shape[1]].argmax(dim=1, keepdim=True)
+        tail = torch.zeros_like(best)
+    return tail, log_probs.gather(1, best) == log_probs.amax(dim=1, keepdim=True)
+
+
+@functools.cache
+def fuse_taught_chunk() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    return Compiled(measure_taught_chunk, "the loss")
+
+
+@dataclass(frozen=True)
+class TaughtChunk:
+    """The loss of a chunk's tokens: a `MeasureChunk` whose values are `measure_taught_chunk`'s."""
+
+    tokens: TrainedTokens
+    targets: TaughtTargets
+    terms: Terms
+    weights: Tensor | None  # (N, 1), of each token in place of the terms'
+    is_fused: bool = False
+
+    def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        tokens, teacher = self.tokens, self.read_teacher(chunk)
+        measure = fuse_taught_chunk() if self.is_fused and len(logits) > 1 else measure_taught_chunk
+        weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
+        terms = self.terms if self.weights is None else replace(self.terms, weight=self.weights[chunk])
+        return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, terms, needs_bias)
+
+    def read_teacher(self, chunk: slice) -> Top | Tensor:
+        """The chunk's part of what a file says, or the teacher's logits."""
+        if self.targets.soft is not None:
+            soft = self.targets.soft.slice(chunk)
+            return Top(soft.ids.long(), soft.log_q, soft.log_q_target)
+        return compute_logits(self.targets.teacher, chunk)
+
+
+@dataclass(frozen=True)
+class TaughtLoss(TokenLoss):
+    """Cross-entropy and divergence. In the start check, a teacher that reads the row is not there yet: the
+    cross-entropy's share is the loss."""
+
+    terms: Terms | None = None
+    is_online: bool = False
+
+    def prepare(self, reader: TextReader, micro_batch: MicroBatch) -> MicroBatch:
+        if not self.is_online:
+            return micro_batch
+        targets = micro_batch.targets
+        tokens = reader.teacher.read(micro_batch if targets.seen is None else targets.seen, self.predict)
+        if len(tokens.targets) < len(targets.index):  # validation data, of which the teacher has no rows
+            return micro_batch
+        return micro_batch.with_targets(replace(targets, teacher=tokens))
+
+    def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+        targets = micro_batch.targets
+        if targets.soft is None and targets.teacher is None:
+            return (1 - self.terms.weight) * super().sum(reader, micro_batch, shared=shared)
+        weights = self.terms.weigh_rows(targets)
+        return self.sum_taught(reader, self.predict(reader, micro_batch), targets, weights=weights)
+
+    def sum_taught(
+        self, reader: TextReader, tokens: TrainedTokens, targets: TaughtTargets, *, weights: Tensor | None = None
+    ) -> Tensor:
+        measure = TaughtChunk(tokens, targets, self.terms, weights, self.is_fused)
+        return self.sum_by_source(reader, targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
+
+    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+        """What a language model scores, VALUES and the number of targets that have a teacher.
+
+        The weights of data sets are of those that train: here all targets count.
+        """
+        tokens, targets = self.predict(reader, micro_batch), micro_batch.targets
+        scores = self.score_sources(tokens, targets)
+        taught = scores.new_zeros(len(scores), NUM_VALUES)
+        if targets.soft is not None or targets.teacher is not None:
+            self.sum_taught(reader, tokens, targets)
+            taught = reader.reports["source_values"].double()
+        return Scores(torch.cat([scores, taught], dim=1))
+
+    def sum_own(self, own: Own, targets: TaughtTargets) -> Tensor:
+        if targets.soft is None:
+            return (1 - self.terms.weight) * super().sum_own(own, targets)
+        logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
+        top = Top(targets.soft.ids.long(), targets.soft.log_q, targets.soft.log_q_target)
+        divergence = compare(logits, labels[:, None], top, self.terms)
+        return (1 - self.terms.weight) * super().sum_own(own, targets) + (
+            self.terms.weight * self.terms.temperature**2 * divergence.values.sum()
+        )
+
+
+@dataclass(frozen=True)
+class Taught(CausalLM):
+    """Language modelling with a teacher."""
+
+    terms: Terms = field(default_factory=lambda: Terms(0.5, "forward-kl"))
+    top_k: int | None = None  # tokens that the files name of each; None: the teacher reads the row
+    scores_name: str | None = None
+    teacher_model: str | None = None
+    reads_beside: bool = False  # the teacher reads other rows: SEEN_COLUMN of the samples
+    teacher_title: str = "a teacher"
+
+    metrics = CausalLM.metrics | {"teacher_kl": False}
+
+    @property
+    def title(self) -> str:
+        terms = self.terms
+        weights = ", ".join(f"{weight:g}" for weight in terms.by_source or (terms.weight,))
+        weight = f"weight{'s' if terms.by_source else ''} {weights}"
+        return (
+            f"{self.name} with {self.teacher_title} ({terms.divergence}, {weight}, temperature {terms.temperature:g})"
+        )
+
+    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+        """A teacher that reads other rows gets the same one."""
+        sample = super().give_targets(sample, trainable, num_trained=num_trained)
+        if self.reads_beside:
+            return sample | {SEEN_COLUMN: sample}
+        return sample if self.top_k is None else sample | {SOFT_COLUMN: self.make_even_records(sample["labels"])}
+
+    def make_even_records(self, labels: np.ndarray) -> np.ndarray:
+        return make_even_records(int(np.count_nonzero(labels[1:] != IGNORED)), self.top_k)
+
+    def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
+        """With a second row of what a teacher reads beside the samples: idle for validation data, which has nothing."""
+        micro_batch = super().pack(samples, **options)
+        if self.reads_beside:
+            idle = self.make_idle_sample()
+            seen = super().pack([sample.get(SEEN_COLUMN, idle) for sample in samples])
+            micro_batch.targets = replace(micro_batch.targets, seen=seen)
+        return micro_batch
+
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> TaughtTargets:
+        """Validation data need not have records."""
+        targets, soft = super().pack_targets(samples, row), None
+        if self.top_k is not None and SOFT_COLUMN in samples[0]:
+            soft = read_records([sample[SOFT_COLUMN] for sample in samples])
+            assert len(soft.ids) == len(targets.index), (len(soft.ids), len(targets.index))
+        return TaughtTargets(**vars(targets), soft=soft)
+
+    def needs_scores(self, source: int) -> bool:
+        return not self.terms.by_source or self.terms.by_source[source] > 0
+
+    def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Taught":
+        for name, wanted in (("temperature", self.terms.temperature), ("top_k", sidecars[0]["top_k"])):
+            found = sorted({sidecar[name] for sidecar in sidecars} | {wanted})
+            if len(found) > 1:
+                raise ValueError(
+                    f"--teacher-scores {self.scores_name}: made with other {name.replace('_', ' ')}s"
+                    f" ({', '.join(map(str, found))}): all files, and --teacher-temperature, need the same"
+                )
+        top_k = sidecars[0]["top_k"]
+        if top_k == 1 and self.terms.divergence == "masked-kl":
+            raise ValueError(
+                f"--teacher-scores {self.scores_name}: name one token of each position, and masked-kl leaves it out"
+                " where it is the target: score the data with --top-k 2 or more"
+            )
+        names = ", ".join(sorted({sidecar["teacher_name"] for sidecar in sidecars}))
+        return replace(self, top_k=top_k, teacher_title=f"teacher {names}")
+
+    def make_loss(self, *, is_fused: bool = False) -> TaughtLoss:
+        return TaughtLoss(is_fused=is_fused, terms=self.terms, is_online=self.top_k is None)
+
+    def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
+        return describe_values(reports["source_values"].sum(0), divisors[TARGETS])
+
+    def describe_source(self, reports: Mapping[str, np.ndarray], source: int, divisor: float) -> dict[str, Any]:
+        return describe_values(reports["source_values"][source], divisor)
+
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
+        """`loss` is the cross-entropy, as in other runs; without a teacher its metrics are None."""
+        own, values = sums[:3], sums[3:].tolist()
+        found = describe_values(values, values[-1])
+        del found["cross_entropy"]
+        return super().summarize(own, None) | found
+
+
+def describe_values(values: Sequence[float], num_targets: float) -> dict[str, float | None]:
+    """The means of sums (NUM_VALUES,), without the loss: over targets, or over those that have a teacher."""
+    _, cross_entropy, *said, num_taught = map(float, values)
+    found = {"cross_entropy": cross_entropy / num_targets if num_targets else None}
+    return found | {n: value / num_taught if num_taught else None for n, value in zip(VALUES[2:], said, strict=True)}
+
+
+def make_taught(options: TeacherOptions, family: Family, noise: EmbeddingNoise | None = None) -> Taught:
+    """The objective as the options say."""
+    weights = options.teacher_weight
+    by_source = weights if len(set(weights)) > 1 else ()
+    terms = Terms(max(weights), options.teacher_divergence, options.teacher_temperature, by_source)
+    if options.teacher_model is not None:
+        name = options.teacher_model
+        title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
+        reads_beside = len(options.teacher_data) > 0
+        return Taught(family, noise, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
+    return Taught(family, noise, terms=terms, top_k=DEFAULT_TOP_K, scores_name=options.teacher_scores)

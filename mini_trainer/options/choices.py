@@ -1,0 +1,36 @@
+"""Check that the program implements the chosen values of options with a fixed set of values."""
+
+from collections.abc import Collection, Iterator, Mapping
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from mini_trainer.options.fields import flag_name, flatten_options, list_types
+
+Implemented = Mapping[str, Collection[str]]  # implemented values by option
+
+
+def list_choices(options_class: type) -> dict[str, tuple[str, ...]]:
+    """Allowed values of each option that has a fixed set of them."""
+    found = {name: tuple(iterate_literals(kind)) for name, kind in list_types(options_class).items()}
+    return {name: values for name, values in found.items() if values}
+
+
+def iterate_literals(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    elif get_origin(kind) in (Union, UnionType, tuple):
+        for part in get_args(kind):
+            yield from iterate_literals(part)
+
+
+def check_choices(options: Any, implemented: Implemented) -> None:
+    """ValueError for a value that is not implemented, so that no `else` branch can mistake it for another; KeyError for
+    an option without an entry in `implemented`."""
+    values = flatten_options(options)
+    for name in list_choices(type(options)):
+        given = values[name] if isinstance(values[name], tuple) else (values[name],)
+        unknown = [value for value in given if isinstance(value, str) and value not in implemented[name]]
+        if unknown:
+            raise ValueError(
+                f"{flag_name(name)} {unknown[0]}: is not implemented; implemented are {', '.join(implemented[name])}"
+            )

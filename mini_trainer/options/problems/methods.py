@@ -1,0 +1,93 @@
+"""Problems with the options of OSFT, LoRA, and frozen parts of vision-language models."""
+
+import math
+
+from mini_trainer.options import OSFTOptions, TrainOptions, VisionOptions, flag_name
+from mini_trainer.options.problems.given import list_given
+
+MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
+# Settings that an adapter to continue from determines, so options must not set them.
+LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+
+
+def find_osft_problems(o: OSFTOptions) -> list[str]:
+    """Problems with OSFT's options: without effect, missing, or out of range."""
+    given = list_given(o)
+    if not o.osft:
+        return [f"{', '.join(given)}: no effect without --osft"] if given else []
+    problems = []
+    ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
+    uses_activations = o.osft_basis == "activations"
+    needs_statistics = uses_activations or o.osft_rank_allocation == "importance"
+    has_statistics = o.osft_calibration_data is not None or o.osft_statistics is not None
+    if ratio is None and (energy is None or not uses_activations):
+        problems.append("--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1")
+    if ratio is not None and not 0 <= ratio <= 1:
+        problems.append(f"--osft-unfreeze-rank-ratio {ratio}: must be from 0 to 1")
+    if ratio == 0 and not o.osft_train_others:
+        problems.append(f"--osft-unfreeze-rank-ratio {ratio} without --osft-train-others trains nothing")
+    if energy is not None and not 0 < energy <= 1:
+        problems.append(f"--osft-keep-energy {energy}: must be above 0 and at most 1")
+    if energy is not None and not uses_activations:
+        problems.append("--osft-keep-energy has no effect with --osft-basis weights, only with activations")
+    if energy is not None and ratio is not None:
+        problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both set how much to keep: give only one")
+    if energy is not None and o.osft_rank_allocation == "importance":
+        problems.append("--osft-rank-allocation importance has no effect with --osft-keep-energy")
+    if needs_statistics and not has_statistics:
+        problems.append(
+            "--osft-basis activations and --osft-rank-allocation importance need --osft-calibration-data,"
+            " --osft-statistics, or both"
+        )
+    if has_statistics and not needs_statistics:
+        problems.append(
+            "--osft-calibration-data and --osft-statistics have no effect with --osft-basis weights and"
+            " --osft-rank-allocation uniform"
+        )
+    return problems
+
+
+def find_lora_problems(options: TrainOptions) -> list[str]:
+    """Problems with LoRA's options: without effect, out of range, or incompatible with others."""
+    problems, o = [], options.lora
+    given = list_given(o)
+    if not o.lora:
+        return [f"{', '.join(given)}: no effect without --lora"] if given else []
+    if o.lora_rank is not None and not 1 <= o.lora_rank <= MOST_RANK:
+        problems.append(f"--lora-rank {o.lora_rank}: must be from 1 to {MOST_RANK:,}")
+    if o.lora_alpha is not None and not 0 < o.lora_alpha < math.inf:
+        problems.append(f"--lora-alpha {o.lora_alpha}: must be above 0, and finite")
+    if not 0 <= o.lora_dropout < 1:
+        problems.append(f"--lora-dropout {o.lora_dropout}: must be at least 0 and below 1")
+    said = sorted(set(given) & {flag_name(f"lora_{name}") for name in LORA_ADAPTER_SAYS})
+    if o.lora_adapter is not None and said:
+        problems.append(f"{', '.join(said)}: no effect with --lora-adapter, which determines it")
+    if options.osft.osft:
+        problems.append("--lora and --osft are two training methods: give only one")
+    if options.optimization.master_weights != "float32":
+        problems.append(
+            f"--master-weights {options.optimization.master_weights} has no effect with --lora: adapters are float32,"
+            " and frozen weights are in --compute-dtype"
+        )
+    if options.compute.float8:
+        problems.append("--float8 cannot be used with --lora: peft does not support adapters on fp8 layers")
+    if o.base_quantization != "none" and o.lora_use_dora:
+        problems.append(f"--lora-use-dora cannot be used with --base-quantization {o.base_quantization}")
+    return problems
+
+
+def find_vision_problems(options: TrainOptions) -> list[str]:
+    """Problems with --freeze, alone or with LoRA and OSFT."""
+    if options.vision == VisionOptions():
+        return []
+    frozen = options.vision.freeze
+    if "nothing" in frozen and len(frozen) > 1:
+        return [f"--freeze {' '.join(frozen)}: nothing cannot be combined with other parts"]
+    flag, lora, osft = f"--freeze {' '.join(frozen)}", options.lora, options.osft
+    if lora.lora and not lora.lora_target_modules and lora.lora_adapter is None:
+        return [f"{flag}: with --lora it restricts --lora-target-modules, which is not given"]
+    if osft.osft and "language" in frozen:
+        return [f"{flag}: --osft trains the language model"]
+    if osft.osft and not osft.osft_train_others:
+        return [f"{flag}: no effect with --osft unless --osft-train-others makes other parameters trainable"]
+    return []

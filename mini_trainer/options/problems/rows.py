@@ -1,0 +1,176 @@
+"""Problems with the options of rows and their tokenization."""
+
+from pathlib import Path
+
+from mini_trainer.options import ProcessDataOptions, RowOptions, flag_name, parse_shard, parse_template_args
+from mini_trainer.options.problems.given import list_changed, list_row_sources
+from mini_trainer.options.urls import find_target_faults, hide_credentials, is_url, split_scheme
+
+# Minimum values of row options; a block is cut one token short if the next would begin with an end-of-text token, and
+# a target needs two tokens.
+ROW_MINIMA = {"max_sample_num_tokens": 1, "block_size": 3, "num_proc": 1, "mock_data": 1, "mock_length": 2}
+RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
+NO_PARTS = "{flag}: parts need a directory that all processes see, not --output-file {file}: give a local path"
+LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
+
+
+def find_data_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with the options of process_data.py."""
+    problems = []
+    if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
+        problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
+    if is_url(o.output_file):
+        problems += find_stored_output_problems(o)
+    if o.preview_html is not None and is_url(o.preview_html):
+        problems.append(f"--preview-html {o.preview_html}: must be a local path")
+    if not list_row_sources(o.rows):
+        problems.append("no rows are given: give --input-file or --input-dataset")
+    problems += [*find_row_problems(o.rows), *find_content_problems(o)]
+    if o.preview < 0:
+        problems.append(f"--preview {o.preview}: must be at least 0")
+    if o.shard is not None:
+        problems += find_shard_problems(o)
+    if o.string_for_printing_masks is not None and o.preview == 0:
+        problems.append("--string-for-printing-masks has no effect with --preview 0")
+    if o.string_for_printing_masks is not None and o.rows.format == "classification":
+        problems.append("--string-for-printing-masks: no effect with --format classification")
+    return problems
+
+
+def find_content_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with the options of `ContentOptions`."""
+    given = [flag_name(name) for name in list_changed(o.contents)]
+    if given and (o.rows.mock_data is not None or o.rows.format == "classification"):
+        return [f"{', '.join(given)}: no effect on random and labelled rows"]
+    problems = []
+    try:
+        parse_template_args(o.contents.template_args)
+    except ValueError as error:
+        problems.append(f"--template-args: {error}")
+    if o.contents.as_chat and o.rows.format != "completion":
+        problems.append("--as-chat needs --format completion: it makes chats of prompts and completions")
+    if o.contents.system_field is not None and not (o.contents.as_chat or o.rows.format in ("alpaca", "sharegpt")):
+        problems.append("--system-field needs --as-chat, or --format alpaca or sharegpt")
+    if o.contents.control_tokens == "as-text":
+        blocking = ["--images"] if o.rows.images else []
+        blocking += ["--thinking-prefix train-as-prompted"] if o.rows.thinking_prefix == "train-as-prompted" else []
+        problems += [f"--control-tokens as-text cannot be used with {flag}" for flag in blocking]
+    return problems
+
+
+def find_stored_output_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with a URL as --output-file."""
+    problems = find_target_faults(o.output_file, flag="--output-file")
+    scheme, place = split_scheme(o.output_file)
+    if not problems and "/" not in place.lstrip("/"):
+        problems.append(f"--output-file {o.output_file}: names no bucket: must be {scheme}://BUCKET/{place}")
+    given = [flag for flag, is_given in (("--shard", o.shard not in (None, "1/1")), ("--join", o.join)) if is_given]
+    if given:
+        problems.append(NO_PARTS.format(flag=given[0], file=hide_credentials(o.output_file)))
+    if o.rows.images:
+        problems.append("--images: image paths are relative to the data set, which therefore has to be local")
+    return problems
+
+
+def find_shard_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with --shard, which is given."""
+    try:
+        parse_shard(o.shard)
+    except ValueError as error:
+        return [f"--shard {error}"]
+    return ["--shard has no effect with --join, which joins all parts"] if o.join else []
+
+
+def find_row_problems(o: RowOptions) -> list[str]:
+    """Problems with row options: values out of range, options without effect, and several row sources."""
+    problems, given = [], list_row_sources(o)
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)} both specify rows: give only one of them")
+    for name, least in ROW_MINIMA.items():
+        value = getattr(o, name)
+        if value is not None and value < least:
+            problems.append(f"{flag_name(name)} {value}: must be at least {least}")
+    useless = [flag_name(name) for name in ("split", "revision") if getattr(o, name) is not None]
+    if useless and o.input_dataset is None:
+        problems.append(f"{', '.join(useless)}: no effect without --input-dataset")
+    if o.mock_length is not None and o.mock_data is None:
+        problems.append("--mock-length has no effect without --mock-data")
+    if o.mock_data is not None:
+        kept = ("mock_data", "mock_length", "num_proc", *(["format"] if o.format in RANDOM_FORMATS else []))
+        given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
+        if given:
+            problems.append(f"{', '.join(map(flag_name, given))}: no effect with --mock-data, which reads no rows")
+    if o.format in RANDOM_FORMATS and o.mock_length is not None and 2 <= o.mock_length < LEAST_PAIR:
+        problems.append(f"--mock-length {o.mock_length}: must be at least {LEAST_PAIR} with --format {o.format}")
+    if o.block_size is not None and o.max_sample_num_tokens is not None:
+        problems.append("--max-sample-num-tokens has no effect with --block-size, which sets the length of samples")
+    if o.block_size is not None and o.format not in (None, "messages", "document"):
+        problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
+    if o.validation_share is not None and not 0 < o.validation_share < 1:
+        problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    if o.allow_missing_stop_token and o.append_stop_token:
+        problems.append("--allow-missing-stop-token has no effect with --append-stop-token, which adds missing ones")
+    if o.allow_downloads and not o.images:
+        problems.append("--allow-downloads has no effect without --images")
+    if o.images and o.format == "classification":
+        problems.append("--images has no effect with --format classification: classifiers do not support images")
+    if o.images and o.format in ("preference", "feedback"):
+        problems.append(f"--images cannot be used with --format {o.format}, which does not support images")
+    if o.feedback_from_pairs and o.format != "preference":
+        problems.append("--feedback-from-pairs: no effect without --format preference")
+    if o.images and any(map(is_url, o.input_file)):
+        problems.append("--images: image paths are relative to the rows' files, which therefore have to be local")
+    if o.images and o.input_dataset is not None:
+        problems.append("--images: image paths are relative to the rows' files: give these with --input-file")
+    return [*problems, *find_field_problems(o), *find_classification_problems(o)]
+
+
+ONLY_GIVEN = ("chosen_field", "rejected_field")  # options of a format that is never detected
+
+
+def find_field_problems(o: RowOptions) -> list[str]:
+    """Problems with column options: for several formats, or for a different one than --format."""
+    formats = {
+        "messages_field": ("messages", "sharegpt"),
+        "prompt_field": ("completion", "alpaca", "preference", "feedback"),
+        "completion_field": ("completion", "alpaca", "feedback"),
+        "text_field": ("document", "classification"),
+        "chosen_field": ("preference",),
+        "rejected_field": ("preference",),
+    }
+    given = [name for name in formats if getattr(o, name) is not None]
+    if given and not set.intersection(*(set(formats[name]) for name in given)):
+        return [f"{', '.join(map(flag_name, given))}: are for different formats, but rows have one"]
+    return [
+        f"{flag_name(name)} has no effect with --format {o.format}, only with {' and '.join(formats[name])}"
+        for name in given
+        if o.format not in (formats[name] if name in ONLY_GIVEN else (None, *formats[name]))
+    ]
+
+
+def find_classification_problems(o: RowOptions) -> list[str]:
+    """Problems with options only for classifiers or only for language models, and with labels."""
+    only_classification = (
+        *("truncate", "text_pair_field", "label_field", "label_separator"),
+        *("label_type", "label_names", "labels_from"),
+    )
+    is_classification = o.format == "classification"
+    only_language = ("allow_missing_stop_token", "append_stop_token", "thinking_prefix")
+    useless = only_language if is_classification else only_classification
+    useless = [name for name in useless if not (name == "label_field" and o.format == "feedback")]
+    given = [flag_name(name) for name in useless if name in list_changed(o)]
+    problems = []
+    if given:
+        word = "with" if is_classification else "without"
+        problems.append(f"{', '.join(given)}: no effect {word} --format classification")
+    if o.truncate and o.max_sample_num_tokens is None:
+        problems.append("--truncate needs --max-sample-num-tokens, the length to truncate to")
+    if o.label_names and o.labels_from is not None:
+        problems.append("--label-names and --labels-from both set the labels: give only one")
+    if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
+        problems.append(f"--label-names {' '.join(o.label_names)}: has a duplicate or blank name")
+    if o.label_separator is not None and o.label_type == "single":
+        problems.append("--label-separator has no effect with --label-type single: each row has one label")
+    if o.label_names and o.label_type == "regression":
+        problems.append("--label-names has no effect with --label-type regression")
+    return problems

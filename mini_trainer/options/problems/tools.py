@@ -1,0 +1,213 @@
+"""Problems with the options of the programs other than train.py and process_data.py."""
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mini_trainer.options import (
+    BoardOptions,
+    ContinualOptions,
+    EngineOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    ImportConfigOptions,
+    MergeModelsOptions,
+    PlotOptions,
+    SamplingOptions,
+    ScoreDataOptions,
+    flag_name,
+)
+from mini_trainer.options.problems.training import find_unpaired
+
+PICTURES = (".png", ".svg", ".pdf")
+MOST_TOP_K = 256
+
+
+def find_plot_problems(o: PlotOptions) -> list[str]:
+    """Problems with the options of mini-trainer plot-metrics."""
+    problems, endings = [], (".html", *PICTURES)
+    if not o.runs:
+        problems.append("no run is given: give the --output-dir of one or more runs")
+    if o.output is None and not o.follow:
+        problems.append("no output is given: give --output page.html, --output plot.png, or --follow")
+    if o.output is not None and o.follow:
+        problems.append("--output has no effect with --follow, which serves the page and writes no file: give only one")
+    if o.output is not None and Path(o.output).suffix.lower() not in endings:
+        problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
+    if o.port is not None and not o.follow:
+        problems.append("--port has no effect without --follow")
+    if o.port is not None:
+        problems += find_port_problems(o.port)
+    if o.smoothing is not None and o.smoothing < 1:
+        problems.append(f"--smoothing {o.smoothing}: must be at least 1 (no smoothing)")
+    return problems
+
+
+def find_board_problems(o: BoardOptions) -> list[str]:
+    """Problems with the options of mini-trainer board."""
+    given = len(o.folder)
+    problems = [] if given == 1 else [f"{given} directories are given: give one, with runs in it, such as their parent"]
+    return problems + find_port_problems(o.port)
+
+
+def find_import_problems(o: ImportConfigOptions) -> list[str]:
+    """Problems with the options of mini-trainer import-config."""
+    return [] if o.num_gpus >= 1 else [f"--num-gpus {o.num_gpus}: must be at least 1"]
+
+
+def find_port_problems(port: int) -> list[str]:
+    return [] if 0 <= port <= 65535 else [f"--port {port}: must be from 1 to 65535, or 0 for any free one"]
+
+
+def find_generate_problems(o: GenerateOptions) -> list[str]:
+    """Problems with the options of generate.py."""
+    problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
+    if o.prompts and o.output is None:
+        problems.append("--prompts needs --output, the file to write the answers to")
+    if o.output is not None and not o.prompts:
+        problems.append("--output has no effect without --prompts: a chat in the terminal is not saved")
+    if o.output is not None and Path(o.output).suffix != ".jsonl":
+        problems.append(f"--output {o.output}: must end in .jsonl")
+    if o.format is not None and not o.prompts:
+        problems.append("--format has no effect without --prompts")
+    if not o.prompts and o.sampling.num_samples != 1:
+        problems.append("--num-samples has no effect in a chat")
+    if o.engines.engine == "openai" and (o.adapter is not None or o.model_revision is not None or o.trust_remote_code):
+        problems.append("--adapter, --model-revision, --trust-remote-code: no effect with --engine openai")
+    return problems
+
+
+def find_engine_problems(o: EngineOptions) -> list[str]:
+    """Problems with engine options: for a different engine than the chosen one, or out of range."""
+    problems = []
+    of_engine = {"batch_size": ("hf",), "dtype": ("hf", "vllm"), "base_url": ("openai",), "api_key_env": ("openai",),
+                 "concurrency": ("openai",)}  # fmt: skip
+    for option in dataclasses.fields(o):
+        engines = of_engine.get(option.name, (o.engine,))
+        if o.engine not in engines and getattr(o, option.name) != option.default:
+            problems.append(f"{flag_name(option.name)} has no effect with --engine {o.engine}")
+    for name in ("batch_size", "concurrency"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    if o.engine == "openai" and o.base_url is None:
+        problems.append("--engine openai needs --base-url, such as http://localhost:8000/v1")
+    if o.base_url is not None and not is_address(o.base_url):
+        problems.append(
+            "--base-url: expected http:// or https://, a host, and no query (?...), which the client would not send:"
+            " put keys in the environment variable that --api-key-env names"
+        )
+    is_named = o.api_key_env != EngineOptions.api_key_env
+    if o.engine == "openai" and is_named and o.api_key_env not in os.environ:  # it may be the key itself
+        problems.append("--api-key-env: the environment has no such variable; give a variable's name, not the key")
+    return problems
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` is a server's URL without parts that the client would drop."""
+    if any(map(str.isspace, text)):
+        return False
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018  (ValueError if it is not a number)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+
+
+def find_sampling_problems(o: SamplingOptions) -> list[str]:
+    """Problems with sampling options: out of range, or without effect on greedy decoding."""
+    problems = []
+    for name in ("max_new_tokens", "num_samples"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    if not 0 <= o.temperature < math.inf:
+        problems.append(f"--temperature {o.temperature}: must be 0 (greedy decoding) or above")
+    if o.top_p is not None and not 0 < o.top_p <= 1:
+        problems.append(f"--top-p {o.top_p}: must be above 0 and at most 1")
+    if o.top_k is not None and o.top_k < 1:
+        problems.append(f"--top-k {o.top_k}: must be at least 1")
+    if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
+        problems.append(
+            "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"
+        )
+    return problems
+
+
+def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
+    """Problems with the options of evaluate_model.py."""
+    problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
+    if not o.model and o.run is None:
+        problems.append("no model is given: give models with --model, or a run with --run")
+    if not (o.data or o.task or o.lm_eval):
+        problems.append("nothing to evaluate on: give --data, --task or --lm-eval")
+    if len(set(o.model)) < len(o.model):
+        problems.append("--model: a model is given twice")
+    if o.metrics and not o.task:
+        problems.append("--metrics has no effect without --task")
+    if o.format is not None and not o.task:
+        problems.append("--format has no effect without --task")
+    if o.sampling.num_samples != 1:
+        problems.append("--num-samples has no effect: one answer per prompt is evaluated")
+    if o.engines.engine != "hf" and (o.data or o.lm_eval):
+        problems.append(f"--data and --lm-eval need --engine hf, not {o.engines.engine}")
+    for name, least in {"max_tokens_per_gpu": 1, "num_resamples": 100}.items():
+        if getattr(o, name) < least:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least {least}")
+    return problems
+
+
+def find_score_problems(o: ScoreDataOptions) -> list[str]:
+    """No data, values out of range, options of the other engine."""
+    problems = [] if o.data_path else ["no data is given: name tokenized data sets by --data-path"]
+    if len(set(o.data_path)) < len(o.data_path):
+        problems.append("--data-path: one is named twice")
+    problems += find_unpaired(o.teacher_data, len(o.data_path))
+    if not 1 <= o.top_k <= MOST_TOP_K:
+        problems.append(f"--top-k {o.top_k}: must be from 1 to {MOST_TOP_K}")
+    if not 0 < o.temperature < math.inf:
+        problems.append(f"--temperature {o.temperature}: must be above 0, and finite")
+    if not o.name or not all(letter.isalnum() or letter in "-_" for letter in o.name):
+        problems.append(f"--name {o.name!r}: must be of letters, digits, - and _, as it is a part of a file's name")
+    for name in ("max_tokens_per_gpu", "concurrency"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    server = {"base_url": o.base_url, "api_key_env": o.api_key_env, "concurrency": o.concurrency}
+    engine = EngineOptions(engine=o.engine, **server)
+    problems += find_engine_problems(engine)
+    if o.engine == "openai" and o.temperature != 1:
+        problems.append(f"--temperature {o.temperature}: a server's log-probabilities are those at temperature 1")
+    return problems
+
+
+def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
+    """Problems with the options of mini-trainer merge-models."""
+    problems = []
+    if len(o.model) < (2 if o.base is None else 1):
+        problems.append("--model: give at least two models, or at least one and --base")
+    if o.weights and len(o.weights) != len(o.model):
+        problems.append(f"--weights: given {len(o.weights)} for {len(o.model)} models")
+    if any(not math.isfinite(weight) for weight in o.weights):
+        problems.append(f"--weights {' '.join(map(str, o.weights))}: must be numbers")
+    elif o.weights and o.base is None and abs(sum(o.weights) - 1) > 1e-6:
+        problems.append(f"--weights: sum to {sum(o.weights):g}, but without --base must sum to 1")
+    if o.base is not None and not o.weights:
+        problems.append("--base needs --weights, the weights of the models' differences from it")
+    return problems
+
+
+def find_continual_problems(o: ContinualOptions) -> list[str]:
+    """Options of the other use, several files, an output of an unknown kind."""
+    if o.compare:
+        problems = ["--output-dir has no effect with --compare: give --output"] if o.output_dir is not None else []
+        problems += ["--allow-env has no effect with --compare"] if o.allow_env else []
+        if not o.paths:
+            problems.append("--compare: no output directory of an experiment is given")
+        if o.output is not None and Path(o.output).suffix != ".html":
+            problems.append(f"--output {o.output}: must end in .html")
+        return problems
+    problems = ["--output has no effect without --compare"] if o.output is not None else []
+    if len(o.paths) != 1:
+        problems.append(f"{len(o.paths)} files are given, allowed: one YAML file; --compare takes output directories")
+    return problems

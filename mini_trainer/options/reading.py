@@ -1,0 +1,39 @@
+"""Files that others write: opened only if they are files, and never read without an end."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+NOT_REGULAR = "is not a regular file"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read its bytes. OSError if it is a pipe, a device or a socket, of which nothing is read: a read
+    could wait forever, or have no end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket
+            raise
+    raise OSError(f"{path}: {NOT_REGULAR}")
+
+
+def check_regular(path: Path) -> None:
+    """OSError for a pipe or a device in the place of a file that a library opens by its name."""
+    if path.exists() and not path.is_file():
+        raise OSError(NOT_REGULAR)
+
+
+def read_small(path: Path, most_bytes: int) -> str:
+    """The text of a file; OSError, without its name, if it is too large, or no regular file."""
+    check_regular(path)
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(f"larger than {most_bytes:,} bytes, the limit")
+    return content.decode()

@@ -1,0 +1,299 @@
+"""Options of the other programs."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mini_trainer.options.data import DATA_CACHE_DIR
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Inference engine."""
+
+    engine: Literal["hf", "vllm", "openai"] = "hf"
+    """hf: transformers; vllm: the package (pip install vllm); openai: a server with an OpenAI-compatible API, such as
+    those of vLLM, SGLang or llama.cpp."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Data type of computation; auto: the stored weights' data type."""
+    batch_size: int = 32
+    """hf: maximum number of prompts in a batch."""
+    base_url: str | None = None
+    """openai: URL of the server, such as http://localhost:8000/v1."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """openai: environment variable with the API key; self-hosted servers often need none."""
+    concurrency: int = 16
+    """openai: number of concurrent requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Sampling."""
+
+    max_new_tokens: int = 512
+    """Maximum number of tokens in an answer."""
+    temperature: float = 0.0
+    """Sampling temperature; 0: greedy decoding."""
+    top_p: float | None = None
+    """Nucleus sampling: sample from the most probable tokens with this total probability."""
+    top_k: int | None = None
+    """Sample from this many of the most probable tokens."""
+    num_samples: int = 1
+    """Number of answers per prompt."""
+    seed: int = 0
+    """Random seed. An answer depends on it, on the prompt's index and on its own number, not on the rest of its
+    batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Generate from a model: prompts from files, or a chat in the terminal."""
+
+    model: str
+    """Directory of a model, an export or an adapter, or a name on the hub; openai: the model's name on the server."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter for the model, in peft's format."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use the model without comparing its files to the hashes recorded when they were written."""
+    prompts: tuple[str, ...] = ()
+    """Files or directories of prompts: rows as process_data.py reads them, or lines of text (.txt). Default: a chat in
+    the terminal."""
+    output: str | None = None
+    """File for the answers: .jsonl."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
+    """Format of the rows. Default: detected for each row."""
+    config: str | None = None
+    """YAML file with any of these options; flags override it."""
+    engines: EngineOptions = field(default_factory=EngineOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Evaluate models side by side: losses on tokenized sets, answers to tasks, EleutherAI's harness."""
+
+    output_dir: str
+    """Directory for results.json, each model's samples, and the page. Existing results are reused."""
+    model: tuple[str, ...] = ()
+    """Directories of models, exports or adapters, or names on the hub; the first is the baseline."""
+    run: str | None = None
+    """Output directory of train.py: evaluate all its exports, in addition to --model."""
+    data: tuple[str, ...] = ()
+    """Tokenized data sets written by process_data.py, or URLs of such: loss, perplexity and token accuracy; for
+    classifiers macro F1, accuracy and loss."""
+    data_cache_dir: str = DATA_CACHE_DIR
+    """Cache directory for copies of data sets at URLs."""
+    task: tuple[str, ...] = ()
+    """Files of prompts with references: the last answer of a chat, a completion, an answer, or choices with the index
+    of the correct one."""
+    lm_eval: tuple[str, ...] = ()
+    """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
+    rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references. Choices are always
+    scored by their likelihood."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the models; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use models and data sets without comparing their files to the hashes recorded when they were written."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
+    """Format of the tasks' rows. Default: detected for each row."""
+    max_tokens_per_gpu: int = 8192
+    """Maximum number of tokens in a micro-batch of --data."""
+    num_resamples: int = 10_000
+    """Number of resamples of bootstrap intervals and permutation tests."""
+    config: str | None = None
+    """YAML file with any of these options; flags override it."""
+    engines: EngineOptions = field(default_factory=EngineOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreDataOptions:
+    """Score tokenized data sets with a model: a teacher's most probable tokens, or a reference's log-probabilities."""
+
+    model_name_or_path: str
+    """Directory of a model, an export or an adapter, or a name on the hub."""
+    data_path: tuple[str, ...] = ()
+    """Tokenized data sets written by process_data.py, or URLs of such. The scores are written next to them, or to the
+    copy of what is at a URL: of language modelling to DATA.NAME.scores, of preferences and feedback to what train.py
+    looks for."""
+    data_cache_dir: str = DATA_CACHE_DIR
+    """Cache directory for copies of data sets at URLs."""
+    teacher_data: tuple[str, ...] = ()
+    """Data sets that the teacher reads instead, one for each --data-path: the same trained tokens in the same rows
+    after other prompts."""
+    name: str = "teacher"
+    """Name of the scores: train.py --teacher-scores."""
+    top_k: int = 32
+    """Number of most probable tokens to keep of each position, 1 to 256."""
+    temperature: float = 1.0
+    """Temperature of the distributions: train.py --teacher-temperature."""
+    max_tokens_per_gpu: int = 8192
+    """Maximum number of tokens in a micro-batch."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of computation; auto: bfloat16 on a GPU, float32 on the CPU."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use models and data sets without comparing their files to the hashes recorded when they were written."""
+    engine: Literal["hf", "openai"] = "hf"
+    """hf: transformers, in this process or under torchrun; openai: a server that returns prompt_logprobs (vLLM)."""
+    base_url: str | None = None
+    """openai: URL of the server, such as http://localhost:8000/v1."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """openai: environment variable with the API key; self-hosted servers often need none."""
+    concurrency: int = 16
+    """openai: number of concurrent requests."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeAdapterOptions:
+    """Merge a LoRA adapter into its base model's weights."""
+
+    adapter: str
+    """Directory of the adapter, in peft's format."""
+    output_dir: str
+    """Output directory, which must not exist."""
+    model_name_or_path: str | None = None
+    """The adapter's base model. Default: the one named in its config."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: the adapter's, or the main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use the model and the adapter without comparing their files to the hashes recorded when they were written."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of the merged weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeModelsOptions:
+    """Merge models of one architecture, tensor by tensor, in fp32."""
+
+    model: tuple[str, ...]
+    """Directories of two or more models; config, tokenizer and data types come from the first one."""
+    output_dir: str
+    """Output directory, which must not exist."""
+    weights: tuple[float, ...] = ()
+    """Weight of each model; without --base they must sum to 1. Default: equal weights."""
+    base: str | None = None
+    """Directory of the common base model: the result is the base plus the weighted sum of the models' differences from
+    it (task vectors)."""
+    skip_verification: bool = False
+    """Use the models without comparing their files to the hashes recorded when they were written."""
+    config: str | None = None
+    """YAML file with any of these options; flags override it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportGgufOptions:
+    """Write a model as one GGUF file for llama.cpp, Ollama and LM Studio."""
+
+    model_name_or_path: str
+    """Directory of a model: an export, or any other in the Hugging Face format."""
+    output: str
+    """File to write (.gguf), which must not exist. Its name without the ending is the model's name."""
+    dtype: Literal["bf16", "f16", "f32", "q8_0"] = "bf16"
+    """Data type of the matrices: q8_0, 8 bits in blocks of 32; smaller types are made from such a file by llama.cpp's
+    llama-quantize."""
+    skip_verification: bool = False
+    """Use the model without comparing its files to the hashes recorded when they were written."""
+    config: str | None = None
+    """YAML file with any of these options; flags override it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfigOptions:
+    """Convert another trainer's configuration to files for process_data.py and train.py."""
+
+    config_file: str
+    """YAML file of Axolotl, LLaMA-Factory or TRL."""
+    output_dir: str = "."
+    """Directory for data.yaml and train.yaml."""
+    num_gpus: int = 1
+    """Number of GPUs, to convert samples per GPU to samples per step."""
+    tokenized_data: tuple[str, ...] = ()
+    """Your data sets, written by process_data.py. Their lengths are used to convert batches of packs to tokens, as far
+    as packs are filled, and fractional epochs to samples."""
+    trainer: (
+        Literal["axolotl", "llama-factory", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward"] | None
+    ) = None
+    """Trainer that the file is for; trl is its SFT trainer. Default: detected from its keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Compare stored files to the hashes recorded when they were written."""
+
+    path: tuple[str, ...]
+    """Data sets, scores, exports, checkpoints, runs, or directories that contain any of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """Plot the curves of several training runs: an HTML page, or a figure for papers."""
+
+    runs: tuple[str, ...]
+    """Output directories of train.py, of finished or running runs."""
+    output: str | None = None
+    """File to write: .html, a self-contained page; .png, .svg or .pdf, a figure."""
+    follow: bool = False
+    """Serve the page on this machine until Ctrl-C, updated while runs continue."""
+    port: int | None = None
+    """Port of --follow, 0 for any free one. Default: 8765."""
+    smoothing: int | None = None
+    """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
+    Default: depends on the longest run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardOptions:
+    """Serve a live table of all runs in a directory, and their curves, on this machine, until Ctrl-C."""
+
+    folder: tuple[str, ...]
+    """A directory with output directories of train.py, at any depth."""
+    port: int = 8766
+    """Port of the page, 0 for any free one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Train with different options, and find those with the best validations (docs/sweep.md)."""
+
+    config_file: str
+    """YAML file of the sweep."""
+    output_dir: str | None = None
+    """Output directory. Default: the file's output_dir."""
+    print_command: bool = False
+    """Print the command of each trial, and exit."""
+    allow_env: tuple[str, ...] = ()
+    """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinualOptions:
+    """Train on tasks one after the other, and measure what is learnt and forgotten (docs/continual.md)."""
+
+    paths: tuple[str, ...]
+    """YAML file of the tasks; with --compare, output directories of experiments."""
+    output_dir: str | None = None
+    """Output directory. Default: the file's output_dir."""
+    compare: bool = False
+    """Compare experiments with the same tasks, instead of running one."""
+    output: str | None = None
+    """--compare only: page to write (.html), in addition to the tables."""
+    allow_env: tuple[str, ...] = ()
+    """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""

@@ -1,0 +1,88 @@
+"""The actions due after a step: a pure function of the run's position and the flags of all ranks."""
+
+from dataclasses import dataclass
+
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.monitor import Flag, stop_reason
+from mini_trainer.options import ExportOptions, TrainOptions, ValidationOptions
+from mini_trainer.sampler import Batching, RunPosition
+
+
+@dataclass(frozen=True)
+class Due:
+    """Actions after a step, in the order in which they are taken."""
+
+    validation: bool
+    checkpoint: bool
+    export: bool
+    stop: tuple[ExitCode, str] | None  # exit code and reason; None: the run continues, or has ended
+
+
+def find_due(
+    position: RunPosition, options: TrainOptions, *, epoch_length: int, num_steps: int | None, flags: int = 0
+) -> Due:
+    """Returns what is due at `position`, the end of a step; `flags` are OR-ed over ranks (see
+    distributed.monitor.Flag)."""
+    is_last = position.step == num_steps
+    stop = None if is_last else stop_reason(flags)
+    every = options.checkpoints.checkpoint_every_steps
+    is_checkpoint_step = every is not None and (position.step % every == 0 or is_last)
+    return Due(
+        validation=is_validation_due(position, options.validation, epoch_length=epoch_length, is_last=is_last),
+        checkpoint=is_checkpoint_step or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
+        export=is_export_due(position, options.exports, epoch_length=epoch_length, is_last=is_last)
+        or bool(flags & Flag.EXPORT_DUE),
+        stop=stop,
+    )
+
+
+def is_export_due(position: RunPosition, options: ExportOptions, *, epoch_length: int, is_last: bool) -> bool:
+    """Whether the step that ended at `position` crossed one of the thresholds, or was the last."""
+    every = options.min_samples_per_checkpoint
+    return (
+        (is_last and options.save_final_checkpoint)
+        or (every is not None and has_crossed(position, every))
+        or (options.checkpoint_at_epoch and has_crossed(position, epoch_length))
+    )
+
+
+def is_validation_due(position: RunPosition, options: ValidationOptions, *, epoch_length: int, is_last: bool) -> bool:
+    """Whether the model is to be validated at `position`, the end of a step."""
+    if not options.is_asked:
+        return False
+    every = options.validate_every_steps
+    return (
+        is_last
+        or (every is not None and position.step % every == 0)
+        or (options.validate_at_epoch and has_crossed(position, epoch_length))
+    )
+
+
+def count_validations(step: int, options: ValidationOptions, *, num_steps: int, steps_per_epoch: float) -> int:
+    """Number of validations from the end of `step` to the end of the run; counts an epoch's apart from a step's."""
+
+    def count(last: int) -> int:
+        every = 0 if options.validate_every_steps is None else last // options.validate_every_steps
+        return every + (int(last / steps_per_epoch) if options.validate_at_epoch else 0)
+
+    return 1 + count(num_steps - 1) - count(step - 1) if options.is_asked else 0
+
+
+def list_export_steps(
+    options: ExportOptions, batching: Batching, *, start: RunPosition, num_steps: int, epoch_length: int
+) -> list[int]:
+    """Numbers of the steps that an export follows, from the step after `start` to the last of `num_steps`."""
+    intervals = [options.min_samples_per_checkpoint, epoch_length if options.checkpoint_at_epoch else None]
+    intervals = [every for every in intervals if every is not None]
+    position, step, steps = start.num_samples, start.step, {num_steps} if options.save_final_checkpoint else set()
+    while intervals and step < num_steps:  # from one step that crosses a threshold to the next one
+        threshold = min((position // every + 1) * every for every in intervals)
+        num_batches = batching.count(position, threshold)
+        position, step = batching.find_end(position, num_batches=num_batches), step + num_batches
+        steps.add(step)
+    return sorted(step for step in steps if start.step < step <= num_steps)
+
+
+def has_crossed(position: RunPosition, every: int) -> bool:
+    """Whether the last step's samples reached another multiple of `every`."""
+    return position.num_samples // every > (position.num_samples - position.num_in_step) // every

@@ -1,0 +1,123 @@
+"""A run's exports: finding, writing, checking, removing old ones, and uploading."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.stores.disk import read_json, remove_directory
+from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.options import TrainOptions
+from mini_trainer.run.due import find_due
+from mini_trainer.run.export import ExportParts, export_model
+from mini_trainer.run.export_check import check_export
+from mini_trainer.run.hub import Hub
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.model_card import make_card
+from mini_trainer.run.step import TrainState
+from mini_trainer.run.store import Store
+from mini_trainer.run.training_log import TrainingLog
+from mini_trainer.run.uploads import AVERAGE, BEST, REGULAR, Uploads
+from mini_trainer.sampler import RunPosition
+
+EXPORTS_DIR = "hf_format"
+AVERAGE_PREFIX = "average_"  # before the name of an export: of --weight-average
+POSITION_FILE = "position.json"  # in an export with --export-name: the run's position
+BEST_FILE = "validation.json"  # in the best model's export: its line of validation_metrics_0.jsonl
+
+
+class Exports:
+    """The exports in `--output-dir`, and, on rank 0, their uploads. All ranks call every public method."""
+
+    def __init__(self, options: TrainOptions, inputs: RunInputs, world: World, control: RunControl, log: TrainingLog):
+        self.options, self.inputs, self.world, self.control, self.log = options, inputs, world, control, log
+        self.output_dir = Path(options.output_dir)
+        self.directory = self.output_dir / EXPORTS_DIR
+        hub = [Hub(options.hub)] if options.hub.push_to_hub is not None else []
+        store = [Store(options.exports.upload_to)] if options.exports.upload_to is not None else []
+        self.first_averaged: int | None = None  # step before those of the average that the last export does not have
+        self.uploads = [Uploads(place) for place in (*hub, *store)] if world.rank == 0 else []
+
+    def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
+        """Whether an export was due at `position` but was not written before the run ended."""
+        due = find_due(position, self.options, epoch_length=epoch_length, num_steps=num_steps)
+        return due.export and not call_on_rank0(self.world, lambda: self.has(position))
+
+    def has(self, position: RunPosition) -> bool:
+        """Whether the export for `position` exists and holds that position's model."""
+        export_dir = self.path_of(position)
+        if self.options.exports.export_name is None or not export_dir.exists():
+            return export_dir.exists()
+        return (export_dir / POSITION_FILE).is_file() and read_json(export_dir / POSITION_FILE) == asdict(position)
+
+    def path_of(self, position: RunPosition) -> Path:
+        return self.directory / (self.options.exports.export_name or f"samples_{position.num_samples}")
+
+    def write(self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None) -> None:
+        """Exports the model at `position`; as the best model if `best`, its validation metrics, is given."""
+        call_on_rank0(self.world, self.control.check_directory)
+        inputs, options = self.inputs, self.options
+        notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
+        if best is None and options.exports.export_name is not None:
+            notes[POSITION_FILE] = json.dumps(asdict(position)) + "\n"
+        notes |= call_on_rank0(self.world, lambda: make_card(self.output_dir, options, inputs, position))
+        export_dir = self.path_of(position) if best is None else self.directory / "best"
+        num_steps, average = state.num_steps_before + position.step, state.average
+        average_dir = export_dir.with_name(AVERAGE_PREFIX + export_dir.name)
+        has_begun = average is not None and average.has_begun(num_steps)
+        has_average = best is None and has_begun
+        self.first_averaged = None if average is None or has_begun else average.first_step - state.num_steps_before
+        parts = ExportParts(
+            inputs.objective.family,
+            state.method,
+            inputs.generation_config,
+            inputs.tokenizer,
+            DTYPES[options.exports.export_dtype],
+            inputs.source(options.model),
+            notes,
+        )
+        with self.control.slow(f"the export after step {position.step}"):
+            if has_average:  # first, since the export beside it says that all is there
+                with average.in_place():
+                    self._write(state, average_dir, parts)
+            self._write(state, export_dir, parts)
+            call_on_rank0(self.world, lambda: self.remove_old(position))
+        message = f"After step {position.step:,}, {position.num_samples:,} samples"
+        for uploads in self.uploads:
+            if has_average:
+                uploads.add(average_dir, kind=AVERAGE, message=message)
+            uploads.add(export_dir, kind=REGULAR if best is None else BEST, message=message)
+
+    def _write(self, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
+        export_model(state.model, export_dir, parts, world=self.world)
+        if self.options.exports.check_export:
+            check_export(state.model, export_dir, parts, objective=self.inputs.objective, world=self.world)
+        self.log.write_export(export_dir)
+
+    def remove_old(self, position: RunPosition) -> None:
+        """Applies --keep-exports; keeps exports of later positions, from before a resume."""
+        num_kept = self.options.exports.keep_exports
+        if num_kept is None:
+            return
+        names = [path.name.removeprefix("samples_") for path in self.directory.glob("samples_*")]
+        numbers = [int(name) for name in names if name.isdecimal()]
+        for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
+            for export in (f"{AVERAGE_PREFIX}samples_{number}", f"samples_{number}"):
+                if (self.directory / export).exists():  # an average is not there with every export
+                    remove_directory(self.directory / export)
+
+    def describe_missing_average(self) -> str | None:
+        """Why the run has exported no average though it was to; None if it has, or was not to."""
+        if self.first_averaged is None:
+            return None
+        return (
+            f"--weight-average tail: no average is exported, only the weights themselves: the run ended before the"
+            f" last {self.options.optimization.tail_steps:,} steps of its full length, which begin after step"
+            f" {self.first_averaged:,}. With --early-stopping-patience, use --weight-average ema"
+        )
+
+    def finish_uploads(self, *, is_done: bool) -> None:
+        for uploads in self.uploads:
+            uploads.close(is_done=is_done)

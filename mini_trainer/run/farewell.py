@@ -1,0 +1,106 @@
+"""The last lines of a run: its results, and the commands that use or continue it."""
+
+import importlib.util
+import logging
+import shlex
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.stores.disk import parse_metrics
+from mini_trainer.distributed.command import name_program, repeat_command
+from mini_trainer.distributed.ending import log
+from mini_trainer.options import TrainOptions
+from mini_trainer.run.exports import Exports
+from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
+from mini_trainer.sampler import RunPosition
+
+PLAIN_ROLES = {"completion", "document"}  # of texts without a chat template
+MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file
+
+
+def describe_result(message: str, exports: Exports, position: RunPosition, *, best_step: int | None) -> str:
+    """The last lines of a run that ended with `message`, for rank 0's console; empty for `--logging-level WARNING`.
+
+    `best_step`: of the best validation so far.
+    """
+    if exports.world.rank > 0 or not log.isEnabledFor(logging.INFO):
+        return ""
+    output_dir = exports.output_dir
+    first, last = read_ends(output_dir / METRICS_FILE)
+    _, validation = read_ends(output_dir / VALIDATION_FILE)
+    result = [f"{message}: {position.step:,} steps" if message == "done" else f"{message}\n{position.step:,} steps"]
+    if first and last:
+        result.append(f"loss {first['loss']:.4f} -> {last['loss']:.4f}")
+    if validation and validation["step"] == position.step and validation["loss"] is not None:
+        result.append(f"validation {validation['loss']:.4f}")
+    lines = [", ".join(result)]
+    last_model, best_model = exports.path_of(position), exports.directory / "best"
+    models = [(best_model, f"best model, after step {best_step}")] if best_step not in (None, position.step) else []
+    models = [(path, name) for path, name in [*models, (last_model, "model after the last step")] if path.is_dir()]
+    lines += [f"{name}: {path}" for path, name in models]
+    if models:
+        lines += describe_trial(models[0][0], exports)
+    if last:
+        lines.append(describe_curves(output_dir))
+    return "\n".join(lines)
+
+
+def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first and the last line of a metrics file; empty if there is none, or if it is damaged."""
+    if not path.is_file():
+        return {}, {}
+    with path.open("rb") as file:
+        first = file.readline()
+        file.seek(max(0, path.stat().st_size - MOST_BYTES_OF_LINE))
+        last = (file.read().splitlines() or [first])[-1]
+    return parse_metrics(first) or {}, parse_metrics(last) or {}
+
+
+def describe_trial(model: Path, exports: Exports) -> list[str]:
+    """The command that tries a model: a chat; its evaluation, if it gives no answers, has no chat template or saw only
+    plain text.
+
+    No line for data with images, which neither program reads.
+    """
+    inputs, options = exports.inputs, exports.options
+    if inputs.data.has_images:
+        return []
+    saw_chats = inputs.tokenizer.chat_template is not None and not (inputs.roles and inputs.roles <= PLAIN_ROLES)
+    if inputs.objective.pipeline_tag == "text-generation" and saw_chats:
+        return [f"try it: {name_program('generate')} --model {quote(model)}"]
+    data = (*options.validation.validation_data_path, *options.data.data_path)[0]
+    target = exports.output_dir / "evaluation"
+    command = name_program("evaluate")
+    return [f"try it: {command} --model {quote(model)} --data {quote(data)} --output-dir {quote(target)}"]
+
+
+def describe_curves(output_dir: Path) -> str:
+    command = name_program("plot-metrics")
+    has_plotly = importlib.util.find_spec("plotly") is not None
+    return (
+        f"curves{'' if has_plotly else ' (pip install plotly)'}:"
+        f" {command} {quote(output_dir)} --output {quote(output_dir / 'curves.html')}"
+    )
+
+
+def describe_continuing(options: TrainOptions) -> str:
+    """How to continue a run that was stopped: its own command, without a --resume that would refuse to."""
+    words = repeat_command()
+    if options.checkpoints.resume not in ("auto", "strict"):
+        words = [*drop_flag("--resume", words), "--resume", "auto"]
+    return f"to continue: {shlex.join(words)}"
+
+
+def drop_flag(flag: str, words: list[str]) -> list[str]:
+    """`words` without a flag and its one value."""
+    kept, iterator = [], iter(words)
+    for word in iterator:
+        if word == flag:
+            next(iterator, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return kept
+
+
+def quote(path: str | Path) -> str:
+    return shlex.quote(str(path))

@@ -1,0 +1,210 @@
+"""A run's inputs: data, tokenizer, the model's config, objective and method; and the errors found in them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from mini_trainer.data.stores.disk import hash_json
+from mini_trainer.data.stores.model_files import find_weights, verify_weights
+from mini_trainer.data.tokenized.by_row import find_top_row
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import verify_data
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
+from mini_trainer.model.method import Method
+from mini_trainer.model.scoring.score_files import ScoreFile
+from mini_trainer.objectives.families.family import Family
+from mini_trainer.objectives.objective import SELF, Objective
+from mini_trainer.options import DataOptions, ModelOptions, TrainOptions
+from mini_trainer.run.callbacks import Classes
+from mini_trainer.run.checkpointing import Checkpoint
+from mini_trainer.run.record import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
+from mini_trainer.sampler import Batching, RunPosition, draw_batches
+
+Result = TypeVar("Result")
+
+REFERENCE_MODEL, TEACHER_MODEL = "--reference-model", "--teacher-model"
+
+
+class Errors(list[ValueError | OSError]):
+    """The errors found in a run's inputs."""
+
+    def attempt(self, function: Callable[[], Result]) -> Result | None:
+        """Returns the function's result, or None if it raises an error, which is added."""
+        try:
+            return function()
+        except (ValueError, OSError) as error:
+            self.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        """Raises the only error, or a ValueError that lists all errors; does nothing without errors."""
+        if len(self) == 1:
+            raise self[0]
+        if self:
+            listed = "".join(f"\n  - {error}" for error in self)
+            raise ValueError(f"{len(self)} problems:{listed}")
+
+
+@dataclass
+class RunInputs:
+    """A run's inputs that are read before anything large is loaded; None for those that cannot be read.
+
+    Invariant: `errors` explains everything that is None or does not fit. A run starts only without errors.
+    """
+
+    family: Family  # complete once there is a tokenizer
+    method: Method
+    data_options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", the longest sample's
+    compute_dtype: torch.dtype
+    data: Mixture | None = None
+    sidecars: list[dict[str, Any] | None] = field(default_factory=list)  # of each data set, if it has one
+    validation_data: Mixture | None = None  # None also if no validation is requested
+    teacher_data: Mixture | None = None  # what a teacher reads beside the data; None: the data itself
+    model_dir: str | None = None
+    config: PreTrainedConfig | None = None
+    generation_config: GenerationConfig | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    objective: Objective | None = None
+    other_models: dict[str, ModelSource] = field(default_factory=dict)  # that it reads and does not train, by option
+    teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
+    scores: list[ScoreFile] = field(default_factory=list)  # those of a teacher that the run reads
+    batching: Batching | None = None  # None without data, or if a sample is longer than a batch
+    num_steps: int | None = None  # None: no end
+    origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
+    schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end
+    callbacks: Classes = field(default_factory=dict)
+    errors: Errors = field(default_factory=Errors)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def num_steps_before(self) -> int:
+        """Optimizer steps of the runs that this one continues."""
+        return 0 if self.origin is None else self.origin.num_steps
+
+    @property
+    def last_step(self) -> int | None:
+        """Optimizer steps at the run's end, with those of the runs that it continues; None: no end."""
+        return None if self.num_steps is None else self.num_steps_before + self.num_steps
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the weights that the run starts with are its teacher or its reference."""
+        has_reference = self.objective.reference_column is not None and REFERENCE_MODEL not in self.other_models
+        return has_reference or self.objective.teacher_model == SELF
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest training or validation sequence."""
+        return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
+
+    @property
+    def roles(self) -> set[str]:
+        """The roles that are trained, as far as the data's sidecars say."""
+        return {role for sidecar in self.sidecars if sidecar for role in sidecar.get("num_trained_by_role") or ()}
+
+    @property
+    def data_sets(self) -> dict[str, Mixture]:
+        """The data that is open, by option."""
+        named = {
+            "--data-path": self.data,
+            "--validation-data-path": self.validation_data,
+            "--teacher-data": self.teacher_data,
+        }
+        return {option: data for option, data in named.items() if data is not None}
+
+    @property
+    def longest_taught(self) -> int:
+        """Tokens of the longest training sequence that a teacher reads."""
+        data = self.data if self.teacher_data is None else self.teacher_data
+        return int(data.lengths[find_top_row(data.lengths, self.data.kept)])
+
+    def draw_batches(self, start: RunPosition) -> Iterator[np.ndarray]:
+        """Yields the rows of each global batch, endlessly, from `start`."""
+        return draw_batches(self.data, self.batching, seed=self.data_options.seed, start=start.num_samples)
+
+    def source(self, options: ModelOptions) -> ModelSource:
+        return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
+
+    def list_models(self, options: ModelOptions) -> list[tuple[str, str]]:
+        """Name and directory of the model, and of the others that it reads."""
+        models = [] if self.model_dir is None else [(options.model_name_or_path, self.model_dir)]
+        return models + [(other.name, other.directory) for other in self.other_models.values()]
+
+    def find_weights(self, options: TrainOptions) -> None:
+        """Downloads and checks the weights of all its models. Rank 0."""
+        for name, directory in self.list_models(options.model):
+            find_weights(name, directory)
+            if not options.skip_verification:
+                verify_weights(directory)
+
+    def verify(self) -> None:
+        """Checks the other files that every node reads against the hashes recorded with them."""
+        for data in self.data_sets.values():
+            for source in data.sources:
+                verify_data(source)
+        for scores in self.scores:
+            scores.verify()
+        self.method.verify_files()
+
+    def identify_reference(self, options: TrainOptions) -> str | None:
+        """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
+        if self.objective.reference_column is None:
+            return None
+        other = self.other_models.get(REFERENCE_MODEL)
+        if other is None:
+            method_data, quantization = self.method.list_data_hashes(), options.lora.base_quantization
+            origin = None if self.origin is None else self.origin.digest
+            return hash_reference(self.model_dir, method_data, quantization, self.compute_dtype, origin=origin)
+        return hash_reference(other.directory, [], "none", self.compute_dtype)  # without the method's layers
+
+    def identify_teacher(self) -> str | None:
+        """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
+        other = self.other_models.get(TEACHER_MODEL)
+        teacher = self.teacher if other is None else fingerprint_model(other.directory)
+        if self.teacher_data is None:
+            return teacher
+        read = [
+            fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
+            for source in self.teacher_data.sources
+        ]
+        return hash_json([teacher, *read])
+
+    def identify(self, options: TrainOptions) -> dict[str, Any]:
+        """Everything that determines the run's numbers (see run.record)."""
+        o = options.optimization
+        return identify_run(
+            options,
+            model_dir=self.model_dir,
+            data=self.data,
+            data_sources=[sidecar and sidecar.get("source") for sidecar in self.sidecars],
+            tokenizer=self.tokenizer,
+            others={
+                REFERENCE: self.identify_reference(options),
+                TEACHER: self.identify_teacher(),
+                OF_METHOD: self.method.list_data_hashes(),
+                ORIGIN: None if self.origin is None else self.origin.digest,
+            },
+            compute_dtype=self.compute_dtype,
+            num_steps=self.num_steps if o.needs_end and o.schedule_steps is None else None,
+        )
+
+
+def hash_reference(
+    directory: str,
+    method_data: list[str],
+    quantization: str,
+    compute_dtype: torch.dtype,
+    *,
+    origin: str | None = None,
+) -> str:
+    """The key of a reference model's numbers: its weights, what is put on them, and the type of computation.
+
+    `origin`: digest of a checkpoint whose weights take the place of the model's.
+    """
+    parts = [fingerprint_model(directory), method_data, quantization, str(compute_dtype)]
+    return hash_json(parts if origin is None else [*parts, origin])

@@ -1,0 +1,266 @@
+"""The README.md of an export, in the hub's format, with its loss curve: facts about the run and nothing else.
+
+Written from the run's records: training_params.json and the metrics files. Only the last part of paths is included,
+since cards are meant to be published.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import AutoModelForImageTextToText
+
+from mini_trainer.data.stores.disk import read_metrics
+from mini_trainer.data.stores.model_files import CARD_FILE, name_model
+from mini_trainer.data.tokenized.by_row import sum_values
+from mini_trainer.distributed.messages import hide_secrets
+from mini_trainer.objectives.families.text_tower import is_multimodal
+from mini_trainer.options import TrainOptions, iterate_fields
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.record import read_params
+from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
+from mini_trainer.sampler import RunPosition
+
+CURVE_FILE = "loss_curve.svg"
+MAX_POINTS = 300  # maximum points of the curve; each is the mean of equally many steps
+WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
+LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
+NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
+            "continue_from", "track", "track_project", "track_name", "push_to_hub", "hub_private", "upload_to",
+            "hub_license")  # fmt: skip
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ training }}
+
+## Usage
+
+```python
+{{ usage }}
+```
+
+## Data
+
+{{ data }}
+
+## Losses
+
+{{ losses }}
+
+## Options
+
+Those that differ from their defaults:
+
+{{ options }}
+
+## Versions
+
+{{ versions }}
+"""
+# Arguments of a pipeline, by its task, and what is taken of its result; other tasks take a text.
+CALLS = {
+    "text-generation": '[{"role": "user", "content": "Hello"}], max_new_tokens=64)[0]["generated_text"][-1]["content"]',
+    "image-text-to-text": 'text=[{"role": "user", "content": [{"type": "image", "path": "picture.png"},'
+    ' {"type": "text", "text": "What is it?"}]}], max_new_tokens=64)',
+}
+TEXT = '"A text")'
+COMPLETE = '"Hello", max_new_tokens=64)[0]["generated_text"]'  # by a model without a chat template
+
+
+def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, position: RunPosition) -> dict[str, str]:
+    """Texts of README.md and the curve's file, by name, for the model at `position`."""
+    params = read_params(output_dir)
+    steps = list(read_rows(output_dir / METRICS_FILE, position.step))
+    validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
+    last = validations[-1] if validations and validations[-1]["step"] == position.step else {}
+    measured = {name: last[name] for name in inputs.objective.metrics if last.get(name) is not None}
+    head = describe_head(output_dir.absolute().name, options, inputs, measured)
+    card = ModelCard.from_template(
+        head,
+        template_str=TEMPLATE,
+        title=f"{head.model_name}, after {position.num_samples:,} samples",
+        training=describe_training(options, inputs, params, position),
+        usage=describe_usage(head, options.hub.push_to_hub, has_template=inputs.tokenizer.chat_template is not None),
+        data="\n".join(describe_data(inputs, params)),
+        losses=describe_losses(steps, measured),
+        options=table(("option", "value"), list_options(options)),
+        versions=table(("", ""), list(params["versions"].items())),
+    )
+    return {CARD_FILE: hide_secrets(f"{card}\n")} | ({CURVE_FILE: draw_curve(steps, validations)} if steps else {})
+
+
+def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a metrics file up to `last_step`, but not damaged ones; none if there is no file."""
+    return (row for _, _, row in read_metrics(path) if row is not None and row["step"] <= last_step)
+
+
+def describe_head(name: str, options: TrainOptions, inputs: RunInputs, measured: dict[str, float]) -> ModelCardData:
+    """The card's metadata. Models and data sets are named only if they are on the hub, which would look for them."""
+    config, method, base = inputs.config, inputs.method, options.model.model_name_or_path
+    rows = options.rows.input_dataset
+    sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
+    task = "image-text-to-text" if sees_images else inputs.objective.pipeline_tag
+    held_out = ", ".join(inputs.validation_data.names) if measured else ""
+    results = [
+        EvalResult(task_type=task, dataset_type=held_out, dataset_name=held_out, metric_type=metric, metric_value=value)
+        for metric, value in measured.items()
+        if math.isfinite(value)
+    ]
+    return ModelCardData(
+        **({} if Path(base).exists() else dict(base_model=base, base_model_relation=method.relation)),
+        **({} if rows is None or Path(rows).exists() else dict(datasets=rows.partition(":")[0])),
+        **(dict(license=options.hub.hub_license) if options.hub.hub_license else find_license(Path(inputs.model_dir))),
+        library_name=LIBRARIES[method.relation],
+        model_name=name,
+        eval_results=results or None,
+        pipeline_tag=task,
+        tags=["mini_trainer", *method.tags],
+    )
+
+
+def find_license(model_dir: Path) -> dict[str, str]:
+    """The licence that the base model's card names, as metadata; empty if there is none."""
+    try:
+        base = ModelCard((model_dir / CARD_FILE).read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+    except (OSError, ValueError, yaml.YAMLError):  # no card, or one without metadata that can be read
+        return {}
+    named = {name: getattr(base, name, None) for name in ("license", "license_name", "license_link")}
+    return {name: value for name, value in named.items() if isinstance(value, str)}
+
+
+def describe_usage(head: ModelCardData, repository: str | None, *, has_template: bool) -> str:
+    """Python that runs the model by transformers' pipeline: from the hub, or in the export's directory."""
+    where = repository if repository is not None and "/" in repository else "."
+    task = head.pipeline_tag
+    call = COMPLETE if task == "text-generation" and not has_template else CALLS.get(task, TEXT)
+    begin, end = f'model = pipeline("{task}", model="{where}")', f"print(model({call})"
+    if head.library_name != "peft":
+        return f"from transformers import pipeline\n\n{begin}\n{end}"
+    if task not in CALLS:
+        return f"from transformers import pipeline  # needs peft: pip install peft\n\n{begin}\n{end}"
+    # A pipeline takes the base model's stop tokens.
+    stops = f'model.model.generation_config = GenerationConfig.from_pretrained("{where}")'
+    imports = "from transformers import GenerationConfig, pipeline  # needs peft: pip install peft"
+    return f"{imports}\n\n{begin}\n{stops}\n{end}"
+
+
+def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
+    base = f"`{name_model(options.model.model_name_or_path)}`"
+    if options.model.model_revision is not None:
+        base += f", revision `{options.model.model_revision}`"
+    commit = f", commit `{params['git_commit']}`" if params["git_commit"] else ""
+    rows = [
+        ("base model", f"{base}, fingerprint `{params['identity']['model']}`"),
+        ("objective", inputs.objective.title),
+        ("method", inputs.method.title),
+        ("steps", f"{position.step:,} of {inputs.batching}"),
+        ("samples", f"{position.num_samples:,}"),
+        ("tokens", f"{position.num_tokens:,}, trained and masked"),
+        ("ranks", f"{params['world_size']} x {params['device']}"),
+        *describe_origin(inputs),
+        ("starts", f"{len(params['starts'])}, the first {params['starts'][0]['started']}"),
+    ]
+    return f"Trained by mini_trainer{commit}.\n\n" + table(("", ""), rows)
+
+
+def describe_origin(inputs: RunInputs) -> list[tuple[str, str]]:
+    """A row for a run that continues another one, in which the base model trained before."""
+    origin = inputs.origin
+    if origin is None:
+        return []
+    return [("trained before", f"{origin.num_steps:,} steps in other runs, to the checkpoint `{origin.digest}`")]
+
+
+def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
+    """Yields parts about each data set, and the digests of the files that it was made from, if known."""
+    data = inputs.data
+    rows = []
+    for i, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
+        tokens = sum_values(source.lengths, source.kept)
+        rows.append((f"`{name}`", f"{len(source.kept):,}", f"{tokens:,}", f"{data.shares[i]:.1%}"))
+    yield table(("data set", "samples", "tokens", "share of samples drawn"), rows)
+    yield f"\nFingerprint of all: `{params['identity']['data']}`."
+    made_from = [made for sidecar in inputs.sidecars if sidecar for made in sidecar.get("sources", [])]
+    if made_from:
+        rows = [(f"`{PurePath(made['file']).name}`", f"`{made['sha256']}`") for made in made_from]
+        yield "\n" + table(("made from", "SHA-256"), rows)
+    if inputs.validation_data is not None:
+        names = ", ".join(f"`{name}`" for name in inputs.validation_data.names)
+        yield f"\nValidation data: {names}."
+
+
+def describe_losses(steps: list[dict[str, Any]], measured: dict[str, float]) -> str:
+    if not steps:
+        return "No step has been completed."
+    parts = [f"![training and validation loss]({CURVE_FILE})"]
+    parts.append(f"Training loss: {steps[0]['loss']:.4f} in the first step, {steps[-1]['loss']:.4f} in the last.")
+    if measured:
+        rows = [(name.replace("_", " "), format_metric(name, value)) for name, value in measured.items()]
+        parts.append(table(("validation", ""), rows))
+    return "\n\n".join(parts)
+
+
+def list_options(options: TrainOptions) -> list[tuple[str, str]]:
+    """Name and value of each option that differs from its default."""
+    rows = []
+    for option, group in iterate_fields(type(options)):
+        value = getattr(options if group is None else getattr(options, group), option.name)
+        if option.name not in NOT_TOLD and value != option.default:
+            rows.append((f"`{option.name}`", f"`{json.dumps(shorten_paths(value))}`"))
+    return rows
+
+
+def shorten_paths(value: Any) -> Any:
+    """Removes the directories from absolute paths."""
+    if isinstance(value, tuple):
+        return [shorten_paths(item) for item in value]
+    return PurePath(value).name if isinstance(value, str) and PurePath(value).is_absolute() else value
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def draw_curve(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
+    """Draws an SVG: training loss as a line, validation losses as a line with points."""
+    train, held_out = (
+        np.array([(row["step"], row["loss"]) for row in rows]).reshape(-1, 2) for rows in (steps, validations)
+    )
+    train = np.array([chunk.mean(axis=0) for chunk in np.array_split(train, min(len(train), MAX_POINTS))])
+    train, held_out = (points[np.isfinite(points).all(axis=1)] for points in (train, held_out))
+    both = np.concatenate([train, held_out, np.zeros((0 if len(train) or len(held_out) else 1, 2))])
+    low, high = both.min(axis=0), both.max(axis=0)
+    bottom, right = HEIGHT - MARGIN, WIDTH - MARGIN
+    scale = np.array([right - MARGIN, MARGIN - bottom]) / np.where(high > low, high - low, 1.0)
+    paths = [[f"{x:.1f},{y:.1f}" for x, y in (points - low) * scale + (MARGIN, bottom)] for points in (train, held_out)]
+    dots = [point.split(",") for point in paths[1]]
+    labels = [
+        (MARGIN - 6, bottom, "end", f"{low[1]:.3g}"),
+        (MARGIN - 6, MARGIN, "end", f"{high[1]:.3g}"),
+        (MARGIN, bottom + 18, "start", f"step {low[0]:,.0f}"),
+        (right, bottom + 18, "end", f"step {high[0]:,.0f}"),
+        (MARGIN, MARGIN - 20, "start", "loss: training (blue), validation (orange)"),
+    ]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
+            f'<path d="M0,0H{WIDTH}V{HEIGHT}H0Z" fill="white"/>',
+            f'<path d="M{MARGIN},{MARGIN}V{bottom}H{right}" fill="none" stroke="#888"/>',
+            *(
+                f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+                for points, color in zip(paths, ("#2468b4", "#d9730d"), strict=True)
+            ),
+            *(f'<circle cx="{x}" cy="{y}" r="3" fill="#d9730d"/>' for x, y in dots),
+            *(f'<text x="{x}" y="{y}" text-anchor="{end}" font-size="13">{text}</text>' for x, y, end, text in labels),
+            "</svg>\n",
+        ]
+    )

@@ -1,0 +1,174 @@
+"""Resolves "auto": the largest micro-batch that fits, and how much of it has to be recomputed.
+
+One decision for runs, which measure on the built model, and for plans, which simulate: a `Measure` gives the memory of
+a micro-batch of some tokens.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mini_trainer.data.tokenized.by_row import find_top_row
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.distributed.memory import GIB
+from mini_trainer.options import ShardingOptions
+
+NUM_BATCHES = 50  # global batches to look ahead when choosing a micro-batch size
+TOKEN_MULTIPLE = 64  # the chosen number of tokens is a multiple of this
+MOST_PROBES = 8
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What micro-batches of some tokens need, the most of any rank."""
+
+    tokens: int
+    bytes: int
+    activation_bytes: int  # what the micro-batch adds to what is there without it
+    excess_bytes: int  # what is needed and not there; below 0: what is left
+    seconds: float | None = None  # of forward and backward, where that was measured
+    bytes_per_token: float | None = None  # by how much a token more raises the bytes, where one probe tells
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+Measure = Callable[[int], Probe]
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many tokens of a micro-batch have room, 0 if too few, and the probes that say so."""
+
+    num_tokens: int
+    probes: list[Probe]
+
+    @property
+    def seconds(self) -> float:
+        """How long forward and backward of them take, where that was measured."""
+        return max(0.0, extrapolate(self.probes, "seconds", self.num_tokens))
+
+
+def choose_mode(find: Callable[[str], Room], modes: Sequence[str], *, enough: int, is_timed: bool) -> tuple[str, Room]:
+    """The mode of activation checkpointing to use, and its room.
+
+    `modes` in the order of what is computed twice; none is looked at after one that has room for `enough` tokens. Where
+    times are measured, the one whose largest micro-batch takes least time for a token, else the last one looked at.
+    Where none has room, the last one.
+    """
+    rooms: dict[str, Room] = {}
+    for mode in modes:
+        rooms[mode] = find(mode)
+        if rooms[mode].num_tokens >= enough:
+            break
+    if is_timed:
+        usable = {mode: room.seconds / room.num_tokens for mode, room in rooms.items() if room.num_tokens > 0}
+        mode = min(usable, key=usable.__getitem__, default=mode)
+    return mode, rooms[mode]
+
+
+def list_resharding(sharding: ShardingOptions) -> dict[str, str]:
+    """The options of resharding that are not, or no longer, auto."""
+    values = {name: getattr(sharding, name) for name in ("reshard_after_forward", "reshard_after_backward")}
+    return {name: value for name, value in values.items() if value != "auto"}
+
+
+def choose_resharding(
+    sharding: ShardingOptions, room: Room | None, *, weights_bytes: int, is_whole: bool
+) -> dict[str, str]:
+    """Values for those of the two options of resharding that are auto: never if all weights have room to stay gathered.
+
+    `is_whole`: a single rank keeps them (`stays_whole`). `room`: of the largest micro-batch; None if it was not
+    measured. Its peak contains the gathered weights, `weights_bytes`, only with --reshard-after-forward never.
+    """
+    more = 0 if sharding.reshard_after_forward == "never" else weights_bytes
+    is_known = room is not None and room.num_tokens > 0
+    has_room = is_known and extrapolate(room.probes, "excess_bytes", room.num_tokens) + more <= 0
+    fits = has_room or is_whole
+    # Not kept, "auto" stays FSDP2's default, which frees all layers but the last.
+    found = dict(
+        reshard_after_forward="never" if fits else "auto", reshard_after_backward="never" if fits else "always"
+    )
+    return {name: value for name, value in found.items() if name not in list_resharding(sharding)}
+
+
+def is_worth_measuring(unmeasured: dict[str, str], device: torch.device) -> bool:
+    """Whether the room for gathered weights is measured, also with a fixed number of tokens: on GPUs, where it is not
+    known without (`choose_resharding` of no room)."""
+    return device.type == "cuda" and "auto" in unmeasured.values()
+
+
+def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: float) -> Room:
+    """The most tokens up to `most` that have room, or 0 if fewer than `least` have it.
+
+    As no sequence is longer than the longest sample, memory grows evenly, so that each probe, from `first` tokens on,
+    tells how far the next may go. With more than `plenty` bytes left at `most` no more is tried.
+    """
+    num_tokens, probes = first, []
+    while True:
+        probes.append(measure(num_tokens))
+        largest = find_largest(probes, least=least, most=most)
+        if len(probes) > 2 and extrapolate(probes, "excess_bytes", most) < -plenty:
+            return Room(most, probes)
+        if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
+            return Room(largest if largest >= least else 0, probes)
+        num_tokens = min(2 * num_tokens, largest)
+
+
+def find_largest(probes: list[Probe], *, least: int, most: int) -> int:
+    """The most tokens that have room: a multiple of `TOKEN_MULTIPLE`, `least`, `most`, or what is below `least`.
+
+    By the line through the two largest probes. After one that does not tell how much a token takes, as if its
+    activations grew in proportion, which is more than they do, and at most twice its tokens.
+    """
+    last = probes[-1]
+    if len(probes) == 1 and last.bytes_per_token is None:
+        room = -last.excess_bytes / max(1, last.activation_bytes) * last.tokens
+        return min(most, int(last.tokens + min(room, last.tokens)))
+    slope = extrapolate(probes, "excess_bytes", last.tokens + 1) - last.excess_bytes
+    room = -last.excess_bytes / slope if slope > 0 else most
+    largest = min(most, int(last.tokens + room))
+    return largest if largest <= least or largest == most else round_tokens(largest, longest=least, most=most)
+
+
+def extrapolate(probes: list[Probe], key: str, num_tokens: int) -> float:
+    """What `key` would be with `num_tokens`, by the line through the last two probes, or by what one tells."""
+    before, last = probes[max(0, len(probes) - 2)], probes[-1]
+    if last.bytes_per_token is not None and key in ("bytes", "excess_bytes"):
+        slope = last.bytes_per_token
+    else:
+        slope = (getattr(last, key) - getattr(before, key)) / max(1, last.tokens - before.tokens)
+    return getattr(last, key) + slope * (num_tokens - last.tokens)
+
+
+def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
+    """`num_tokens` as a multiple of `TOKEN_MULTIPLE`, but at least the longest sample and at most `most`."""
+    return max(longest, min(most, int(num_tokens) // TOKEN_MULTIPLE * TOKEN_MULTIPLE))
+
+
+def count_useful_tokens(data: Mixture, batches: Iterator[np.ndarray], *, world_size: int) -> tuple[int, int]:
+    """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one.
+
+    Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
+    """
+    largest = max(int(data.sizes[rows].sum()) for rows in itertools.islice(batches, NUM_BATCHES))
+    longest = data.longest
+    return longest, min(largest, -(-largest // world_size) + longest)
+
+
+def refuse_longest(data: Mixture, room: Room) -> str:
+    """Why not even the longest sample can be trained, and what to change."""
+    longest = data.longest
+    path, row = data.locate(find_top_row(data.sizes, data.kept))
+    needed = extrapolate(room.probes, "bytes", longest)
+    limit = int(needed - extrapolate(room.probes, "excess_bytes", longest))
+    return (
+        f"--max-tokens-per-gpu auto: the longest sample, row {row} of {path} with {longest:,} tokens, needs"
+        f" about {needed / GIB:,.2f} GiB, and {limit / GIB:,.2f} GiB may be used: use more GPUs,"
+        " --activation-checkpointing full, --tiled-mlp, --offload-activations, a larger --memory-budget-gb, or drop"
+        " long samples with process_data.py --max-sample-num-tokens"
+    )

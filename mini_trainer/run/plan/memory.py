@@ -1,0 +1,293 @@
+"""What memory a run would need, by a simulated step (simulation.py), and what `auto` becomes of it."""
+
+import itertools
+from dataclasses import replace
+
+from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.memory import GIB, MARGIN
+from mini_trainer.model.activation_checkpointing import MODES
+from mini_trainer.model.sharding import count_gathered_bytes, stays_whole
+from mini_trainer.options import ComputeOptions, TrainOptions, flag_name, replace_options
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.choice import (
+    NUM_BATCHES,
+    Probe,
+    Room,
+    choose_mode,
+    choose_resharding,
+    count_useful_tokens,
+    find_room,
+    is_worth_measuring,
+    list_resharding,
+    refuse_longest,
+)
+from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
+from mini_trainer.run.plan.packing import Packing, pack_batches
+from mini_trainer.run.plan.simulation import Load, PlannedModel, Ranks, StepMemory, lay_out_model, simulate_step
+
+ENOUGH_TOKENS = 4096  # in a micro-batch of this size the fixed costs are small
+LONG_ROW = 8192  # tokens from which on a plan tries what makes room for long rows
+
+KINDS = {  # the kinds of StepMemory.peak in words
+    "weights": "weights that train, sharded",
+    "frozen": "weights and buffers that do not train",
+    "gradients": "gradients, sharded",
+    "optimizer": "optimizer state, sharded",
+    "gathered": "weights gathered or cast, gradients reduced",
+    "activations": "activations",
+    "loss": "loss: a chunk of logits, gradient of the head",
+    "teacher": "teacher, sharded",
+}
+
+
+def plan_memory(
+    options: TrainOptions, target: Target, run: PlannedRun, findings: Findings
+) -> tuple[TrainOptions, Packing | None, bool]:
+    """Adds what the model is and what memory it needs; returns the options without auto and, if known, the packing."""
+    if run.model is None or run.inputs.batching is None:
+        options = settle_mode(options)
+        if run.model is not None:
+            describe_model(options, run.model, findings)
+        return options, None, False
+    packing = memory = obstacle = None
+    try:
+        options = settle_by_simulation(options, target, run, findings)
+    except RuntimeError as error:  # torch's, of an operation that needs more than shapes
+        obstacle = error
+    options = settle_mode(options)
+    describe_model(options, run.model, findings)
+    if options.data.max_tokens_per_gpu != "auto":
+        packing = pack_run(options, target, run)
+    try:
+        if obstacle is None and packing is not None:
+            memory = simulate_packing(options, target, run, packing)
+    except RuntimeError as error:
+        obstacle = error
+    if obstacle is not None:
+        findings.lines.append(f"memory: not known, since a step of this model cannot be simulated: {obstacle}")
+    if memory is not None:
+        findings.lines.append(packing.describe())
+        describe_memory(target, packing, memory, findings)
+        if packing.num_tokens >= LONG_ROW:
+            describe_savings(options, target, run, packing, findings)
+        check_memory(target, memory, findings)
+        check_reference_memory(target, run, memory, findings)
+    return options, packing, memory is not None
+
+
+def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
+    """Packs the run's next batches."""
+    num_steps = run.inputs.num_steps
+    num_left = NUM_BATCHES if num_steps is None else num_steps - run.start.step
+    return pack_batches(
+        run.inputs.data,
+        itertools.islice(run.inputs.draw_batches(run.start), max(1, min(NUM_BATCHES, num_left))),
+        run.model.flops,
+        run.inputs.objective,
+        world_size=target.ranks.num_rows,
+        cap=max(options.data.max_tokens_per_gpu * (target.ranks.num_sharing or 1), run.inputs.data.longest),
+    )
+
+
+def settle_mode(options: TrainOptions) -> TrainOptions:
+    """Where nothing could be found out, with what needs least memory."""
+    if options.compute.activation_checkpointing != "auto":
+        return options
+    return replace_options(options, activation_checkpointing=MODES[-1])
+
+
+def describe_model(options: TrainOptions, model: PlannedModel, findings: Findings) -> None:
+    dtype = str(model.meta.compute_dtype).removeprefix("torch.")
+    resharding = [f"{flag_name(name)} {value}" for name, value in list_resharding(options.sharding).items()]
+    findings.lines.append(
+        f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} numbers"
+        f" train; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing,"
+        f" {', '.join([*resharding, model.method.title])}"
+    )
+    if model.meta.left_out.parts:
+        num_bytes = DTYPES[options.optimization.master_weights].itemsize
+        findings.lines.append(f"  {model.meta.left_out.describe(num_bytes=num_bytes)}")
+
+
+def simulated_compute(options: TrainOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
+    """The compute options for a simulation, which always runs on a CPU.
+
+    A GPU's attention kernels keep what SDPA keeps; only eager attention holds more.
+    """
+    attention = options.compute.attention
+    if target.device.type != "cpu" and attention != "eager":
+        attention = "auto"
+    dtype = str(inputs.compute_dtype).removeprefix("torch.")
+    return replace(
+        options.compute, attention=attention, compute_dtype=dtype, compile=False, float8=False, use_liger_kernels=False
+    )
+
+
+def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, findings: Findings) -> TrainOptions:
+    """The options with what auto would come to, every token trained; auto stays where no limit of memory is known."""
+    given, mode = options.data.max_tokens_per_gpu, options.compute.activation_checkpointing
+    autos = [("max-tokens-per-gpu", given), ("activation-checkpointing", mode)]
+    if target.limit is None:
+        for name in (name for name, value in autos if value == "auto"):
+            findings.add_problem(f"--{name} auto cannot be planned without --memory-budget-gb")
+    meta = run.model.meta
+    is_whole = stays_whole(
+        meta.model,
+        meta.compute_dtype,
+        options.sharding,
+        world_size=target.ranks.world_size,
+        memory=target.ranks.memory,
+    )
+    unmeasured = choose_resharding(options.sharding, None, weights_bytes=0, is_whole=is_whole)
+    if target.limit is None or not ("auto" in (given, mode) or is_worth_measuring(unmeasured, target.device)):
+        return options
+    data = run.inputs.data
+    batches = run.inputs.draw_batches(run.start)
+    longest, most = count_useful_tokens(data, batches, world_size=target.ranks.num_rows)
+    least, enough = longest, max(longest, min(most, ENOUGH_TOKENS))
+    num_sharing = target.ranks.num_sharing or 1
+    if given != "auto":
+        least = most = enough = max(longest, min(most, given * num_sharing))
+
+    def find(mode: str) -> Room:
+        settled = replace_options(options, activation_checkpointing=mode)
+        return find_room(
+            lambda num_tokens: probe_by_simulation(settled, target, run, num_tokens=num_tokens),
+            first=most,
+            least=least,
+            most=most,
+            plenty=0.0,
+        )
+
+    mode, room = choose_mode(find, MODES if mode == "auto" else (mode,), enough=enough, is_timed=False)
+    cap = given
+    if given == "auto":
+        cap = -(-(room.num_tokens or longest) // num_sharing)
+        if room.num_tokens == 0:
+            findings.add_problem(refuse_longest(data, room))
+    resharding = choose_resharding(
+        options.sharding,
+        room,
+        weights_bytes=count_gathered_bytes(meta.model, meta.compute_dtype),
+        is_whole=is_whole,
+    )
+    return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)
+
+
+def probe_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:
+    """What a step of micro-batches of `num_tokens` needs, every one trained."""
+    load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
+    memory = simulate(options, target, run, load)
+    needed = target.base + memory.total
+    return Probe(
+        tokens=num_tokens,
+        bytes=needed,
+        activation_bytes=memory.peak["activations"],
+        excess_bytes=needed - target.limit,
+        bytes_per_token=memory.per_token,
+    )
+
+
+def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, packing: Packing) -> StepMemory:
+    """A step with the largest micro-batch there is, and the most trained tokens."""
+    accumulates = bool(packing.num_micro_batches.max() > 1)
+    return simulate(
+        options,
+        target,
+        run,
+        Load(
+            packing.num_tokens,
+            packing.num_trained,
+            run.inputs.data.longest_sequence,
+            accumulates,
+            num_seen=packing.num_seen,
+        ),
+    )
+
+
+def simulate(options: TrainOptions, target: Target, run: PlannedRun, load: Load) -> StepMemory:
+    compute, inputs = simulated_compute(options, target, run.inputs), run.inputs
+    memory = simulate_step(options, lay_out_model(options, inputs, compute), load, target.ranks)
+    memory.peak["teacher"] = 0 if run.teacher is None else run.teacher.num_bytes
+    return memory
+
+
+def describe_memory(target: Target, packing: Packing, memory: StepMemory, findings: Findings) -> None:
+    base, lines = target.base, findings.lines
+    lines.append(
+        f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
+        f" {packing.num_trained:,} of them trained{describe_seen(packing)}{describe_sharing(target.ranks)}"
+    )
+    items = {words: memory.peak[kind] for kind, words in KINDS.items()}
+    items["interpreter and libraries"] = base
+    lines += [f"  {words:<48}{size / GIB:9.3f} GiB" for words, size in items.items() if size >= 2**20]
+    if target.ranks.offloads:
+        lines.append("  what is sharded is in the host's memory and not counted")
+    lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
+    lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
+    if memory.offloaded:
+        lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
+    if target.keeps_freed:
+        lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
+
+
+def describe_seen(packing: Packing) -> str:
+    return f"; a teacher reads {packing.num_seen:,} beside one" if packing.num_seen else ""
+
+
+def describe_sharing(ranks: Ranks) -> str:
+    return "" if ranks.num_sharing is None else f"; {ranks.num_sharing} ranks share it, and have an equal part each"
+
+
+def describe_savings(
+    options: TrainOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
+) -> None:
+    """Adds what the options for long rows would come to, those that the run could have and has not."""
+    for change in list_savings(options, target):
+        changed = replace_options(options, **change)
+        try:
+            memory = simulate_packing(changed, target, run, packing)
+        except ValueError:  # of a model that has no such modules
+            continue
+        names = " ".join(f"--{name.replace('_', '-')}" for name, value in change.items() if value is True)
+        findings.lines.append(
+            f"  {f'together with {names}':<64}{(target.base + memory.total) / GIB:9.3f} GiB,"
+            f" {memory.per_token / 1024:,.1f} KiB for a token more"
+        )
+
+
+def list_savings(options: TrainOptions, target: Target) -> list[dict[str, bool]]:
+    compute, savings = options.compute, []
+    if not (compute.tiled_mlp or compute.compile):
+        savings.append(dict(tiled_mlp=True))
+    is_able = target.device.type == "cuda" and compute.activation_checkpointing == "full"
+    if is_able and not compute.offload_activations:
+        savings.append(dict(offload_activations=True))
+    return savings if len(savings) < 2 else [*savings, savings[0] | savings[1]]
+
+
+def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:
+    needed = target.base + memory.total
+    if target.limit is None:
+        findings.lines.append("  whether that fits is not known: give --memory-budget-gb")
+    elif needed > target.limit:
+        findings.add_problem(
+            f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
+            f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
+            " --activation-checkpointing full, --tiled-mlp, --offload-activations, or more GPUs"
+        )
+
+
+def check_reference_memory(target: Target, run: PlannedRun, memory: StepMemory, findings: Findings) -> None:
+    """Adds what another reference model needs while it scores beside the model, before there is an optimizer's state;
+    a problem where that does not fit."""
+    if run.reference is None or not run.reference.num_bytes:
+        return
+    there = sum(memory.peak[kind] for kind in ("weights", "frozen", "gathered", "loss"))
+    needed = target.base + there + run.reference.num_bytes
+    findings.lines.append(f"  {'while --reference-model scores, before the first step':<48}{needed / GIB:9.3f} GiB")
+    if target.limit is not None and needed > target.limit:
+        findings.add_problem(
+            f"--reference-model needs {needed / GIB:,.1f} GiB on each rank beside the model: use more GPUs, or let a"
+            " run of one step on more of them score the data before"
+        )

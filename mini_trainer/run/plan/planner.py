@@ -1,0 +1,282 @@
+"""The plan of a run: what it would need and take, and every problem that can be found before it. Writes nothing.
+
+    python train.py --config run.yaml --dry-run --plan-world-size 8 --plan-device H100 --memory-budget-gb 80
+
+Memory comes from a simulated step (simulation.py), time from a few real micro-batches where the plan is for this
+machine, else from FLOPs.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mini_trainer.data.stores.disk import SPARE_BYTES, read_json
+from mini_trainer.data.stores.model_files import find_weights
+from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.devices import DTYPES, PEAK_FLOPS, describe_device, find_peak_flops
+from mini_trainer.distributed.ending import ExitCode, RanksDiffer, log
+from mini_trainer.distributed.meeting import count_local_ranks
+from mini_trainer.distributed.memory import GIB, MARGIN, memory_limit
+from mini_trainer.distributed.open_files import count_open_files, find_missing_files, list_group_sizes
+from mini_trainer.distributed.peers import SLOW_LIMIT
+from mini_trainer.distributed.row_group import check_sharing
+from mini_trainer.distributed.world import call_on_rank0, count_shards, divide_world, init_world, setup_logging
+from mini_trainer.model.optim.averages import find_first_step
+from mini_trainer.options import DATA_SETS, ExportOptions, TrainOptions, flatten_options, replace_options
+from mini_trainer.run.agreement import describe_start
+from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
+from mini_trainer.run.checkpointing import Checkpoint, check_state, read_origin
+from mini_trainer.run.due import list_export_steps
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.local_data import find_local_data
+from mini_trainer.run.plan.choice import list_resharding
+from mini_trainer.run.plan.duration import plan_time
+from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
+from mini_trainer.run.plan.memory import plan_memory, simulated_compute
+from mini_trainer.run.plan.reference import plan_reference
+from mini_trainer.run.plan.simulation import Ranks, lay_out_model
+from mini_trainer.run.plan.speed import measure_speed
+from mini_trainer.run.plan.teacher import plan_teacher
+from mini_trainer.run.record import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
+from mini_trainer.run.run_model import keeps_to_budget, weigh_images
+from mini_trainer.run.start import open_inputs
+from mini_trainer.run.start_report import describe_schedule
+from mini_trainer.sampler import RunPosition
+
+RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
+
+
+def plan_run(options: TrainOptions) -> ExitCode:
+    """Prints the plan; BAD_INPUT if there are problems. Under torchrun every rank calls this."""
+    setup_logging("WARNING")
+    num_here = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = options.plan.plan_world_size or num_here
+    is_here = world_size == num_here and options.plan.plan_device is None
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    findings, given = Findings(), options
+    if is_rank0:
+        found = findings.problems.attempt(lambda: find_local_data(options))
+        if found is None:
+            findings.print()
+            return ExitCode.BAD_INPUT
+        options = replace_options(options, **found)
+        target = find_target(options, world_size, findings, is_here=is_here)
+        run = look_at_run(options, target, findings)
+        describe_run(target, run, options, findings)
+        options, packing, is_simulated = plan_memory(options, target, run, findings)
+        plan_disk(options, run, findings)
+    speed = None
+    if is_here:
+        try:
+            world = init_world(start_timeout=SLOW_LIMIT)  # rank 0 comes last, when it has made the rest of the plan
+            compare_ranks(world, lambda: describe_start(given, world))
+            world = divide_world(world, options.sharding)
+            options = replace_options(options, **call_on_rank0(world, lambda: list_settled(options)))
+            if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
+                speed = measure_speed(options, world)
+        except (ValueError, OSError) as error:  # of the model itself, on every rank
+            findings.problems.append(error)
+            if isinstance(error, RanksDiffer) and not is_rank0:  # rank 0 may be training, and not print this plan
+                log.error(f"[rank {world.rank}] error: {error}")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    if is_rank0:
+        plan_time(target, run, packing, speed, findings)
+        findings.print()
+    return ExitCode.BAD_INPUT if findings.problems else ExitCode.DONE
+
+
+def list_settled(options: TrainOptions) -> dict[str, Any]:
+    """What rank 0 alone has found: for options that may have been auto, and where rows and URLs became local paths."""
+    mode, cap = options.compute.activation_checkpointing, options.data.max_tokens_per_gpu
+    values = flatten_options(options)
+    paths = {name: values[name] for name in DATA_SETS}
+    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap) | list_resharding(options.sharding) | paths
+
+
+def find_target(options: TrainOptions, world_size: int, findings: Findings, *, is_here: bool) -> Target:
+    """What the options say of the machine to plan for, and this machine otherwise."""
+    has_gpu, given, budget = torch.cuda.is_available(), options.plan.plan_device, options.compute.memory_budget_gb
+    device = torch.device("cuda" if has_gpu or given is not None else "cpu")
+    name = given or describe_device(device)
+    peak = find_peak_flops(name)
+    if given is not None and peak is None:
+        findings.add_problem(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
+    is_known = budget is not None or is_here or (has_gpu and given is None)
+    limit = memory_limit(budget, device, is_here=given is None) if is_known else None
+    found = findings if not is_here else Findings()  # init_world says it, too
+    num_shards, shard_size = world_size, options.sharding.shard_size
+    if options.sharding.sharding == "hybrid":
+        ranks_per_node = count_local_ranks() if is_here else min(world_size, RANKS_PER_NODE)
+        num_shards = found.problems.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
+    num_sharing = options.sharding.context_parallel
+    if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
+        num_sharing = None
+    if not is_here and world_size > 1:
+        needed = count_open_files(world_size, list_group_sizes(world_size, num_shards, num_sharing))
+        findings.warnings += filter(None, [find_missing_files(needed, world_size)])
+    offloads = options.sharding.cpu_offload and device.type == "cuda"
+    gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
+    return Target(
+        Ranks(world_size, num_shards, num_sharing, offloads, limit if device.type == "cuda" else None),
+        device,
+        name,
+        peak,
+        limit,
+        is_here,
+        keeps_freed=device.type == "cpu" and not gives_back,
+    )
+
+
+def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
+    """Reads what a run reads, in the same order, and continues after errors."""
+    num_before = len(findings.problems)
+    findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
+    resumes = options.checkpoints.resume != "none"
+    checkpoint = findings.problems.attempt(lambda: find_checkpoint(options)) if resumes else None
+    start = checkpoint.position if checkpoint else RunPosition()
+    origin = findings.problems.attempt(lambda: find_origin(options))
+    inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start, origin=origin)
+    findings.problems += inputs.errors
+    findings.warnings += inputs.warnings
+    models = inputs.list_models(options.model)
+    local = [model for model in models if Path(model[0]).is_dir()]  # from the hub the weights would be downloaded
+    for model in local:
+        findings.problems.attempt(lambda model=model: find_weights(*model))
+    if local == models and len(findings.problems) == num_before:
+        findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
+    if inputs.config is None or inputs.objective is None:  # without an objective nobody knows what the model has to be
+        return PlannedRun(inputs, start, None)
+    compute = simulated_compute(options, target, inputs)
+    model = findings.problems.attempt(lambda: lay_out_model(options, inputs, compute))
+    if model is not None:
+        weigh_images(inputs, model.flops)
+    reference = findings.problems.attempt(lambda: plan_reference(options, target, inputs, model))
+    teacher = findings.problems.attempt(lambda: plan_teacher(options, target, inputs, model))
+    return PlannedRun(inputs, start, model, reference, teacher)
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint that has not been verified."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def position(self) -> RunPosition:
+        return RunPosition(**self.state["position"])
+
+
+def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
+    """The checkpoint that --resume would most likely use."""
+    resume = options.checkpoints.resume
+    is_path = resume not in ("auto", "strict")
+    paths = [Path(resume)] if is_path else find_checkpoints(Path(options.output_dir) / "checkpoints")
+    if not paths:
+        return None
+    state = read_json(paths[0] / STATE)
+    check_state(state, paths[0].name)
+    return FoundCheckpoint(paths[0], state)
+
+
+def find_origin(options: TrainOptions) -> Checkpoint | None:
+    """The checkpoint of --continue-from, whose tensors have not been verified."""
+    path = options.checkpoints.continue_from
+    return None if path is None else read_origin(Path(path), Path(options.output_dir))
+
+
+def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs) -> None:
+    """ValueError if the output directory or the checkpoint is another run's."""
+    identity, asked, origin = inputs.identify(options), options.checkpoints, inputs.origin
+    output_dir, needs_model = Path(options.output_dir), not inputs.method.saves_frozen
+    if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
+        check_unused(options, identity)
+    if checkpoint is not None:
+        check_same_run(
+            checkpoint.path,
+            checkpoint.state,
+            identity,
+            allow_changes=asked.allow_changed_options,
+            needs_model=needs_model,
+        )
+    if origin is not None:
+        check_continues(origin.path, origin.state, identity, needs_model=needs_model)
+
+
+def describe_run(target: Target, run: PlannedRun, options: TrainOptions, findings: Findings) -> None:
+    size = ""
+    if target.limit is not None:
+        size = f", {target.limit / GIB / (1 - MARGIN):,.1f} GiB each, of which {MARGIN:.0%} stay free"
+    findings.lines.append(f"plan for {target.ranks.world_size} x {target.name}{size}")
+    data, num_steps = run.inputs.data, run.inputs.num_steps
+    if run.inputs.batching is not None:
+        steps = "no end" if num_steps is None else f"{num_steps:,} steps"
+        done = f", {run.start.step:,} of them done" if run.start.step else ""
+        findings.lines.append(
+            f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens, the longest"
+            f" {data.longest:,}\nrun: {steps} of {run.inputs.batching}{done}"
+        )
+        findings.lines += describe_schedule(run.inputs, options, start=run.start)
+
+
+def find_most_exports(options: ExportOptions) -> int | None:
+    """The most exports that are there at once, with one that is being written; None: all of them."""
+    num_kept = 1 if options.export_name is not None else options.keep_exports
+    return None if num_kept is None else num_kept + 1
+
+
+def count_exports(options: TrainOptions, inputs: RunInputs, *, start: RunPosition) -> tuple[int, int]:
+    """The most exports that are there at once, and how many of them have an average's export beside them."""
+    most, is_averaged = find_most_exports(options.exports), options.optimization.weight_average != "none"
+    if inputs.num_steps is None:
+        num_exports = 1 if most is None else most
+        return num_exports, num_exports * is_averaged
+    steps = list_export_steps(
+        options.exports,
+        inputs.batching,
+        start=start,
+        num_steps=inputs.num_steps,
+        epoch_length=len(inputs.data.kept),
+    )
+    steps = steps if most is None else steps[-most:]  # the last ones: only they may be of a tail
+    first = find_first_step(options.optimization, end=inputs.last_step)
+    return len(steps), 0 if first is None else sum(inputs.num_steps_before + step > first for step in steps)
+
+
+def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> None:
+    """Adds the sizes of checkpoints and exports; a problem where the disk has no room for them."""
+    if run.model is None:
+        return
+    output_dir, num_kept = Path(options.output_dir), options.checkpoints.keep_checkpoints
+    checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
+    num_exported = run.model.num_params + run.model.meta.left_out.num_params
+    model_bytes = num_exported * DTYPES[options.exports.export_dtype].itemsize
+    export_bytes = run.model.method.count_export_bytes(model_bytes)
+    num_exports, num_averages = count_exports(options, run.inputs, start=run.start)
+    num_exports += num_averages
+    if options.validation.is_asked and options.validation.export_best:
+        num_exports += 2  # the best, and a better one that is being written
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # these will make room
+    needed = num_checkpoints * checkpoint_bytes + num_exports * export_bytes + SPARE_BYTES
+    or_more = " or more" if run.inputs.num_steps is None and find_most_exports(options.exports) is None else ""
+    exports = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"
+    of_averages = f", {num_averages}{or_more} of them of an average," if num_averages else ""
+    findings.lines.append(
+        f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({num_kept} kept, one"
+        f" being written), {exports}{of_averages} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
+        f" {free / 1e9:,.2f} GB free at {existing}"
+    )
+    if needed > free + used:
+        findings.add_problem(
+            f"--output-dir {output_dir}: checkpoints and exports need {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB"
+            " are free: free some, lower --keep-checkpoints, or export less often"
+        )

@@ -1,0 +1,315 @@
+"""The memory of a training step, without the memory: the run's own code on tensors that have shapes and no content.
+
+Not looked up in a table of models: torch's FakeTensorMode runs the whole model's forward, backward and update as rank 0
+of as many ranks as wanted (torch's fake process group), and `MemoryCounter` adds up what is allocated.
+"""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.memory import OFFLOADED, MemoryCounter, memory_kind
+from mini_trainer.distributed.row_group import make_row_group
+from mini_trainer.distributed.world import World, make_mesh
+from mini_trainer.model.build import check_divisible, make_meta_model, set_weights_dtype
+from mini_trainer.model.flops import FlopCount, count_flops
+from mini_trainer.model.method import MetaModel, Method
+from mini_trainer.model.optim.averages import make_average
+from mini_trainer.model.optim.compact_adamw import load_map
+from mini_trainer.model.optim.optimizers import build_optimizer, count_state_bytes, count_update_flops
+from mini_trainer.model.sharding import KEEPING, apply_sharding, prepare_backward
+from mini_trainer.model.tiling import apply_tiling
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import ComputeOptions, TrainOptions
+from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.known_values import KnownValues
+from mini_trainer.run.step import TrainState, run_backward, update_weights
+
+SHARDED = ("weights", "frozen", "gradients", "optimizer")  # --cpu-offload takes these kinds of memory elsewhere
+# Where FSDP's code is entered from the model's and autograd's: memory allocated there is for its collectives.
+FSDP_HOOKS = {
+    FSDPState: ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
+    FSDPParamGroup: ("post_backward",),
+}
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on rank 0, which has the largest shards, when a step needs most."""
+
+    peak: Counter[str]  # by kind: weights, frozen, gradients, optimizer, gathered, activations, loss
+    offloaded: int  # beside them in CPU memory
+    num_tokens: int  # of the micro-batch, of all ranks that share it
+    per_token: float  # by how much a token more raises the peak
+
+    @property
+    def total(self) -> int:
+        return self.peak.total()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that are simulated."""
+
+    world_size: int
+    num_shards: int  # ranks that hold one copy of the model
+    num_sharing: int | None = None  # ranks that share a packed row; None: each has rows of its own
+    offloads: bool = False  # whether what is sharded lies elsewhere, and is not counted
+    memory: int | None = None  # bytes that one may use, where it decides how weights are held
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are packed at once."""
+        return self.world_size // (self.num_sharing or 1)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A micro-batch to simulate."""
+
+    num_tokens: int  # of the row, of all ranks that share it
+    num_trained: int
+    longest: int  # tokens of its longest sequence
+    accumulates: bool  # the step has several micro-batches, so that gradients are there during the forward pass
+    num_seen: int = 0  # tokens that a teacher reads in a row of its own, as if it had the model's shape
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model without memory, with its method's layers, and what is known of it from its shape."""
+
+    meta: MetaModel
+    method: Method
+    objective: Objective
+    num_params: int  # without what the method's layers add
+    num_trainable: int
+    state_bytes: int  # of a checkpoint: parameters and buffers, as far as it holds them, and two moments of what trains
+    flops: FlopCount
+    update_flops: int  # of an optimizer step, on all ranks together
+
+
+def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOptions) -> PlannedModel:
+    """The model on the meta device, as a run on a CPU would lay it out. ValueError for what cannot be trained.
+
+    `compute` without --compile, --float8 and --use-liger-kernels, which need the device itself.
+    """
+    method = choose_method(options)
+    source = inputs.source(options.model)
+    meta = make_meta_model(source, compute, family=inputs.family, method=method, device=torch.device("cpu"))
+    model = meta.model
+    if options.sharding.context_parallel is not None:
+        check_divisible(meta, options.sharding.context_parallel)
+    num_params = sum(param.numel() for param in model.parameters())
+    set_weights_dtype(model, DTYPES[options.optimization.master_weights])
+    method.choose_layers(meta)
+    method.lay_out(meta)
+    apply_tiling(meta)
+    params = list(model.parameters())
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    trained = [param for _, param in named]
+    saved = model.state_dict().keys()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
+    in_checkpoints = (*params, *buffers) if method.saves_frozen else trained
+    return PlannedModel(
+        meta,
+        method,
+        inputs.objective,
+        num_params=num_params,
+        num_trainable=sum(param.numel() for param in trained),
+        state_bytes=sum(tensor.numel() * tensor.itemsize for tensor in in_checkpoints)
+        + count_state_bytes(named, model, options.optimization)
+        + (4 * sum(param.numel() for param in trained) if options.optimization.weight_average != "none" else 0),
+        flops=count_flops(model),
+        update_flops=count_update_flops(model, options.optimization),
+    )
+
+
+def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, ranks: Ranks) -> StepMemory:
+    """The memory of a step whose largest micro-batch is `load`. Uses `planned` up.
+
+    RuntimeError where an operation of the model cannot be simulated.
+    """
+    meta, sharding = planned.meta, options.sharding
+    packed_model = PackedModel(meta.model, planned.objective, backend=meta.backend, compute_dtype=meta.compute_dtype)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with (
+        fake_world(ranks) as world,
+        quiet_simulation(),
+        fsdp_memory(),
+        first_shards(),
+        fake,
+        AnyTypeOfExperts(),
+        MemoryCounter() as counter,
+        KnownValues(fake) as known,
+    ):
+        # The sharded model, and an update, which makes the optimizer's state.
+        give_memory(packed_model, planned.method, world)
+        apply_sharding(
+            packed_model,
+            meta.blocks,
+            replace(sharding, cpu_offload=False),
+            method=planned.method,
+            readers={},
+            world=world,
+        )
+        tensors = [*packed_model.train().parameters(), *packed_model.buffers()]
+        params = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in tensors:
+            counter.count(tensor, "weights" if tensor.requires_grad else "frozen")
+        optimizer = build_optimizer(packed_model, options.optimization)
+        average = make_average(packed_model, options.optimization, end=0)
+        state = TrainState(packed_model, planned.method, optimizer, world, average=average)
+        make_gradients(params, counter)
+        counter.reset_peak()
+        planned.method.constrain_gradients()
+        update_weights(state, step=0, lr=0.0, num_samples=1)
+        peaks = [counter.peak]
+
+        # Forward and backward of half and of all tokens. Where whole gradients or weights stay until the last
+        # micro-batch, a first one has to make them.
+        keeps = sharding.micro_batch_grad_sync == "last" or KEEPING[sharding.reshard_after_backward]
+        waits = load.accumulates and keeps
+        passes = [(load.num_tokens // 2, not waits), (load.num_tokens, not waits)]
+        passes = [passes[0], *passes, (load.num_tokens, True)] if waits else passes
+        if load.accumulates and sharding.micro_batch_grad_sync == "every":
+            make_gradients(params, counter)
+        for size, is_last in passes:
+            if not load.accumulates:
+                optimizer.zero_grad()
+            counter.reset_peak()
+            prepare_backward(packed_model, sharding, is_last=is_last)
+            num_trained = size * load.num_trained // load.num_tokens
+            with _disable_current_modes():  # where a row is cut depends on its content
+                micro_batch = planned.objective.make_probe(
+                    size, num_trained, longest=load.longest, row_group=world.row_group
+                )
+            simulated = micro_batch.map(lambda tensor: counter.count(known.simulate(tensor)))
+            run_backward(packed_model, simulated, planned.objective.weigh(num_trained, size, ()))
+            for param in params:
+                if param.grad is not None:
+                    counter.count(param.grad, "gradients")
+            peaks.append(counter.peak)
+        if load.num_seen:
+            counter.reset_peak()
+            with _disable_current_modes():
+                seen = planned.objective.make_probe(load.num_seen, load.num_trained, longest=load.longest)
+            simulated = seen.map(lambda tensor: counter.count(known.simulate(tensor)))
+            packed_model.predict(simulated, lambda reader, micro_batch: reader.encode(micro_batch))
+            peaks.append(counter.peak)
+    elsewhere = (OFFLOADED, *(SHARDED if ranks.offloads else ()))
+    peaks = [Counter({kind: size for kind, size in peak.items() if kind not in elsewhere}) for peak in peaks]
+    return StepMemory(
+        peak=max(peaks, key=Counter.total),
+        offloaded=counter.most_offloaded,
+        num_tokens=load.num_tokens,
+        per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (load.num_tokens - load.num_tokens // 2),
+    )
+
+
+def make_gradients(params: list[nn.Parameter], counter: MemoryCounter) -> None:
+    for param in params:
+        param.grad = torch.zeros_like(param)
+        counter.count(param.grad, "gradients")
+
+
+@contextmanager
+def fake_world(ranks: Ranks) -> Iterator[World]:
+    """Rank 0 of ranks that are not there; no other process group may exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world_size)
+    try:
+        mesh = make_mesh("cpu", ranks.world_size, ranks.num_shards)
+        row_group = make_row_group(0, ranks.world_size, ranks.num_sharing)
+        yield World(0, ranks.world_size, torch.device("cpu"), mesh, row_group, memory=ranks.memory)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fsdp_memory() -> Iterator[None]:
+    """Counts what FSDP's hooks allocate as gathered; AttributeError where torch calls them by other names."""
+
+    def count_as_gathered(hook: Callable) -> Callable:
+        @functools.wraps(hook)
+        def run_hook(*args: Any, **kwargs: Any) -> Any:
+            with memory_kind("gathered"):
+                return hook(*args, **kwargs)
+
+        return run_hook
+
+    hooks = [(owner, name, getattr(owner, name)) for owner, names in FSDP_HOOKS.items() for name in names]
+    for owner, name, hook in hooks:
+        setattr(owner, name, count_as_gathered(hook))
+    try:
+        yield
+    finally:
+        for owner, name, hook in hooks:
+            setattr(owner, name, hook)
+
+
+def cut_first(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+    """Rank 0's chunk, in place of a list of all ranks'."""
+    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
+
+
+@contextmanager
+def first_shards() -> Iterator[None]:
+    """Lets FSDP cut only rank 0's shard from a weight: those of 1,024 ranks, simulated, take tenths of a second."""
+    chunk = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = cut_first
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = chunk
+
+
+class AnyTypeOfExperts(TorchDispatchMode):
+    """Grouped products in other types than bf16, which torch computes on a CPU but does not simulate."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return function(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        in_bf16 = functools.partial(tree_map_only, torch.Tensor, lambda t: t.bfloat16() if t.dtype == dtype else t)
+        return function(*in_bf16(args), **in_bf16(kwargs or {})).to(dtype)
+
+
+@contextmanager
+def quiet_simulation() -> Iterator[None]:
+    """Without torch's own report of an operation that cannot be simulated: the exception says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        load_map.cache_clear()  # its tensors are simulated ones now
+
+
+def give_memory(packed_model: PackedModel, method: Method, world: World) -> None:
+    """Puts tensors on the (simulated) device in the place of those on the meta device."""
+    for module in packed_model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty_like(param, device=world.device), param.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=world.device))
+        method.give_memory(module, world=world)
+    packed_model.model.tie_weights()

@@ -1,0 +1,88 @@
+"""Tokenization of rows before a run: process_data.py in a child process, with a cache for the same rows."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from mini_trainer.data.stores.model_files import find_model
+from mini_trainer.data.tokenized.cache import find_outputs, locked
+from mini_trainer.distributed.children import make_environment, name_module
+from mini_trainer.distributed.ending import ExitCode, log
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.printing import print_as_is
+from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields, replace_options
+from mini_trainer.options.command_line import describe_options
+from mini_trainer.options.problems.training import name_random_format
+
+OPTIONS_FILE = "options.yaml"  # next to the data set: the options that made it
+
+
+def tokenize_rows(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
+    """Replaces rows in the options by --data-path: rank 0 tokenizes them while the others wait."""
+    with control.slow("the tokenization of the rows"):
+        return replace_options(options, **call_on_rank0(world, lambda: find_data(options)))
+
+
+def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
+    """Paths of the tokenized data sets, by the options that take them; empty if the options name no rows.
+
+    ValueError with process_data.py's error message about the rows.
+    """
+    rows = options.rows
+    if not (rows.input_file or rows.input_dataset or rows.mock_data):
+        return {}
+    options = replace_options(options, format=rows.format or name_random_format(options))
+    rows = options.rows
+    model, trust = options.model, options.model.trust_remote_code
+    model_dir = find_model(model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust)
+    cache_dir = Path(options.data_cache_dir)
+    outputs = find_outputs(rows, model_dir, cache_dir=cache_dir, trust_remote_code=trust)
+    with locked(outputs):
+        if outputs.data.exists():
+            log.info(f"data: already tokenized, {outputs.data}")
+        else:
+            log.info(f"data: tokenizing to {outputs.data}")
+            run_process_data(options, outputs.data)
+    paths = {"data_path": (str(outputs.data),)}
+    if outputs.is_split:
+        paths["validation_data_path"] = (str(outputs.validation.data),)
+    return paths
+
+
+def run_process_data(options: TrainOptions, output_file: Path) -> None:
+    """Runs process_data.py with this run's options, and forwards its output; ValueError with its error message."""
+    names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
+    values = {name: value for name, value in flatten_options(options).items() if name in names}
+    config = output_file.with_name(OPTIONS_FILE)
+    whole = {"output_file": str(output_file), "shard": "1/1"}  # not a part of it, as torchrun's processes make
+    config.write_text(describe_options(ProcessDataOptions, values | whole))
+    child = subprocess.Popen(
+        [*name_module("mini_trainer"), "process-data", "--config", str(config)],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=os.environ | make_environment(),
+        process_group=0,  # a terminal's Ctrl-C reaches only this process, which ends the child
+    )
+    message: list[str] = []
+    try:
+        for line in child.stderr:
+            if message or line.startswith("error: "):
+                message.append(line)
+            else:
+                print_as_is(line, sys.stderr)
+        code = child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+    if code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if code != ExitCode.DONE:
+        by = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+        words = "".join(message).removeprefix("error: ").strip()
+        raise ValueError(words or f"process_data.py ended with {by}, without a data set")

@@ -1,0 +1,226 @@
+"""A run's directory: locking, ownership, resuming, writing."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mini_trainer.data.stores.disk import MADE, remove_leftovers
+from mini_trainer.distributed.ending import ExitCode, log
+from mini_trainer.distributed.monitor import Flag, RunControl
+from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import TrainOptions
+from mini_trainer.run.callbacks import Callbacks
+from mini_trainer.run.checkpoint_files import has_checkpoints
+from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_origin
+from mini_trainer.run.due import count_validations
+from mini_trainer.run.exports import EXPORTS_DIR, Exports
+from mini_trainer.run.hooks import StartedRun
+from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.live_line import open_console
+from mini_trainer.run.local_data import flatten_with_urls
+from mini_trainer.run.profiling import profile_steps
+from mini_trainer.run.record import (
+    check_continues,
+    check_output_dir,
+    check_same_run,
+    check_unused,
+    describe_start,
+    is_checkpoint_of,
+    record_end,
+    record_start,
+)
+from mini_trainer.run.step import TrainState
+from mini_trainer.run.time_left import TimeLeft
+from mini_trainer.run.tracker_packages import open_trackers
+from mini_trainer.run.training_log import MetricsFile, Sink, TrainingLog
+from mini_trainer.sampler import Batch, RunPosition
+
+PROFILE_DIR = "profile"
+
+
+class RunDirectory:
+    """The `--output-dir` of this start. All ranks call every method.
+
+    Invariant: it is locked from the beginning; until `claim` has verified that it belongs to this run, nothing in it is
+    changed, except that a killed run's unfinished files are removed and damaged checkpoints are renamed.
+    """
+
+    def __init__(self, options: TrainOptions, world: World, control: RunControl):
+        """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
+        self.options, self.world, self.control = options, world, control
+        MADE.clear()  # an earlier run in this process used a different directory
+        self.path = Path(options.output_dir)
+        call_on_rank0(world, lambda: control.lock(self.path))
+        call_on_rank0(world, lambda: check_output_dir(self.path))
+        self.checkpointer = Checkpointer(
+            self.path / "checkpoints",
+            world=world,
+            num_kept=options.checkpoints.keep_checkpoints,
+            is_async=options.checkpoints.async_checkpoint,
+            committed=lambda path: self.log.write_checkpoint(path),
+        )
+        if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
+            control.own(self.path)
+        self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.checkpoints.resume)
+        origin = options.checkpoints.continue_from
+        self.origin: Checkpoint | None = None
+        if origin is not None:
+            self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
+        self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
+        self.identity: dict[str, Any] = {}
+        self.changes: list[str] = []
+        self.previous: dict[str, Any] = {} if self.checkpoint is None else self.checkpoint.state
+        self.auto_settings: dict[str, Any] | None = self.previous.get("auto_settings")
+        self.last_save = time.monotonic()
+        self.log = TrainingLog([])
+        if self.checkpoint is None:
+            log.info(f"starting from step 0 in {self.path}")
+        else:
+            log.info(f"resuming from {self.checkpoint.path}: {self.start}")
+
+    def claim(self, inputs: RunInputs) -> None:
+        """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
+        options = self.options.checkpoints
+        self.identity = call_on_rank0(self.world, lambda: inputs.identify(self.options))
+        if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
+            call_on_rank0(self.world, lambda: check_unused(self.options, self.identity))
+            self.control.own(self.path)
+        if self.checkpoint is not None:
+            self.changes = check_same_run(
+                self.checkpoint.path,
+                self.checkpoint.state,
+                self.identity,
+                allow_changes=options.allow_changed_options,
+                needs_model=not inputs.method.saves_frozen,
+            )
+        if self.origin is not None:
+            needs_model = not inputs.method.saves_frozen
+            check_continues(self.origin.path, self.origin.state, self.identity, needs_model=needs_model)
+        if self._starts_with_origin(inputs):
+            self.checkpointer.verify_origin(self.origin)
+        call_on_rank0(self.world, lambda: remove_leftovers(self.path / EXPORTS_DIR))
+
+    def load_start(self, model: PackedModel, inputs: RunInputs) -> None:
+        """Fills the weights of the checkpoint that the run continues from, unless a resume makes them useless."""
+        if self._starts_with_origin(inputs):
+            self.checkpointer.load_weights(self.origin, model, inputs.method)
+
+    def _starts_with_origin(self, inputs: RunInputs) -> bool:
+        return self.origin is not None and (self.checkpoint is None or inputs.compares_with_start)
+
+    def restore(self, state: TrainState) -> None:
+        """Fills weights and optimizer from the checkpoint, if any, and records this start in the directory.
+
+        A run that continues another one has that one's weights already, by `load_start`.
+        """
+        if self.checkpoint is not None:
+            self.checkpointer.load(self.checkpoint, state)
+        elif self.origin is not None:
+            self.checkpointer.load_optimizer(self.origin, state)
+        start = describe_start(
+            self.world,
+            first_step=self.start.step,
+            resumed_from=self.checkpoint and self.checkpoint.path,
+            continued_from=self.origin and self.origin.path,
+            changes=self.changes,
+            auto_settings=self.auto_settings,
+        )
+        call_on_rank0(self.world, lambda: record_start(self.path, self.options, self.identity, start))
+
+    def open_log(self, inputs: RunInputs, *, num_validations: int) -> TrainingLog:
+        """Opens the sinks, and starts the callbacks, which ranks other than 0 can also have."""
+        first_step, num_steps = self.start.step, inputs.num_steps
+        files = [] if self.world.rank > 0 else self._open_files(inputs, num_validations=num_validations)
+        options = MappingProxyType(flatten_with_urls(self.options))
+        started = StartedRun(
+            self.path.absolute(), options, first_step, num_steps, self.world.rank, self.world.world_size
+        )
+        self.callbacks = Callbacks(inputs.callbacks, self.options.callbacks, self.control, started)
+        self.log.sinks = [*files, self.callbacks]
+        return self.log
+
+    def _open_files(self, inputs: RunInputs, *, num_validations: int) -> list[Sink]:
+        """The sinks of rank 0: metrics files, the console, trackers."""
+        first_step, num_steps = self.start.step, inputs.num_steps
+        steps_per_epoch = len(inputs.data.kept) / inputs.batching.mean_samples
+        count = partial(
+            count_validations, options=self.options.validation, num_steps=num_steps, steps_per_epoch=steps_per_epoch
+        )
+        num_validated = 0 if inputs.validation_data is None else len(inputs.validation_data.kept)
+        time_left = TimeLeft(
+            first_step=first_step,
+            num_steps=num_steps,
+            count_validations=count,
+            validation_steps=num_validated / inputs.batching.mean_samples,
+        )
+        return [
+            MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
+            open_console(time_left, shown=tuple(inputs.objective.metrics)),
+            *open_trackers(self.options, self.path),
+        ]
+
+    def profile(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields `batches`, profiling the steps of --profile-steps."""
+        steps = self.options.profiling.profile_steps
+        if steps is None:
+            return batches
+        return profile_steps(batches, steps, self.path / PROFILE_DIR, rank=self.world.rank)
+
+    def start_loop(self) -> None:
+        """Starts the clock of --checkpoint-every-minutes; from now on stop requests wait for the end of a step."""
+        self.last_save = time.monotonic()
+        self.control.start_loop(steps_done=self.start.step)
+
+    def flags(self) -> int:
+        """This rank's flags: stop requests, callbacks' answers, a checkpoint being written or due by the clock."""
+        flags = self.control.flags() | self.callbacks.take_flags()
+        flags |= Flag.CHECKPOINT_UNDER_WAY if self.checkpointer.is_writing else 0
+        minutes = self.options.checkpoints.checkpoint_every_minutes
+        is_late = minutes is not None and time.monotonic() - self.last_save > 60 * minutes
+        return flags | (Flag.CHECKPOINT_DUE if is_late and self.world.rank == 0 else 0)
+
+    def finish_write(self, flags: int) -> None:
+        """Commits an asynchronous checkpoint once every rank has written its part."""
+        if not flags & Flag.CHECKPOINT_UNDER_WAY:
+            self.checkpointer.finish()
+
+    def save(self, state: TrainState, position: RunPosition, *, validation: dict[str, Any] | None) -> None:
+        """Writes the checkpoint of `position`; `validation` is the validations' progress so far."""
+        call_on_rank0(self.world, self.control.check_directory)
+        self.log.flush_to_disk()
+        content = {
+            "position": asdict(position),
+            "num_steps_before": state.num_steps_before,
+            "identity": self.identity,
+            "options": flatten_with_urls(self.options),
+            "changed": self.changes,
+            "auto_settings": self.auto_settings,
+            "validation": validation,
+        }
+        with self.control.slow(f"the checkpoint after step {position.step}"):
+            self.checkpointer.save(state, step=position.step, state=content)
+        self.last_save = time.monotonic()
+
+    def close(self, exports: Exports, *, stop: tuple[ExitCode, str] | None) -> tuple[ExitCode, str] | None:
+        """Waits for the last checkpoint; records that the run is done, unless there was a stop.
+
+        Returns the stop, explained by the callbacks behind it.
+        """
+        is_done = stop is None
+        if is_done and (missing := exports.describe_missing_average()) is not None:
+            log.warning(f"warning: {missing}")
+        with self.control.slow("the last checkpoint"):
+            self.checkpointer.close()
+        with self.control.slow("the end of trackers and uploads"):
+            self.log.write_end(None if stop is None else stop[1])
+            self.log.close()
+            exports.finish_uploads(is_done=is_done)
+        if is_done:
+            call_on_rank0(self.world, self.control.check_directory)
+            call_on_rank0(self.world, lambda: record_end(self.path))
+        return self.callbacks.explain(stop, self.world)

@@ -1,0 +1,160 @@
+"""Stages of an experiment: programs of this project, each started from an option file that it can be repeated from.
+
+A stage's folder has PROGRAM.yaml, its options; PROGRAM.log, its output; and PROGRAM.done once it is complete. A stage
+that was killed is started again: the programs resume by themselves. The experiment's directory is locked, and has a
+record of the settings that it belongs to.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.stores.disk import hash_file, hash_json, is_running, read_fields, written_aside
+from mini_trainer.distributed.ending import ExitCode, RunError, exit_with_message
+from mini_trainer.distributed.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
+from mini_trainer.distributed.messages import say
+from mini_trainer.options.environment import escape
+from mini_trainer.run.file_names import PARAMS_FILE
+
+CAN_GROW = ("evaluate",)  # measures only what is missing when its options have changed
+SECONDS_TO_WAIT = 600  # for processes of an earlier start that are still saving
+Record = dict[str, Any]  # settings and hashes that an experiment's directory belongs to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A program and its options."""
+
+    program: str  # a word of mini-trainer
+    folder: Path
+    options: dict[str, Any]
+
+    def file(self, ending: str) -> Path:
+        return self.folder / f"{self.program}.{ending}"
+
+    @property
+    def text(self) -> str:
+        """The option file."""
+        import yaml
+
+        values = {name: escape(value) for name, value in self.options.items()}
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+    def write_options(self) -> None:
+        """Writes the option file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with written_aside(self.file("yaml")) as (aside,):
+            aside.write_text(self.text, encoding="utf-8")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has run with these options; ValueError if it has run with others and cannot continue."""
+        if not self.file("done").is_file():
+            return False
+        advice = f"; remove it to run {self.program} again, which keeps what is complete"
+        done = read_fields(self.file("done"), {"options": str}, written_by="mini-trainer", advice=advice)
+        is_same = done["options"] == hash_json(self.text)
+        if not is_same and self.program not in CAN_GROW:
+            raise ValueError(f"{self.file('yaml')}: was run with other options before; choose another output directory")
+        return is_same
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is a run of train that has ended with these options; a kill came before that was recorded.
+
+        A run without checkpoints cannot be started again then.
+        """
+        record = Path(self.options["output_dir"], PARAMS_FILE) if self.program == "train" else None
+        if record is None or not record.is_file() or not self.file("yaml").is_file():
+            return False
+        kinds = {"options": dict, "finished": str | None}
+        advice = f"; remove {record.parent} to train again"
+        # Of its last start, which may have had another end.
+        found = read_fields(record, kinds, written_by="train.py", advice=advice)
+        is_same = found["options"].get("max_steps") == self.options.get("max_steps")
+        return is_same and self.file("yaml").read_text(encoding="utf-8") == self.text and bool(found["finished"])
+
+
+class Stopped(BaseException):
+    """SIGTERM. No Exception, which a reader of files could take for an error of its own."""
+
+
+def stop_at_sigterm() -> None:
+    """Lets SIGTERM end the experiment as a scheduler asks: what runs is to save first."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def ending_experiment() -> Iterator[None]:
+    """Errors and stop requests inside of it end this process with one message and the exit code of their cause."""
+    again = "start the same command again to continue"
+    try:
+        yield
+    except RunError as error:
+        exit_with_message(str(error), code=error.code)
+    except ValueError as error:
+        exit_with_message(str(error))
+    except OSError as error:
+        exit_with_message(str(error), code=ExitCode.IO)
+    except Stopped:
+        exit_with_message(f"stopped (SIGTERM); {again}", code=ExitCode.SAVED_AND_REQUEUE)
+    except KeyboardInterrupt:
+        exit_with_message(f"interrupted; {again}", code=ExitCode.INTERRUPTED)
+
+
+def describe_code(code: int) -> ExitCode:
+    """The exit code of the experiment for that of a program."""
+    return ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+
+
+def wait_for_lock(output_dir: Path) -> RunLock:
+    """Locks the directory. Programs that a killed experiment has left hold its lock until they have saved."""
+    deadline, is_first = time.monotonic() + SECONDS_TO_WAIT, True
+    while True:
+        try:
+            return RunLock(output_dir)
+        except OSError as error:
+            raise RunError(ExitCode.IO, f"output_dir: {output_dir}: cannot be written in: {error.strerror}") from None
+        except RunError:
+            holder = read_holder(output_dir / LOCK_FILE)
+            died_here = holder and holder.get("boot_id") == read_boot_id() and not is_running(holder.get("pid", 0))
+            if not died_here or time.monotonic() > deadline:
+                raise
+            if is_first:
+                say(f"{output_dir}: waiting for programs of an earlier start to end")
+            is_first = False
+            time.sleep(0.2)
+
+
+def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256 of each file, and of all files in a directory."""
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return {str(file): hash_file(file)["sha256"] for file in files if file.is_file()}
+
+
+def write_record(path: Path, record: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as (aside,):
+        aside.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def list_changes(before: Any, now: Any, where: str = "") -> list[str]:
+    """The places at which two JSON values differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*before, *(key for key in now if key not in before)]
+        places = [(f"{where}.{key}".strip("."), before.get(key), now.get(key)) for key in keys]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        places = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now else [f"{where}: {before!r:.100} before, {now!r:.100} now"]
+    return [line for place, *pair in places for line in list_changes(*pair, place)]

@@ -1,0 +1,146 @@
+"""The training step that train.py, plans and benchmarks share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.distributed.memory import memory_kind
+from mini_trainer.distributed.world import World
+from mini_trainer.model.method import Method
+from mini_trainer.model.optim.averages import WeightAverage
+from mini_trainer.model.optim.optimizers import clip_gradients, local_gradients, set_step
+from mini_trainer.model.optim.reduction import StepSums, reduce_step
+from mini_trainer.model.sharding import prepare_backward
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.objective import TARGETS
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import TrainOptions
+from mini_trainer.sampler import Batch, derive_seed
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The objects that a step changes, and the ranks that run it."""
+
+    model: PackedModel
+    method: Method
+    optimizer: torch.optim.Optimizer
+    world: World
+    num_steps_before: int = 0  # steps of the runs that this one continues
+    average: WeightAverage | None = None
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    options: TrainOptions,
+    *,
+    lr: float,
+    data_wait_seconds: float = 0.0,
+    flags: Callable[[], int] = lambda: 0,
+    progress: Callable[[str], None] = lambda where: None,
+) -> StepSums:
+    """Runs one optimizer step on a global batch: gradients, their sum over ranks, the update. All ranks call this.
+
+    `flags` is called before the reduction, which ORs them over ranks; `progress` is called for every micro-batch.
+    RunError before the update if a loss or gradient is not finite.
+    """
+    world = state.world
+    step = state.num_steps_before + batch.step
+    torch.manual_seed(derive_seed(options.data.seed, step, world.rank))  # for dropout
+    losses, reports, shared = [], [], sum_ahead(state.model, batch, world)
+    for k, micro_batch in enumerate(batch.micro_batches):
+        progress(describe_micro_batch(batch, k))
+        is_last = k + 1 == len(batch.micro_batches)
+        prepare_backward(state.model, options.sharding, is_last=is_last)
+        micro_batch = state.model.prepare(micro_batch.to(world.device))
+        losses.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
+        reports.append(state.model.reports)
+    raised = flags()
+    state.method.constrain_gradients()
+    sums = reduce_step(
+        losses,
+        local_gradients(state.model),
+        device=world.device,
+        num_shards=world.num_shards,
+        data_wait_seconds=data_wait_seconds,
+        flags=raised,
+        reports=reports,
+    )
+    if not sums.finite:
+        raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums))
+    max_grad_norm = options.optimization.max_grad_norm
+    clip_gradients(local_gradients(state.model), grad_norm=sums.grad_norm, max_grad_norm=max_grad_norm)
+    update_weights(state, step=step, lr=lr, num_samples=len(batch.sample_ids))
+    return sums
+
+
+def sum_ahead(model: PackedModel, batch: Batch, world: World) -> dict[str, Tensor]:
+    """Sums that a global batch's losses share, over its micro-batches and ranks; empty if they share none.
+
+    This is an additional forward pass over the whole batch, without gradients.
+    """
+    totals: dict[str, Tensor] = {}
+    for micro_batch in batch.micro_batches if model.looks_ahead else ():
+        for name, own in model.look_ahead(micro_batch.to(world.device)).items():
+            totals[name] = totals[name] + own if name in totals else own
+    for total in totals.values():
+        dist.all_reduce(total)
+    return totals
+
+
+def run_backward(
+    model: PackedModel,
+    micro_batch: MicroBatch,
+    divisors: Mapping[str, float],
+    *,
+    shared: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Accumulates the micro-batch's gradient; returns its summed loss, an fp32 scalar.
+
+    `divisors` are the global batch's, over all ranks; FSDP sums gradients (see apply_sharding), which gives that of the
+    mean. `shared`: the result of `sum_ahead`.
+    """
+    loss_sum = model(micro_batch, shared)
+    loss = loss_sum / (divisors[TARGETS] or 1)
+    for name, extra in model.extra_losses.items():
+        loss = loss + extra / max(1, divisors[name])
+    loss.backward()
+    return loss_sum.detach()
+
+
+def update_weights(state: TrainState, *, step: int, lr: float, num_samples: int) -> None:
+    """Applies the gradients of `num_samples`, accumulated in optimizer step `step` (0-based), then clears them."""
+    set_step(state.optimizer, step=step, learning_rate=lr)
+    with memory_kind("optimizer"):
+        state.optimizer.step()
+    state.method.constrain_weights()
+    if state.average is not None:
+        state.average.update(step, num_samples=num_samples)
+    state.optimizer.zero_grad()
+
+
+def describe_micro_batch(batch: Batch, k: int) -> str:
+    """Describes the run's place, for messages about hangs and out-of-memory errors."""
+    lengths = batch.micro_batches[k].row.seq_lengths
+    return (
+        f"step {batch.step + 1}, micro-batch {k + 1} of {len(batch.micro_batches)} ({sum(lengths):,} tokens in"
+        f" {len(lengths)} samples, the longest {max(lengths):,})"
+    )
+
+
+def describe_bad_step(batch: Batch, sums: StepSums) -> str:
+    """Describes where a loss or gradient was not finite: step, ranks and rows of the data set."""
+    num_ranks = len(batch.table[0]) * batch.num_sharing
+    bad = sums.bad_micro_batches or [(k, rank) for k in range(len(batch.table)) for rank in range(num_ranks)]
+    cells = dict.fromkeys((k, rank // batch.num_sharing) for k, rank in bad)
+    rows = [batch.sample_ids[i] for k, group in cells for i in batch.table[k][group]]
+    return (
+        f"step {batch.step + 1}: the {'loss' if sums.bad_micro_batches else 'gradient'} is not finite (loss"
+        f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of"
+        f" {batch.data.name_rows(rows)} (rank {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
+    )

@@ -1,0 +1,116 @@
+"""Validation: the model scored on held-out data, the best result so far, and early stopping."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.data.stores.disk import hash_json, written_aside
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import call_on_rank0
+from mini_trainer.model.fingerprints import fingerprint_data
+from mini_trainer.model.scoring.data_scores import DataScores, score_data
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.run.step import TrainState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Results of a run's validations so far, as JSON for checkpoints."""
+
+    data: str  # digest of the sets: losses on different data cannot be compared
+    num_validations: int = 0  # in the whole run, on any data
+    last_step: int | None = None
+    metric: str = "loss"  # decides which model is the best
+    best_value: float | None = None  # best value after at least one step
+    best_step: int | None = None
+    num_worse: int = 0  # validations since the best
+
+    def after(self, value: float | None, *, step: int, more_is_better: bool) -> "Progress":
+        """The progress after another validation with this `value` of the metric; step 0 never counts as the best."""
+        seen = replace(self, last_step=step, num_validations=self.num_validations + 1)
+        if step == 0:
+            return seen
+        is_number, best = value is not None and math.isfinite(value), self.best_value
+        if is_number and (best is None or (value > best if more_is_better else value < best)):
+            return replace(seen, best_value=value, best_step=step, num_worse=0)
+        return replace(seen, num_worse=self.num_worse + 1)
+
+    def has_enough(self, patience: int | None) -> bool:
+        return patience is not None and self.num_worse >= patience
+
+
+def start_progress(data: Mixture, previous: dict[str, Any] | None, *, metric: str) -> Progress:
+    """The progress at a start: the checkpoint's, `previous`, if it is for the same data and metric."""
+    digests = [
+        fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept) for source in data.sources
+    ]
+    if previous is not None and "best_loss" in previous:  # in old checkpoints, the loss was the only metric
+        previous = {("best_value" if name == "best_loss" else name): value for name, value in previous.items()}
+    known = None if previous is None else Progress(**previous)
+    fresh = Progress(data=hash_json(digests), metric=metric)
+    if known is None or (known.data, known.metric) == (fresh.data, fresh.metric):
+        return known or fresh
+    changed = "validation data" if known.data != fresh.data else "--best-metric"
+    log.warning(
+        f"warning: the {changed} has changed since the last start: the best {known.metric} so far"
+        f" ({known.best_value}, after step {known.best_step}) is not comparable and is discarded"
+    )
+    return replace(fresh, num_validations=known.num_validations)
+
+
+def validate(
+    state: TrainState,
+    data: Mixture,
+    objective: Objective,
+    *,
+    cap: int,
+    predictions_file: Path | None = None,
+    progress: Callable[[str], None] = lambda where: None,
+) -> dict[str, Any]:
+    """Scores all sets together, and each separately; also returns the seconds taken. All ranks call this.
+
+    Scores are weighted by tokens: the same on any number of ranks, and for any `cap` (tokens per rank and micro-batch).
+    """
+    start = time.monotonic()
+
+    def say_where(where: str) -> None:
+        progress(f"validation, {where}")
+
+    found = score_data(state.model, data, objective, cap=cap, world=state.world, progress=say_where)
+    scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, found))
+    if predictions_file is not None:
+        call_on_rank0(state.world, lambda: write_predictions(predictions_file, data, objective, found.predictions))
+    return scores["all"] | {"seconds": time.monotonic() - start, "sets": scores["sets"]}
+
+
+def summarize_sets(data: Mixture, objective: Objective, found: DataScores) -> dict[str, dict[str, Any]]:
+    """The objective's metrics for all sets together, and for each by name."""
+    sums, predictions = found.sums, found.predictions
+    if predictions is None:
+        of_sets = [None] * len(sums)
+    else:
+        sources = data.source_of(predictions[:, 0].astype(int))
+        of_sets = [predictions[sources == i, 2:] for i in range(len(sums))]
+    of_all = None if predictions is None else predictions[:, 2:]
+    return {
+        "all": objective.summarize(sums.sum(0), of_all),
+        "sets": {
+            name: objective.summarize(row, of_set) for name, row, of_set in zip(data.names, sums, of_sets, strict=True)
+        },
+    }
+
+
+def write_predictions(path: Path, data: Mixture, objective: Objective, predictions: np.ndarray) -> None:
+    """Writes a line per target: data set, row (from 1) and token (from 0), and the objective's prediction."""
+    with written_aside(path) as (aside,), aside.open("w", encoding="utf-8") as file:
+        for row, token, *prediction in predictions:
+            source, number = data.locate(int(row))
+            place = {"data": source.name, "row": number, "token": int(token)}
+            file.write(json.dumps(place | objective.describe_prediction(np.array(prediction))) + "\n")

@@ -1,0 +1,54 @@
+"""Writes a model as one GGUF file, which llama.cpp, Ollama and LM Studio run.
+
+    python -m mini_trainer export-gguf --model-name-or-path runs/chats/hf_format/best --output chats.gguf --dtype q8_0
+
+Llama, Mistral, Qwen 2, Qwen 3 and Gemma 3 (text), with tokenizer, chat template and stop tokens. Tensor by tensor, on
+the CPU. Needs the package gguf.
+"""
+
+from pathlib import Path
+
+from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.options import ExportGgufOptions
+from mini_trainer.options.command_line import parse_options
+
+if __name__ == "__main__":
+    options = parse_options(ExportGgufOptions)  # before the slow imports: --help and typos answer at once
+    pause_collector()
+
+from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
+from mini_trainer.distributed.ending import ending_with_message
+from mini_trainer.distributed.messages import say, say_note
+from mini_trainer.options.choices import check_choices
+
+
+def export_gguf(options: ExportGgufOptions) -> None:
+    """Writes the file; ValueError or OSError for user errors."""
+    try:
+        from mini_trainer.use.exporters.gguf_file import TYPES, write_gguf
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        raise ValueError(
+            "GGUF files are written by the package gguf, which is not installed: pip install gguf"
+        ) from None
+    check_choices(options, {"dtype": TYPES})
+    model_dir, output = Path(options.model_name_or_path), Path(options.output)
+    if not model_dir.is_dir():
+        raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")
+    if output.suffix != ".gguf":
+        raise ValueError(f"--output {output}: must end in .gguf")
+    if output.exists():
+        raise ValueError(f"--output {output}: already exists; choose a new one")
+    if not options.skip_verification:
+        verify_weights(str(model_dir), say_note)
+    num_bytes, notes = write_gguf(model_dir, output, options.dtype)
+    for note in notes:
+        say(f"note: {note}")
+    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}")
+
+
+if __name__ == "__main__":
+    resume_collector()
+    with ending_with_message(when_interrupted="interrupted; no output is left"):
+        export_gguf(options)

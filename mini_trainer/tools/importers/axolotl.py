@@ -1,0 +1,336 @@
+"""Axolotl's keys, its defaults (its pydantic schemas), and how it counts a step."""
+
+from typing import Any
+
+from mini_trainer.tools.importers import axolotl_preferences
+from mini_trainer.tools.importers.axolotl_data import FORMAT_RULES, has_images
+from mini_trainer.tools.importers.axolotl_preferences import PREFERENCE_RULES
+from mini_trainer.tools.importers.batches import PeerBatch, multiply_rows
+from mini_trainer.tools.importers.preferences import TOGETHER, convert_lengths
+from mini_trainer.tools.importers.rules import (
+    ALL_LINEAR,
+    DIFFERS,
+    NEEDLESS,
+    OUTSIDE,
+    Conversion,
+    Refusal,
+    Rule,
+    convert_entropy_weighting,
+    convert_epochs,
+    convert_evals,
+    convert_init,
+    convert_lora,
+    convert_model,
+    convert_optimizer,
+    convert_revision,
+    convert_saves,
+    convert_schedule,
+    convert_sharding,
+    convert_share,
+    convert_targets,
+    counts_rows,
+    differs,
+    missing,
+    needless,
+    of_lora,
+    of_new_lora,
+    read_names,
+    read_number,
+    refuse,
+    set_data_option,
+    set_if_true,
+    set_option,
+    set_tracker,
+    set_unless_zero,
+)
+from mini_trainer.tools.importers.training_arguments import ATTENTION, COMMON, OFFLOADING, PACKED, RESUMED, SPEED
+
+# Plugins that change speed or logging alone; any other may change what is trained.
+PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab")
+
+
+def normalize(given: dict[str, Any]) -> dict[str, Any]:
+    """The keys, with older names as the newer ones."""
+    given = dict(given)
+    if "dpo_beta" in given:
+        given.setdefault("rl_beta", given["dpo_beta"])
+    if given.get("max_packed_sequence_len"):
+        given.setdefault("sample_packing", True)
+    return given
+
+
+def trains_adapter(given: dict[str, Any]) -> bool:
+    return given.get("adapter") in ("lora", "qlora")
+
+
+def find_objective(given: dict[str, Any]) -> str:
+    return axolotl_preferences.find_objective(given)
+
+
+def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Axolotl's values for keys that are left out, where this trainer's default differs."""
+    defaults = {
+        "lr_scheduler": "cosine",
+        "num_epochs": 1,
+        "micro_batch_size": 1,
+        "adam_beta2": 0.999,
+        "sequence_len": 512,
+    }
+    if given.get("warmup_steps") is None and given.get("warmup_ratio") is None:
+        defaults["warmup"] = 0.03
+    return defaults | axolotl_preferences.list_defaults(given)
+
+
+def convert_default_warmup(to: Conversion, key: str, value: Any) -> str:
+    """Axolotl's default: min(3 % of the steps, 100), and never a single step."""
+    if to.get("lr_scheduler") == "constant":
+        return f"{NEEDLESS}: the constant schedule has no warm-up"
+    if (steps := to.get_number("max_steps", default=-1)) > 0:
+        number = min(int(value * steps), 100)
+        to.train["num_warmup_steps"] = 2 if number == 1 else number
+        return f"num_warmup_steps: {to.train['num_warmup_steps']}"
+    to.train["warmup_ratio"] = value
+    return f"warmup_ratio: {value}; {DIFFERS}: there at most 100 steps"
+
+
+def convert_length(to: Conversion, key: str, value: Any) -> str:
+    """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
+    length = read_number(key, value)
+    rows = to.get_number("micro_batch_size", default=1)
+    if not to.reads_texts:
+        return f"{convert_lengths(to, length, rows)}; {TOGETHER} if one is longer than {length}"
+    to.train["max_tokens_per_gpu"] = length * rows
+    if to.get("pretraining_dataset"):
+        to.data["block_size"] = length
+        return f"block_size: {length} (of process_data.py); max_tokens_per_gpu: {length * rows}"
+    to.data["max_sample_num_tokens"] = length
+    return (
+        f"max_sample_num_tokens: {length} (of process_data.py: longer ones are dropped);"
+        f" max_tokens_per_gpu: {length * rows}"
+    )
+
+
+def convert_overlong(to: Conversion, key: str, value: Any) -> str:
+    return NEEDLESS if value == "drop" else f"{DIFFERS}: longer samples are dropped and counted, given {value!r}"
+
+
+def convert_all_linear(to: Conversion, key: str, value: Any) -> str:
+    """Every linear layer and those that are named: their union."""
+    named = to.get("lora_target_modules", default=[])
+    names = [named] if isinstance(named, str) else list(named)
+    if not value:
+        return NEEDLESS
+    if OUTSIDE & set(names):
+        raise Refusal(
+            f"adapters on {', '.join(sorted(OUTSIDE & set(names)))} beside every linear layer of the blocks cannot be"
+            " asked for together: name the layers in lora_target_modules"
+        )
+    return f"{NEEDLESS}: every linear layer of the blocks has an adapter"
+
+
+def convert_named_targets(to: Conversion, key: str, value: Any) -> str:
+    if to.get("lora_target_linear"):
+        return f"{NEEDLESS}: lora_target_linear asks for every linear layer, these among them"
+    return convert_targets(to, key, value)
+
+
+def convert_parameters(to: Conversion, key: str, value: Any) -> str:
+    """Experts held as one tensor: they are targets like other layers here."""
+    names = [value] if isinstance(value, str) else value
+    chosen = to.get("lora_target_modules", default=[])
+    if to.get("lora_target_linear") or chosen in ALL_LINEAR:
+        return f"{NEEDLESS}: experts have adapters among every linear layer"
+    return (
+        f"{DIFFERS}: {', '.join(map(str, names))} have no adapter; leave lora_target_modules out for all"
+        f" layers, experts too"
+    )
+
+
+def convert_tokens(to: Conversion, key: str, value: Any) -> str:
+    """Tokens by role: padding is never computed, others are the tokenizer's own."""
+    if not isinstance(value, dict):
+        raise ValueError(f"special_tokens is a mapping, given {value!r}")
+    more = read_names("additional_special_tokens", value.get("additional_special_tokens") or [])
+    if more:
+        to.data["add_special_tokens"] = [*to.data.get("add_special_tokens", []), *more]
+    roles = [role for role in value if role not in ("pad_token", "additional_special_tokens", "unk_token")]
+    added = [f"add_special_tokens: {more} (of process_data.py)"] if more else []
+    changed = [f"{DIFFERS}: {', '.join(roles)} are the tokenizer's own"] if roles else []
+    return "; ".join(added + changed) or f"{NEEDLESS}: nothing is padded"
+
+
+def convert_plugins(to: Conversion, key: str, value: Any) -> str:
+    names = value if isinstance(value, list) else [value]
+    other = [str(name) for name in names if not any(f"integrations.{part}." in str(name) for part in PLUGINS)]
+    if other:
+        raise Refusal(f"{', '.join(other)}: a plugin that is not known here may change what is trained")
+    return f"{NEEDLESS}: speed alone; --use-liger-kernels takes Liger's kernels"
+
+
+def convert_model_config(to: Conversion, key: str, value: Any) -> str:
+    """Changes to the model's config: only the experts' balancing loss has a counterpart."""
+    if value == {"output_router_logits": True}:
+        return f"{DIFFERS}: --router-aux-loss with a coefficient turns the experts' balancing loss on"
+    raise Refusal(f"the model's config is never changed here: {value}")
+
+
+def convert_context_parallel(to: Conversion, key: str, value: Any) -> str:
+    if value in (None, 0, 1):
+        return NEEDLESS
+    return set_option("context_parallel")(to, key, value)
+
+
+def convert_order(to: Conversion, key: str, value: Any) -> str:
+    return NEEDLESS if value else f"{DIFFERS}: samples come in a random order, another one in each epoch"
+
+
+def convert_input_masking(to: Conversion, key: str, value: Any) -> str:
+    if value and not to.get("pretraining_dataset"):
+        raise Refusal("prompts are never trained here, only the assistant's tokens")
+    return NEEDLESS
+
+
+def describe_batch(to: Conversion) -> PeerBatch:
+    """Rows of a step, which are packs if samples are packed; GPUs that share a row count once."""
+    a_gpu = to.get_number("micro_batch_size", default=1)
+    total = to.get_number("batch_size", default=0)
+    accumulated = to.get_number("gradient_accumulation_steps", default=(total // max(1, a_gpu)) or 1)
+    shared = to.get_number("context_parallel_size", default=1) * to.get_number("tensor_parallel_size", default=1)
+    length = to.get_number("sequence_len", default=512)
+    packs = bool(to.get("sample_packing")) and not to.get("pretraining_dataset") and to.reads_texts
+    return multiply_rows(
+        a_gpu, accumulated, max(1, to.num_gpus // max(1, shared)), pack_length=length if packs else None
+    )
+
+
+WORLD = needless("torchrun says it")
+KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "flash_attn_cross_entropy",
+           "flash_attn_rms_norm", "flash_attn_fuse_qkv", "flash_attn_fuse_mlp", "use_kernels", "use_sonicmoe",
+           "use_scattermoe", "use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels", "fused_attn_kernel",
+           "experts_implementation", "quantize_moe_experts", "torch_compile_mode", "torch_compile_backend",
+           "chunked_cross_entropy", "cut_cross_entropy", "unsloth_cross_entropy_loss", "low_cpu_mem_usage",
+           "llama4_linearized_experts", "tiled_mlp_num_shards", "sample_packing_eff_est", "total_num_tokens",
+           "sample_packing_seq_len_multiplier", "expert_parallel_num_nvl_bytes", "expert_parallel_token_capacity",
+           "gemma4_hybrid_attn_impl", "experimental_skip_move_to_device", "qlora_sharded_model_loading", "lora_on_cpu",
+           "gpu_memory_limit", "device_map", "ddp", "ddp_bucket_cap_mb", "accelerator_config", "use_ray",
+           "ray_num_workers", "flex_attn_compile_kwargs", "expert_parallel_size", "liger_layer_norm",
+           "liger_rms_norm_gated", "tokenizer_use_fast", "flash_optimum", "bnb_config_kwargs")  # fmt: skip
+RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
+    "base_model": convert_model,
+    "use_eaft": convert_entropy_weighting,
+    **dict.fromkeys(("eaft_alpha", "eaft_k"), needless("they are use_eaft's, which needs 1 and 20")),
+    "revision_of_model": convert_revision,
+    "lr_scheduler": convert_schedule,
+    "optimizer": convert_optimizer,
+    "optim_args": refuse("arguments of an optimizer are not passed on: give adam_beta1, adam_beta2 and adam_epsilon"),
+    "num_epochs": convert_epochs,
+    "micro_batch_size": counts_rows,
+    "batch_size": counts_rows,
+    "warmup": convert_default_warmup,
+    "saves_per_epoch": convert_saves,
+    "evals_per_epoch": convert_evals,
+    "eval_batch_size": needless("validation is packed as training is"),
+    "val_set_size": convert_share,
+    "dataset_processes": set_data_option("num_proc"),
+    "dataset_num_proc": set_data_option("num_proc"),
+    "sequence_len": convert_length,
+    "excess_length_strategy": convert_overlong,
+    "min_sample_len": missing("short samples are kept"),
+    "adapter": convert_lora,
+    "lora_r": of_new_lora(set_option("lora_rank")),
+    "lora_target_modules": of_new_lora(convert_named_targets),
+    "lora_target_linear": of_new_lora(convert_all_linear),
+    "lora_target_parameters": of_new_lora(convert_parameters),
+    "lora_modules_to_save": of_new_lora(set_option("lora_modules_to_save")),
+    "lora_model_dir": of_lora(set_option("lora_adapter")),
+    "lora_fan_in_fan_out": needless("the layer's own kind says it"),
+    "peft_use_rslora": of_new_lora(set_option("lora_use_rslora")),
+    "peft_use_dora": of_new_lora(set_option("lora_use_dora")),
+    "peft_init_lora_weights": of_lora(convert_init),
+    "noisy_embedding_alpha": set_unless_zero("neftune_alpha"),
+    "cosine_min_lr_ratio": set_option("min_lr_ratio"),
+    "cosine_constant_lr_ratio": differs("the learning rate reaches its lowest at the run's end"),
+    "lr_quadratic_warmup": differs("warm-up is linear"),
+    "wandb_project": set_tracker("wandb", option="track_project"),
+    "wandb_name": set_tracker("wandb", option="track_name"),
+    "use_wandb": needless("wandb_project asks for it"),
+    "wandb_run_id": needless("a resumed run continues in the tracker's run"),
+    "wandb_entity": missing("set WANDB_ENTITY"),
+    "wandb_watch": missing("gradients are not sent"),
+    "wandb_log_model": missing("--push-to-hub uploads exports"),
+    "use_tensorboard": set_tracker("tensorboard"),
+    "mlflow_tracking_uri": set_tracker("mlflow"),
+    "mlflow_experiment_name": set_tracker("mlflow", option="track_project"),
+    "trackio_project_name": set_tracker("trackio", option="track_project"),
+    "trackio_run_name": set_tracker("trackio", option="track_name"),
+    "trackio_space_id": missing("set TRACKIO_SPACE_ID"),
+    "use_swanlab": missing("trackers are wandb, tensorboard, mlflow, trackio"),
+    "special_tokens": convert_tokens,
+    "tokens": set_data_option("add_special_tokens"),
+    "eot_tokens": differs("turns end with the stop token that the chat template writes"),
+    "default_system_message": differs("a system message is the row's own, or the template's"),
+    "train_on_inputs": convert_input_masking,
+    "tiled_mlp": set_if_true(tiled_mlp=True),
+    "activation_offloading": OFFLOADING,
+    "plugins": convert_plugins,
+    "liger_rope": set_if_true(use_liger_kernels=True),
+    "liger_rms_norm": set_if_true(use_liger_kernels=True),
+    "liger_glu_activation": set_if_true(use_liger_kernels=True),
+    "liger_fused_linear_cross_entropy": needless("the loss never holds all logits"),
+    "model_config": convert_model_config,
+    "float16": differs("computed in bfloat16"),
+    "bfloat16": needless("on CUDA compute is in bfloat16, with weights in float32"),
+    "torch_dtype": needless("on CUDA compute is in bfloat16, with weights in float32"),
+    "freeze_mm_modules": lambda to, key, value: (NEEDLESS if value else set_if_true(freeze=["nothing"])(to, key, True))
+    if has_images(to.given) else NEEDLESS,
+    "context_parallel_size": convert_context_parallel,
+    "sequence_parallel_degree": convert_context_parallel,
+    "tensor_parallel_size": lambda to, key, value: NEEDLESS if value in (None, 1)
+    else f"{DIFFERS}: weights are sharded, not products; the step has the samples that it had",
+    "shuffle_merged_datasets": convert_order,
+    "shuffle_before_merging_datasets": needless("samples come in a random order, another one in each epoch"),
+    "sample_packing_sequentially": differs("the order is always random"),
+    "curriculum_sampling": differs("the order is always random"),
+    "dataset_exact_deduplication": missing("repeated rows are trained as often as they are there"),
+    "resize_token_embeddings_to_32x": needless("the vocabulary grows as tokens are added"),
+    "tokenizer_use_mistral_common": differs("the tokenizer and template are those of the Hugging Face format"),
+    "tokenizer_config": refuse("the tokenizer is the model's own directory's: put it there"),
+    "model_quantization_config": refuse("a quantized base is not trained; load_in_4bit quantizes an unquantized one"),
+    "reinit_weights": refuse("weights are the model's; training from random weights is not here"),
+    "gptq": differs("a base in GPTQ is dequantized while it is read; base_quantization: nf4 keeps it in 4 bits"),
+    "relora": refuse("adapters are not merged while they train (ReLoRA)"),
+    "lisa_n_layers": refuse("LISA's changing layers are not here"),
+    "unfrozen_parameters": refuse("parts of a model that train are chosen by LoRA or OSFT"),
+    "use_onebitllms": refuse("models of 1.58 bits are not trained"),
+    "nvfp4_merge_aware": refuse("adapters for a base in NVFP4 are not here"),
+    "loraplus_lr_ratio": refuse("both of an adapter's matrices have one learning rate (LoRA+ has two)"),
+    "peft": refuse("LoftQ's initial values are not here"),
+    "lr_groups": refuse("all parameters have one learning rate"),
+    "embedding_lr": refuse("all parameters have one learning rate"),
+    "trainer_cls": refuse("custom trainer classes are not run"),
+    "test_datasets": missing("tokenize them, and give validation_data_path"),
+    "save_first_step": needless("--preset sanity tries an export first"),
+    "eval_table_size": missing("generate.py writes answers"),
+    "generate_samples": missing("generate.py writes answers"),
+    "strict": needless("an unknown option is always refused"),
+    "loss_watchdog_threshold": needless("a loss that is not finite ends the run"),
+    "loss_watchdog_patience": needless("a loss that is not finite ends the run"),
+    "torchdistx_path": needless("the optimizer is torch's"),
+    **dict.fromkeys(("peft_layers_to_transform", "peft_layers_pattern", "lora_rank_pattern", "lora_alpha_pattern",
+                     "peft_trainable_token_indices", "peft_layer_replication"),
+                    of_lora(refuse("all adapters have one rank, in the layers of lora_target_modules"))),
+    **dict.fromkeys(("sample_packing", "eval_sample_packing", "pad_to_sequence_len", "pad_to_multiple_of",
+                     "multipack_real_batches", "max_packed_sequence_len", "sample_packing_group_size",
+                     "sample_packing_bin_size", "batch_flattening", "pretrain_multipack_attn",
+                     "pretrain_multipack_buffer_size", "streaming_multipack_buffer_size"), PACKED),
+    **dict.fromkeys(("flash_attention", "sdp_attention", "xformers_attention", "flex_attention",
+                     "eager_attention"), ATTENTION),
+    **dict.fromkeys(("auto_resume_from_checkpoints", "dataset_prepared_path", "push_dataset_to_hub",
+                     "streaming"), RESUMED),
+    **dict.fromkeys(("model_type", "tokenizer_type", "base_model_config", "cls_model_config", "is_llama_derived_model",
+                     "is_mistral_derived_model", "is_falcon_derived_model", "tokenizer_legacy",
+                     "base_model_ignore_patterns"), needless("the checkpoint's config says it")),
+    **dict.fromkeys(("dp_shard_size", "dp_replicate_size", "fsdp_version"), convert_sharding),
+    **dict.fromkeys(("local_rank", "debug", "world_size", "hf_use_auth_token"), WORLD),
+    **dict.fromkeys(KERNELS, SPEED),
+}  # fmt: skip

@@ -1,0 +1,138 @@
+"""Rules for keys of transformers.TrainingArguments, which all other trainers' files share."""
+
+from typing import Any
+
+from mini_trainer.tools.importers.rules import (
+    DIFFERS,
+    NEEDLESS,
+    Conversion,
+    Rule,
+    choose,
+    convert_bits,
+    convert_clip,
+    convert_epochs,
+    convert_evals,
+    convert_optimizer,
+    convert_patience,
+    convert_saves,
+    convert_schedule,
+    convert_schedule_details,
+    convert_sharding,
+    convert_steps,
+    convert_trackers,
+    convert_warmup,
+    counts_rows,
+    missing,
+    needless,
+    of_lora,
+    of_new_lora,
+    refuse,
+    set_if_true,
+    set_option,
+    set_unless_zero,
+)
+
+PACKED = needless("samples are always packed, and never see each other")
+LOGGED = needless("every step writes a line to training_metrics_0.jsonl")
+IN_BF16 = needless("on CUDA compute is in bfloat16, with weights in float32")
+RESUMED = needless("the same command resumes the run")
+CHECKPOINTING = choose("activation_checkpointing", {True: "full", False: "none", "true": "full", "unsloth": "full",
+                                                    "offload": "full", "offload_disk": "full"})  # fmt: skip
+OFFLOADING = set_if_true(activation_checkpointing="full", offload_activations=True)
+ATTENTION = needless("the fastest available attention is used")
+BEST = needless("hf_format/best is the export with the lowest validation loss")
+SPEED = needless("affects only speed")
+
+
+def convert_dropout(to: Conversion, key: str, value: Any) -> str:
+    """Dropout of adapters, which TRL turns off where it learns preferences (disable_dropout)."""
+    if not to.reads_texts and to.get("disable_dropout", default=True):
+        return f"{NEEDLESS}: no dropout, as there, where disable_dropout is the default"
+    return set_option("lora_dropout")(to, key, value)
+
+
+def convert_smoothing(to: Conversion, key: str, value: Any) -> str:
+    if not to.reads_texts:
+        return f"{NEEDLESS}: losses of preferences do not use it there"
+    return set_unless_zero("label_smoothing")(to, key, value)
+
+
+# Keys with the same name in all other trainers' files.
+COMMON: dict[str, Rule] = {
+    "output_dir": set_option("output_dir"),
+    "learning_rate": set_option("learning_rate"),
+    "lr_scheduler_kwargs": convert_schedule_details,
+    "warmup_steps": convert_warmup,
+    "warmup_ratio": convert_warmup,
+    "weight_decay": set_option("weight_decay"),
+    "adam_beta1": set_option("adam_beta1"),
+    "adam_beta2": set_option("adam_beta2"),
+    "adam_epsilon": set_option("adam_eps"),
+    "max_grad_norm": convert_clip,
+    "max_steps": convert_steps,
+    "gradient_accumulation_steps": counts_rows,
+    "seed": set_option("seed"),
+    "attn_implementation": ATTENTION,
+    "trust_remote_code": needless("a model with its own code is refused, with instructions to trust it"),
+    "gradient_checkpointing": CHECKPOINTING,
+    "gradient_checkpointing_kwargs": needless("activation checkpointing is torch's, non-reentrant"),
+    "save_steps": convert_saves,
+    "save_strategy": convert_saves,
+    "save_total_limit": set_option("keep_checkpoints"),
+    "eval_steps": convert_evals,
+    "eval_strategy": convert_evals,
+    "evaluation_strategy": convert_evals,
+    "early_stopping_patience": convert_patience,
+    "torch_compile": set_if_true(compile=True),
+    "run_name": set_option("track_name"),
+    "hub_model_id": set_option("push_to_hub"),
+    "hub_private_repo": set_option("hub_private"),
+    "hub_strategy": needless("every export is uploaded"),
+    "bf16": IN_BF16,
+    "tf32": needless("matrix products are in bfloat16"),
+    "fp16": lambda to, key, value: (
+        f"{DIFFERS}: float16 needs loss scaling, which is not implemented: computed in bfloat16" if value else NEEDLESS
+    ),
+    "fp8": set_if_true(float8=True),
+    "resume_from_checkpoint": RESUMED,
+    "save_only_model": RESUMED,
+    "save_safetensors": needless("exports are safetensors"),
+    **dict.fromkeys(("logging_steps", "logging_first_step", "logging_strategy", "logging_dir", "log_level",
+                     "disable_tqdm",
+                     "include_num_input_tokens_seen", "include_tokens_per_second"), LOGGED),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), BEST),
+    "group_by_length": lambda to, key, value: f"{DIFFERS}: the order is always random" if value else NEEDLESS,
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap"), convert_sharding),
+    "ddp_timeout": needless("--hang-timeout ends a run that hangs"),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+                     "ddp_find_unused_parameters", "dataloader_persistent_workers"), SPEED),
+    "dataloader_drop_last": needless("the sample stream has no incomplete last batch"),
+    "average_tokens_across_devices": needless("the loss is always the mean over all trained tokens of the step"),
+    "remove_unused_columns": needless("tokenized data has the columns that training reads"),
+    "neftune_noise_alpha": set_unless_zero("neftune_alpha"),
+    "label_smoothing_factor": convert_smoothing,
+    "lora_alpha": of_new_lora(set_option("lora_alpha")),
+    "lora_dropout": of_new_lora(convert_dropout),
+    "load_in_4bit": of_lora(convert_bits),
+    "load_in_8bit": of_lora(convert_bits),
+}  # fmt: skip
+# Keys in TRL's and LLaMA-Factory's files, but not in Axolotl's.
+TRAINING_ARGUMENTS: dict[str, Rule] = COMMON | {
+    "lr_scheduler_type": convert_schedule,
+    "optim": convert_optimizer,
+    "optim_args": refuse("arguments of an optimizer are not passed on: give adam_beta1, adam_beta2 and adam_epsilon"),
+    "num_train_epochs": convert_epochs,
+    "per_device_train_batch_size": counts_rows,
+    "report_to": convert_trackers,
+    "push_to_hub": needless("push_to_hub is the repository's name"),
+    "use_liger_kernel": set_if_true(use_liger_kernels=True),
+    "overwrite_output_dir": missing("another run's directory is never overwritten"),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_on_start", "eval_accumulation_steps"),
+                    needless("validation is packed like training")),
+    "do_train": lambda to, key, value: refuse("only training configurations are supported")(to, key, not value),
+    "do_eval": needless("the run is validated if there is validation data"),
+    "use_rslora": of_new_lora(set_option("lora_use_rslora")),
+    "use_dora": of_new_lora(set_option("lora_use_dora")),
+    "lora_r": of_new_lora(set_option("lora_rank")),
+    "data_seed": needless("the one seed also sets the order"),
+}  # fmt: skip

@@ -1,0 +1,359 @@
+"""Scores tokenized data sets with a model, for train.py: a teacher's most probable tokens, a reference's answers.
+
+    python -m mini_trainer score-data --model-name-or-path BIG --data-path chats.arrow --top-k 32
+    torchrun --nproc-per-node=8 -m mini_trainer.tools.score_data --model-name-or-path BIG --data-path chats.arrow
+    torchrun --nproc-per-node=8 train.py --data-path chats.arrow --teacher-weight 0.5 ...
+
+Writes chats.arrow.teacher.scores and its sidecar; of preferences and binary feedback, the log-probabilities that a run
+from the same weights would compute at its start. Packed, sharded, without gradients. A killed run resumes when the same
+command is started again, on any number of processes.
+"""
+
+from pathlib import Path
+
+from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.options import ScoreDataOptions
+from mini_trainer.options.command_line import parse_options
+
+if __name__ == "__main__":
+    options = parse_options(ScoreDataOptions)  # before the heavy imports: --help and typos answer at once
+    pause_collector()
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.columns.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, Task
+from mini_trainer.data.columns.data_kinds import describe_task
+from mini_trainer.data.stores.disk import hash_json, locked
+from mini_trainer.data.stores.model_files import name_model
+from mini_trainer.data.tokenized.fetched import bring_here
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.pairs import check_rows, mark_trained, read_pair
+from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
+from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.distributed.messages import say, say_note
+from mini_trainer.distributed.program import describe_program
+from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0, call_with_world
+from mini_trainer.model.build import choose_compute_dtype
+from mini_trainer.model.config import check_rope
+from mini_trainer.model.methods.adapter_files import hash_adapter
+from mini_trainer.model.scoring.data_scores import score_data
+from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, digest_data, locate_scores
+from mini_trainer.objectives.choice import KINDS, Settings, find_data_kind
+from mini_trainer.objectives.families.packed_row import check_positions
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.soft_targets import make_record_type
+from mini_trainer.objectives.top_tokens import TopTokens
+from mini_trainer.options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
+from mini_trainer.options.choices import check_choices
+from mini_trainer.options.problems.given import list_changed
+from mini_trainer.run.inputs import hash_reference
+from mini_trainer.run.reference import read_known, score_missing
+from mini_trainer.use.evaluation.data_sets import build_scorer
+from mini_trainer.use.inference.models import FoundModel, check_answering, check_num_rows, find_answering_model
+from mini_trainer.use.inference.openai_engine import OpenAIEngine
+from mini_trainer.use.inference.prompt_scores import PromptScorer
+
+OF_TEACHERS = ("teacher_data", "name", "top_k", "temperature")
+ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank 0
+
+
+def score(options: ScoreDataOptions, world: World) -> None:
+    """Writes the scores of all data sets; ValueError or OSError for what cannot be done."""
+    check_choices(options, {"engine": OPENERS, "dtype": ("auto", *DTYPES)})
+    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "data_cache_dir")))
+    given = {"data_path": options.data_path, "teacher_data": options.teacher_data}
+    options = replace(options, **bring_here(given, world, cache_dir=options.data_cache_dir))
+    sets = [open_data(path, options) for path in options.data_path]
+    read = [open_data(path, options) for path in options.teacher_data] or sets
+    for data, seen in zip(sets, read, strict=True):
+        call_on_rank0(world, lambda data=data, seen=seen: check_aligned(data, seen))
+    scorer = OPENERS[options.engine](options, read, world)
+    if not options.skip_verification:
+        call_on_each_node(world, lambda: verify_files(scorer, [*sets, *(read if options.teacher_data else ())]))
+    for data, seen in zip(sets, read, strict=True):
+        SCORES[data.task.objective](data, seen, scorer, options, world)
+
+
+def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
+    """Checks what will be read against the hashes recorded when it was written."""
+    scorer.verify()
+    for data in sets:
+        verify_data(*data.sources, say_note)
+
+
+def score_tokens(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
+    """Writes a teacher's scores of one data set, or continues them."""
+    with written_alone(locate_scores(data.sources[0].path, options.name), world):
+        writer = open_writer(data, seen, scorer, options)
+        if writer.is_complete:
+            announce(world, f"{writer.path}: there already, by the same teacher")
+            return
+        announce(world, describe_size(data, writer))
+        write_scores(writer, functools.partial(scorer.score, seen), world)
+
+
+@contextmanager
+def written_alone(path: Path, world: World) -> Iterator[None]:
+    """Lets one program at a time write the scores at `path`; RunError in another. All ranks call this."""
+    with ExitStack() as held:
+        call_on_rank0(world, lambda: hold_scores(path, held))
+        yield
+
+
+def hold_scores(path: Path, held: ExitStack) -> None:
+    try:
+        held.enter_context(locked(path.with_name(f".{path.name}.lock"), waits=False))
+    except BlockingIOError:
+        message = f"{path}: another process is writing these scores: wait for it to end, or choose another --name"
+        raise RunError(ExitCode.LOCKED, message) from None
+
+
+def score_answers(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
+    """Writes a reference's log-probabilities of one data set's answers, as a run from the same weights looks for."""
+    objective = make_reference_objective(data)
+    path, known = data.sources[0].path, read_known(data, scorer.key, world)
+    announce(world, f"{path}: {len(known.missing):,} of {len(data.kept):,} samples to score")
+    if len(known.missing):
+        score_missing(known, scorer.build(objective), objective, cap=options.max_tokens_per_gpu, world=world)
+
+
+SCORES = {CAUSAL_LM: score_tokens, PREFERENCE: score_answers, FEEDBACK: score_answers}
+
+
+def make_reference_objective(data: Mixture) -> Objective:
+    """The first objective that learns from the data by a reference."""
+    kinds = [kind for name, kind in KINDS.items() if find_data_kind(name) == data.task.objective]
+    made = [kind.make(Settings(), kind.make_family(Settings()), data.task, data.count_labels) for kind in kinds]
+    return next(objective for objective in made if objective.reference_column is not None)
+
+
+class Scorer(Protocol):
+    """Who scores."""
+
+    identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
+    key: str  # of its log-probabilities as a reference (run.inputs.hash_reference)
+
+    def verify(self) -> None:
+        """Checks the model's files against the hashes recorded with them."""
+
+    def build(self, objective: Objective) -> PackedModel:
+        """The model with another objective; ValueError for a server. All ranks call this."""
+
+    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
+        """The records of the rows' trained tokens, on rank 0. All ranks call this."""
+
+
+class LocalScorer:
+    """A model of transformers, loaded when it is first needed."""
+
+    def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
+        """ValueError if it cannot read the data."""
+        self.options, self.world = options, world
+        self.found = found = find_answering_model(
+            options.model_name_or_path,
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+            flag="--model-name-or-path",
+        )
+        check_answering(found)
+        if found.adapter is not None:
+            check_num_rows(found, found.config.get_text_config(decoder=True).vocab_size)
+        for data in read:
+            check_data(data, found)
+        num_ids = count_ids(found, read)
+        if options.top_k > num_ids:
+            raise ValueError(f"--top-k {options.top_k}: the tokenizer has {num_ids} tokens")
+        identity = found.identify()
+        self.identity = {
+            "teacher": hash_teacher(identity),
+            "tokenizer": fingerprint_tokenizer(found.tokenizer),
+            "num_ids": num_ids,
+            "dtype": options.dtype,
+        }
+        family = TextFamily().complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
+        self.objective = TopTokens(family, top_k=options.top_k, temperature=options.temperature, num_ids=num_ids)
+
+    def verify(self) -> None:
+        self.found.verify()
+
+    @property
+    def key(self) -> str:
+        compute = ComputeOptions(compute_dtype=self.options.dtype)
+        adapter = [] if self.found.adapter is None else list(hash_adapter(self.found.adapter).values())
+        return hash_reference(self.found.directory, adapter, "none", choose_compute_dtype(compute, self.world.device))
+
+    def build(self, objective: Objective) -> PackedModel:
+        objective = replace(objective, family=self.objective.family)
+        return build_scorer(self.found, objective, dtype=self.options.dtype, world=self.world)
+
+    @functools.cached_property
+    def model(self) -> PackedModel:
+        return self.build(self.objective)
+
+    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
+        check_positions(self.model.model, longest=data.longest)
+        scores = score_data(
+            self.model,
+            data.restricted_to(rows),
+            self.objective,
+            cap=self.options.max_tokens_per_gpu,
+            world=self.world,
+            progress=lambda where: None,
+        )
+        return self.objective.read_predictions(scores.predictions) if self.world.rank == 0 else np.empty(0)
+
+
+def hash_teacher(identity: dict[str, Any]) -> str:
+    """The model's fingerprint; with an adapter, a hash of both."""
+    if "adapter_sha256" not in identity:
+        return identity["fingerprint"]
+    return hash_json([identity["fingerprint"], identity["adapter_sha256"]])
+
+
+def count_ids(found: FoundModel, read: Sequence[Mixture]) -> int:
+    """Rows of the head that stand for tokens of the tokenizer or the data; those after them are padding."""
+    largest = max((data.sources[0].sidecar or {}).get("max_token_id", 0) for data in read)
+    return min(max(len(found.tokenizer), largest + 1), found.config.get_text_config(decoder=True).vocab_size)
+
+
+class ServerScorer:
+    """A model behind an address."""
+
+    def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
+        if world.world_size > 1:
+            raise ValueError("--engine openai runs in one process, but torchrun has started several")
+        server = EngineOptions(
+            engine="openai",
+            base_url=options.base_url,
+            api_key_env=options.api_key_env,
+            concurrency=options.concurrency,
+        )
+        engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
+        self.scorer = PromptScorer(engine, top_k=options.top_k)
+        sidecar = read[0].sources[0].sidecar or {}
+        self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
+                         "num_ids": 0, "dtype": "server", "served_weights": engine.look_up().get("root")}  # fmt: skip
+
+    def verify(self) -> None:
+        """Nothing: the server has loaded it."""
+
+    @property
+    def key(self) -> str:
+        raise ValueError("--engine openai: not for preferences and feedback, whose reference scores whole answers")
+
+    def build(self, objective: Objective) -> PackedModel:
+        raise AssertionError("its key is asked for before")
+
+    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
+        (source,) = data.sources
+        samples = [(f"{source.path}: row {row + 1}", data.read(row)) for row in rows.tolist()]
+        return self.scorer.score(
+            [(where, sample["input_ids"], mark_trained(sample["labels"])) for where, sample in samples]
+        )
+
+
+OPENERS: dict[str, Callable[[ScoreDataOptions, Sequence[Mixture], World], Scorer]] = {
+    "hf": LocalScorer,
+    "openai": ServerScorer,
+}
+
+
+def open_data(path: str, options: ScoreDataOptions) -> Mixture:
+    """A data set with trained tokens; ValueError for one that cannot be scored, or not as the options say."""
+    data = Mixture([TokenizedData(path)])
+    if data.task.objective not in SCORES:
+        allowed = ", ".join(describe_task(Task(name)) for name in SCORES)
+        raise ValueError(f"--data-path {path} is for {describe_task(data.task)}; allowed: {allowed}")
+    given = [flag_name(name) for name in list_changed(options) if name in OF_TEACHERS]
+    if given and data.task.objective != CAUSAL_LM:
+        raise ValueError(f"{', '.join(given)}: no effect on {path}, which is for {describe_task(data.task)}")
+    data.check_trained("--data-path")
+    return data
+
+
+def check_data(data: Mixture, found: FoundModel) -> None:
+    """ValueError if the teacher has another tokenizer or chat template than the data was made with."""
+    (source,), name = data.sources, found.name
+    sidecar = source.sidecar or {}
+    if "tokenizer_fingerprint" not in sidecar:
+        raise ValueError(
+            f"{source.path}: nothing says which tokenizer it was made with: put {source.path.name}.meta.json, which"
+            " process_data.py wrote, next to it, or tokenize the data again"
+        )
+    if sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(found.tokenizer):
+        raise ValueError(f"{source.path}: was made with another tokenizer than {name}'s, whose ids mean other tokens")
+    templates = {sidecar.get("chat_template_fingerprint"), fingerprint_chat_template(found.tokenizer)}
+    if None not in templates and len(templates) > 1:
+        raise ValueError(
+            f"{source.path}: was made with another chat template than {name}'s, which does not know its format:"
+            " tokenize it with that template, or name by --teacher-data the rows that the teacher is to read"
+        )
+    data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
+    check_rope(found.config, longest=data.longest)
+
+
+def check_aligned(data: Mixture, seen: Mixture) -> None:
+    """ValueError unless the trained tokens of both are the same, row by row."""
+    if seen is data:
+        return
+    ours, theirs = data.sources[0], seen.sources[0]
+    check_rows(ours, theirs)
+    for row in range(len(ours.lengths)):
+        read_pair(ours, theirs, row)
+
+
+def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreDataOptions) -> ScoreWriter:
+    (source,) = data.sources
+    identity = ScoreIdentity(
+        data=digest_data(source),
+        teacher_data=None if seen is data else digest_data(seen.sources[0]),
+        top_k=options.top_k,
+        temperature=options.temperature,
+        **scorer.identity,
+    )
+    path = locate_scores(source.path, options.name)
+    return ScoreWriter(source, path, identity, teacher=name_model(options.model_name_or_path))
+
+
+def describe_size(data: Mixture, writer: ScoreWriter) -> str:
+    num_tokens, size = writer.trained.total, make_record_type(writer.identity.top_k).itemsize
+    return (
+        f"{writer.path}: {len(data.lengths):,} rows, {num_tokens:,} trained tokens, {size} bytes each:"
+        f" {num_tokens * size / 1e9:.3f} GB"
+    )
+
+
+def write_scores(writer: ScoreWriter, score_rows: ScoreRows, world: World) -> None:
+    """Scores what is missing, part by part. All ranks call this."""
+    parts = call_on_rank0(world, writer.list_parts)
+    for first, end in show_progress(parts, "scoring", unit="part"):
+        records = score_rows(np.arange(first, end))
+        call_on_rank0(world, lambda part=(first, end, records): writer.write(*part))
+    sidecar = call_on_rank0(world, writer.finish)
+    announce(
+        world,
+        f"{writer.path}: the teacher's loss is {sidecar['loss']:.4f}; its {sidecar['top_k']} most probable tokens hold"
+        f" {1 - sidecar['tail']:.2%} of the probability",
+    )
+
+
+def announce(world: World, message: str) -> None:
+    if world.rank == 0:
+        say(message)
+
+
+if __name__ == "__main__":
+    resume_collector()
+    call_with_world(lambda world: score(options, world))

@@ -1,0 +1,126 @@
+"""Compares stored files to the hashes recorded when they were written: data sets, scores, exports, checkpoints, runs.
+
+    python -m mini_trainer verify runs/a chats.arrow
+
+Reads every byte, also of files that this machine has verified before. Exit code 2 if a file is damaged, replaced or
+missing; files that may be edited by hand, such as an export's config.json, are only reported.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.options import VerifyOptions
+from mini_trainer.options.command_line import parse_options
+
+if __name__ == "__main__":
+    options = parse_options(VerifyOptions)  # before the slow imports: --help and typos answer at once
+
+from mini_trainer.data.stores.contents import (
+    MANIFEST,
+    check_recorded,
+    is_changed,
+    is_edited,
+    is_foreign,
+    is_weights,
+    load_manifest,
+)
+from mini_trainer.data.tokenized.reader import find_recorded_file, read_sidecar
+from mini_trainer.distributed.ending import ending_with_message
+from mini_trainer.distributed.messages import say
+
+SCORES, SIDECAR = ".scores.json", ".meta.json"
+
+
+def verify(options: VerifyOptions) -> None:
+    """Prints one line for each file or directory with recorded hashes; ValueError if any is damaged."""
+    if not options.path:
+        raise ValueError("give what to verify: data sets, scores, exports, checkpoints, runs or directories of these")
+    num_damaged = 0
+    for path in options.path:
+        for record in find_records(Path(path)):
+            problems = list(check_record(record))
+            num_damaged += bool(problems)
+            say("\n".join(f"DAMAGED {problem}" for problem in problems) or f"ok {name_verified(record)}")
+    if num_damaged:
+        raise ValueError(f"{num_damaged} damaged: copy again what is damaged, or make it again")
+
+
+def find_records(path: Path) -> list[Path]:
+    """The files that record hashes of the file or directory, or of what is in it; ValueError if there are none."""
+    if not path.exists():
+        raise ValueError(f"{path}: does not exist")
+    if path.is_dir():
+        found = [record for record in path.rglob("*") if is_record(record, path)]
+    else:
+        record = Path(f"{path}{'.json' if path.suffix == '.scores' else SIDECAR}")
+        found = [record] if record.is_file() else []
+    if not found:
+        raise ValueError(f"{path}: nothing records a hash: no {MANIFEST} in it, no {SIDECAR} or {SCORES} of it")
+    return sorted(found)
+
+
+def is_record(path: Path, root: Path) -> bool:
+    """Whether the file records hashes, and is not in a directory that a killed run left or set aside as damaged."""
+    folders = path.relative_to(root).parts[:-1]
+    if any(folder.startswith((".", "damaged_")) for folder in folders) or not path.is_file():
+        return False
+    return (path.name == MANIFEST and not is_foreign(path)) or path.name.endswith((SCORES, SIDECAR))
+
+
+def name_verified(record: Path) -> Path:
+    """The file or directory whose hashes are in `record`."""
+    if record.name == MANIFEST:
+        return record.parent
+    return record.with_name(record.name.removesuffix(SIDECAR).removesuffix(".json"))
+
+
+def check_record(record: Path) -> Iterator[str]:
+    """Yields what is wrong with the recorded files."""
+    try:
+        if record.name == MANIFEST:
+            yield from check_directory(record.parent)
+            return
+        sidecar = read_sidecar(name_verified(record)) if record.name.endswith(SIDECAR) else read_scores(record)
+        recorded = find_recorded_file(sidecar)
+        if is_edited(sidecar):
+            say(f"edited: {record}")
+        if not recorded:
+            yield f"{record}: does not record a hash: an earlier version wrote it"
+        elif not name_verified(record).is_file():
+            yield f"{name_verified(record)}: is missing"
+        else:
+            check_recorded(name_verified(record), recorded, record=str(record), again=True)
+    except (OSError, ValueError) as error:
+        yield str(error)
+
+
+def read_scores(sidecar: Path) -> dict[str, Any]:
+    from mini_trainer.model.scoring.score_files import read_score_sidecar  # seconds to import
+
+    return read_score_sidecar(sidecar)
+
+
+def check_directory(directory: Path) -> Iterator[str]:
+    """Yields what is wrong with an export's or a checkpoint's files, and prints which others were edited."""
+    try:
+        files = load_manifest(directory)["files"]
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
+    for name, recorded in sorted(files.items()):
+        path = directory / name
+        if not is_weights(name) and "state.json" not in files:
+            if is_changed(path, recorded):
+                say(f"edited or missing: {path}")
+        elif not path.is_file():
+            yield f"{path}: is missing"
+        else:
+            try:
+                check_recorded(path, recorded, record=MANIFEST, again=True)
+            except ValueError as error:
+                yield str(error)
+
+
+if __name__ == "__main__":
+    with ending_with_message(when_interrupted="interrupted"):
+        verify(options)

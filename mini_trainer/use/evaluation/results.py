@@ -1,0 +1,92 @@
+"""Results of an evaluation: means with intervals, pairs of models, the best model, and samples side by side."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mini_trainer.data.stores.disk import written_aside
+from mini_trainer.use.evaluation.comparison import Scores, compare
+from mini_trainer.use.evaluation.page import make_results_page
+
+ALPHA = 0.05  # significance level of differences
+SEED = 0  # of the bootstrap and the permutations
+
+Sample = dict[str, Any]  # one model's answer and scores
+
+
+@dataclass
+class Measured:
+    """One task or data set, measured for all models: `samples[model][i]`."""
+
+    name: str
+    kind: str  # answers, choices, losses, pairs, classes, harness
+    shown: list[dict[str, Any]]  # prompt and references of each sample
+    samples: list[list[Sample]]
+    scores: list[Scores]
+    extras: list[dict[str, Any]] = field(default_factory=list)  # one per model
+
+    def describe(self, *, seed: int, num_resamples: int) -> dict[str, Any]:
+        """The set's entry in results.json."""
+        metrics = [compare(scores, seed=seed, num_resamples=num_resamples) for scores in self.scores]
+        return {"name": self.name, "kind": self.kind, "num_samples": len(self.shown), "metrics": metrics,
+                "extras": self.extras}  # fmt: skip
+
+
+def write_results(
+    folder: Path, measured: Sequence[Measured], models: list[dict[str, Any]], *, num_resamples: int
+) -> list[str]:
+    """Writes results.json and the page, and returns the verdicts."""
+    sets = [one.describe(seed=SEED, num_resamples=num_resamples) for one in measured]
+    result = {"models": models, "num_resamples": num_resamples, "seed": SEED, "sets": sets}
+    with written_aside(folder / "results.json", folder / "results.html") as (results, page):
+        results.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        samples = [{"shown": one.shown, "samples": one.samples} for one in measured]
+        page.write_text(make_results_page(result, samples), encoding="utf-8")
+    return write_verdicts(result, [model["label"] for model in models])
+
+
+def find_best(metric: dict[str, Any]) -> int:
+    """The first model with the best mean."""
+    means = [value["mean"] * (1 if metric["higher_is_better"] else -1) for value in metric["values"]]
+    return means.index(max(means))
+
+
+def find_pair(metric: dict[str, Any], a: int, b: int) -> dict[str, Any]:
+    """The comparison of b with a, turned round if the metric has that of a with b."""
+    for pair in metric["pairs"]:
+        if (pair["a"], pair["b"]) == (a, b):
+            return pair
+        if (pair["a"], pair["b"]) == (b, a):
+            turned = {"a": a, "b": b, "difference": -pair["difference"], "low": -pair["high"], "high": -pair["low"]}
+            return pair | turned | {"num_better": pair["num_worse"], "num_worse": pair["num_better"]}
+    raise KeyError((a, b))
+
+
+def write_verdicts(result: dict[str, Any], labels: Sequence[str]) -> list[str]:
+    """Text lines that compare the models with the best one, by each set's first measure."""
+    lines = []
+    for measured in result["sets"]:
+        metric = measured["metrics"][0]
+        best = find_best(metric)
+        lines.append(f"{measured['name']}, {metric['num_samples']:,} samples, by {metric['name']}:")
+        lines += [
+            f"  {'*' if i == best else ' '} {label:{max(map(len, labels))}}  {describe_value(value)}"
+            + ("" if i == best else f"   {describe_pair(find_pair(metric, best, i))}")
+            for i, (label, value) in enumerate(zip(labels, metric["values"], strict=True))
+        ]
+    return lines
+
+
+def describe_value(value: dict[str, float]) -> str:
+    return f"{value['mean']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
+
+
+def describe_pair(pair: dict[str, Any]) -> str:
+    """A model's difference from the best one."""
+    told = "" if pair["p_holm"] < ALPHA else ", which may be chance"
+    return (
+        f"{pair['difference']:+.4f}; better on {pair['num_better']:,}, worse on {pair['num_worse']:,}"
+        f" (p {pair['p_holm']:.2g}{told})"
+    )

@@ -1,0 +1,177 @@
+"""The answer file: answers are appended as they arrive, so that a killed run can resume, and sorted at the end.
+
+Every line holds the row, the answer, and the settings that produced it. Until the run is complete, answers are in
+OUTPUT.part0, .part1, one file per process.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from mini_trainer.data.stores.disk import naming_failed_writes, written_aside
+from mini_trainer.distributed.ending import log
+from mini_trainer.options import SamplingOptions
+from mini_trainer.use.inference.engine import Answer, Key, Request
+from mini_trainer.use.inference.prompts import Prompt, as_json
+
+Line = dict[str, Any]
+FINGERPRINT = "system_fingerprint"  # of a server's software and settings
+
+
+def describe_making(engine: dict[str, Any], sampling: SamplingOptions) -> dict[str, Any]:
+    """Everything needed to reproduce an answer: the engine's description and the sampling options."""
+    chosen = {key: value for key, value in asdict(sampling).items() if key != "num_samples"}
+    return {**engine, "sampling": chosen}
+
+
+def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line:
+    return {
+        "index": request.index,
+        "sample": request.sample,
+        "place": request.prompt.place,
+        "row": request.prompt.row,
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "num_prompt_tokens": answer.num_prompt_tokens,
+        "num_tokens": answer.num_tokens,
+        **({} if answer.message is None else {"message": answer.message}),
+        **({} if answer.served_by is None else {"served_by": answer.served_by}),
+        "made_by": made_by,
+    }
+
+
+def is_empty(line: Line) -> bool:
+    """Whether the answer has neither text nor calls."""
+    return not line["answer"].strip() and not line.get("message", {}).get("tool_calls")
+
+
+def dump(line: Line) -> str:
+    return json.dumps(line, ensure_ascii=False, default=as_json) + "\n"
+
+
+class AnswerFile:
+    """The answers to `prompts`, in the final file or in parts.
+
+    Invariant: after `collect`, part 0 has every complete line of all parts, and all of them were produced by `made_by`
+    from these prompts.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], made_by: dict[str, Any], *, num_samples: int):
+        self.path, self.prompts, self.num_samples = path, prompts, num_samples
+        self.made_by = json.loads(json.dumps(made_by, default=as_json))
+        self.wanted = {(i, k) for i in range(len(prompts)) for k in range(num_samples)}
+        self.served_by: dict[str, Any] = {}  # what the server of the answers so far has said of itself
+
+    def part(self, rank: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.part{rank}")
+
+    @contextlib.contextmanager
+    def open_part(self, rank: int) -> Iterator[TextIO]:
+        """A process's answers, to append to; without any, no file is left."""
+        path = self.part(rank)
+        try:
+            with naming_failed_writes(path, parts=[path]), open(path, "a", encoding="utf-8") as part:
+                yield part
+        finally:
+            if not path.stat().st_size:
+                path.unlink()
+
+    @property
+    def parts(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{self.path.name}.part[0-9]*"))
+
+    def collect(self) -> dict[Key, Line]:
+        """Merges and returns existing lines. ValueError if they are for other prompts or from other settings."""
+        if self.path.is_file():
+            lines = self.read(self.path)
+            if lines.keys() != self.wanted:
+                raise ValueError(
+                    f"{self.path}: holds {len(lines):,} answers, expected {len(self.wanted):,}: choose another file,"
+                    " or remove it"
+                )
+            for part in self.parts:  # a kill came between the last two steps of `finish`
+                part.unlink()
+            return lines
+        lines: dict[Key, Line] = {}
+        for part in self.parts:
+            lines |= self.read(part)
+        if self.parts:
+            with written_aside(self.part(0)) as (aside,):
+                aside.write_text("".join(map(dump, lines.values())), encoding="utf-8")
+            for part in self.parts:
+                if part != self.part(0):
+                    part.unlink()
+        return lines
+
+    def read(self, path: Path) -> dict[Key, Line]:
+        """Reads a file's complete lines; a line cut short by a kill is dropped."""
+        lines: dict[Key, Line] = {}
+        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+            try:
+                line = json.loads(text)
+                key = (line["index"], line["sample"])
+                problem = self.find_difference(line)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise ValueError(f"{path}:{number}: not an answer of this program: choose another file") from None
+            if problem is not None:
+                raise ValueError(f"{path}:{number}: {problem}: choose another --output, or remove it")
+            lines[key] = line
+            self.served_by = line.get("served_by", {}) | self.served_by
+        return lines
+
+    def check_server(self, served_by: dict[str, Any] | None) -> None:
+        """ValueError if the server is now another one, or set otherwise, than for the earlier answers.
+
+        Only a note if its fingerprint alone differs, which services change with every release.
+        """
+        before, now = flatten(self.served_by), flatten(served_by or {})
+        changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+        self.served_by = (served_by or {}) | self.served_by
+        if not changed:
+            return
+        shown = ", ".join(f"{name} {before[name]!r}, now {now[name]!r}" for name in changed)
+        if changed == [FINGERPRINT]:
+            self.served_by |= served_by
+            log.warning(f"warning: {self.path}: the server has changed between answers ({shown})")
+            return
+        raise ValueError(
+            f"{self.path}: earlier answers are from another server, or it has other settings ({shown}): start that one"
+            " again, choose another output, or remove the file"
+        )
+
+    def find_difference(self, line: Line) -> str | None:
+        """Why a line cannot be one of these answers; None if it can."""
+        if (line["index"], line["sample"]) not in self.wanted:
+            return f"answers prompt {line['index']}, sample {line['sample']}, which was not requested"
+        row = self.prompts[line["index"]].row
+        if line["row"] != json.loads(json.dumps(row, default=as_json)):
+            return "answers a different row than this prompt's"
+        old, new = flatten(line["made_by"]), flatten(self.made_by)
+        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        if changed:
+            shown = ", ".join(f"{name} {old.get(name)}, now {new.get(name)}" for name in changed)
+            return f"was made with other settings ({shown})"
+        return None
+
+    def finish(self) -> None:
+        """Merges all parts, in the order of the prompts, and removes them."""
+        lines: dict[Key, Line] = {}
+        for part in self.parts:
+            lines |= self.read(part)
+        missing = self.wanted - lines.keys()
+        assert not missing, f"{len(missing)} answers are missing, such as {min(missing)}"
+        with written_aside(self.path) as (aside,):
+            aside.write_text("".join(dump(lines[key]) for key in sorted(lines)), encoding="utf-8")
+        for part in self.parts:
+            part.unlink()
+
+
+def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens a nested object to values by dotted names."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= flatten(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+    return flat

@@ -1,0 +1,195 @@
+"""The engine that uses transformers' generate: prompts of similar length share a left-padded batch.
+
+For models to which padding is not exact (use/inference/padding.py), only prompts of equal length share a batch.
+"""
+
+import copy
+import itertools
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+
+from mini_trainer.distributed.ending import is_out_of_memory, log
+from mini_trainer.options import EngineOptions, SamplingOptions
+from mini_trainer.use.inference.engine import Answer, Key, Request
+from mini_trainer.use.inference.models import FoundModel, choose_dtype, load_answering_model
+from mini_trainer.use.inference.padding import find_padding_obstacle
+from mini_trainer.use.inference.prompts import Prompt, encode_prompt
+from mini_trainer.use.inference.sampling import make_processors
+
+Encoded = tuple[Request, list[int]]
+
+
+class HFEngine:
+    """A model in this process (see `use.inference.engine.Engine`); its weights are loaded on first use."""
+
+    def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device):
+        self.found, self.sampling, self.batch_size, self.device = found, sampling, engine.batch_size, device
+        self.dtype, self.tokenizer = choose_dtype(found.config, engine.dtype), found.tokenizer
+        self.max_length = getattr(found.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return load_answering_model(self.found, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def config(self) -> GenerationConfig:
+        return make_generation_config(self.model.generation_config, self.tokenizer, self.sampling)
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why prompts of different lengths cannot share a batch; None if they can."""
+        if self.batch_size == 1:
+            return None
+        obstacle = find_padding_obstacle(self.model, self.config)
+        if obstacle is not None:
+            log.warning(f"note: {self.found.name}: only prompts of equal length share a batch: {obstacle}")
+        return obstacle
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": "hf",
+            **self.found.identify(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device.type,
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
+    def answer(
+        self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Request, Answer]]:
+        """See `Engine`. A batch of which some answers are done is computed again as a whole, since rounding depends on
+        the batch."""
+        encoded = [(request, encode_prompt(request.prompt, self.tokenizer)) for request in requests]
+        for request, ids in encoded:
+            self.check_length(request.prompt, len(ids))
+        batches = [batch for batch in self.plan_batches(encoded) if any(one.key not in done for one, _ in batch)]
+        for batch in batches[rank::world_size]:
+            yield from (pair for pair in self.answer_batch(batch) if pair[0].key not in done)
+
+    def check_length(self, prompt: Prompt, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise ValueError(f"{prompt.place}: has no tokens, so there is nothing to continue")
+        if self.max_length is not None and num_tokens >= self.max_length:
+            raise ValueError(
+                f"{prompt.place}: has {num_tokens:,} tokens, but the model's context of {self.max_length:,} must also"
+                " hold the answer"
+            )
+
+    def plan_batches(self, encoded: Sequence[Encoded]) -> list[list[Encoded]]:
+        """Batches, longest prompts first, so that out-of-memory errors occur early; of equal length if necessary."""
+
+        def group(item: Encoded) -> int:
+            length = len(item[1])
+            ends_early = self.max_length is not None and length + self.sampling.max_new_tokens > self.max_length
+            return length if self.obstacle is not None or ends_early else 0
+
+        batches = []
+        ordered = sorted(encoded, key=lambda item: (group(item), len(item[1])), reverse=True)
+        for _, items in itertools.groupby(ordered, key=group):
+            batches += [list(batch) for batch in batched(items, self.batch_size)]
+        return sorted(batches, key=lambda batch: len(batch[0][1]), reverse=True)
+
+    @torch.no_grad()
+    def answer_batch(self, batch: Sequence[Encoded]) -> Iterator[tuple[Request, Answer]]:
+        longest = max(len(ids) for _, ids in batch)
+        input_ids = torch.full((len(batch), longest), self.config.pad_token_id)
+        mask = torch.zeros_like(input_ids)
+        for i, (_, ids) in enumerate(batch):
+            input_ids[i, longest - len(ids) :] = torch.tensor(ids)
+            mask[i, longest - len(ids) :] = 1
+        try:
+            outputs = self.model.generate(
+                input_ids=input_ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                generation_config=self.limit_to(longest),
+                logits_processor=make_processors(self.sampling, [r.key for r, _ in batch], self.device),
+            )
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise ValueError(
+                    f"out of memory with {len(batch)} prompts of up to {longest:,} tokens in a batch: lower"
+                    f" --batch-size or --max-new-tokens ({str(error).splitlines()[0]})"
+                ) from None
+            raise
+        for (request, ids), row in zip(batch, outputs[:, longest:].tolist(), strict=True):
+            yield request, self.read_answer(row, num_prompt_tokens=len(ids))
+
+    def limit_to(self, num_prompt_tokens: int) -> GenerationConfig:
+        """The generation config for a prompt of this length, with answers limited to the rest of the context."""
+        room, config = self.sampling.max_new_tokens, copy.deepcopy(self.config)
+        config.max_new_tokens = room if self.max_length is None else min(room, self.max_length - num_prompt_tokens)
+        return config
+
+    def read_answer(self, ids: list[int], *, num_prompt_tokens: int) -> Answer:
+        """Decodes the tokens up to the first stop token; the rest is padding."""
+        ends = [i for i, token in enumerate(ids) if token in self.config.eos_token_id]
+        num_tokens = ends[0] + 1 if ends else len(ids)
+        text = self.tokenizer.decode(ids[:num_tokens], skip_special_tokens=True)
+        return Answer(text, "stop" if ends else "length", num_prompt_tokens, num_tokens)
+
+    def stream(self, prompt: Prompt) -> Iterator[str]:
+        """Generates in a thread; closing the iterator stops the thread and waits for it."""
+        ids = encode_prompt(prompt, self.tokenizer)
+        self.check_length(prompt, len(ids))
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stop, errors = StopWhenSet(), []
+
+        def compute() -> None:
+            try:
+                self.model.generate(
+                    input_ids=torch.tensor([ids], device=self.device),
+                    attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.device),
+                    generation_config=self.limit_to(len(ids)),
+                    logits_processor=make_processors(self.sampling, [(len(ids), 0)], self.device),
+                    stopping_criteria=StoppingCriteriaList([stop]),
+                    streamer=streamer,
+                )
+            except Exception as error:  # re-raised in the consuming thread
+                errors.append(error)
+                streamer.end()
+
+        thread = threading.Thread(target=compute, daemon=True)
+        thread.start()
+        try:
+            yield from streamer
+        finally:
+            stop.event.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+class StopWhenSet(StoppingCriteria):
+    """Stops generation as soon as its event is set."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # (rows,)
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+
+
+def make_generation_config(config: GenerationConfig, tokenizer: Any, sampling: SamplingOptions) -> GenerationConfig:
+    """The model's generation config, with its stop tokens and penalties, but without its sampling settings."""
+    made = copy.deepcopy(config)
+    made.do_sample, made.num_beams, made.num_return_sequences, made.use_cache = False, 1, 1, True
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_length"):
+        setattr(made, name, None)
+    made.max_new_tokens = sampling.max_new_tokens
+    stops = made.eos_token_id if made.eos_token_id is not None else tokenizer.eos_token_id
+    made.eos_token_id = [] if stops is None else list(stops) if isinstance(stops, (list, tuple)) else [stops]
+    pads = [made.pad_token_id, tokenizer.pad_token_id, *made.eos_token_id, 0]
+    made.pad_token_id = next(token for token in pads if token is not None)
+    return made
+
+
+def batched(items: Iterator[Encoded], size: int) -> Iterator[list[Encoded]]:
+    while batch := list(itertools.islice(items, size)):
+        yield batch

@@ -1,0 +1,169 @@
+"""The engine for servers with an OpenAI-compatible API: vLLM, SGLang, TensorRT-LLM, llama.cpp, or OpenAI's own.
+
+Chats go to /chat/completions, texts to continue to /completions. Requests run concurrently; the client retries
+transient failures (no connection, too many requests, server errors) with exponential backoff.
+"""
+
+import os
+from base64 import b64encode
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from mini_trainer.distributed.messages import HIDDEN, hide_secrets
+from mini_trainer.options import EngineOptions, SamplingOptions
+from mini_trainer.options.problems.packages import require
+from mini_trainer.options.urls import list_http_errors
+from mini_trainer.use.inference.engine import Answer, Key, Request
+from mini_trainer.use.inference.prompts import Prompt, as_protocol
+from mini_trainer.use.inference.sampling import make_seed
+from mini_trainer.use.inference.server_messages import check_text, join_deltas, read_message
+
+NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
+SECONDS_FOR_AN_ANSWER = 1800.0  # without a byte: the server may be generating
+SECONDS_TO_CONNECT = 60.0
+MALFORMED = (AttributeError, TypeError, LookupError)  # raised when a response does not follow the protocol
+MAX_SHOWN = 200  # characters of such a response in messages
+NO_KEY = "none"  # placeholder for servers that need no key
+# Fields of the server's list of models that depend on the model and its settings: of vLLM and SGLang, of llama.cpp.
+LISTED = ("root", "parent", "max_model_len", "owned_by", "meta")
+LISTING_RETRIES = 1
+
+
+class OpenAIEngine:
+    """A model on a server (see `use.inference.engine.Engine`)."""
+
+    def __init__(self, model: str, engine: EngineOptions, sampling: SamplingOptions):
+        require("openai", flag="--engine openai")
+        from openai import OpenAI, Timeout
+
+        self.model, self.sampling, self.engine = model, sampling, engine
+        self.listed: dict[str, Any] = {}  # by `look_up`
+        address, key = urlsplit(engine.base_url), os.environ.get(engine.api_key_env)
+        self.address = address._replace(netloc=address.netloc.rpartition("@")[2]).geturl()
+        login = f"{unquote(address.username or '')}:{unquote(address.password or '')}"
+        given = (key, address.password or address.username, login != ":" and b64encode(login.encode()).decode())
+        self.secrets = [form for secret in given if secret for form in (secret, unquote(secret))]
+        self.client = OpenAI(
+            base_url=engine.base_url,
+            api_key=key or NO_KEY,
+            max_retries=NUM_RETRIES,
+            timeout=Timeout(SECONDS_FOR_AN_ANSWER, connect=SECONDS_TO_CONNECT),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": "openai", "model": self.model, "base_url": self.address}
+
+    def answer(
+        self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Request, Answer]]:
+        """Yields answers as they arrive; if one fails, pending requests are cancelled."""
+        self.listed = self.look_up()
+        pool = ThreadPoolExecutor(self.engine.concurrency)
+        waiting = (request for request in requests if request.key not in done)
+        running: dict[Future, Request] = {}
+        try:
+            while True:
+                while len(running) < self.engine.concurrency and (request := next(waiting, None)) is not None:
+                    running[pool.submit(self.ask, request)] = request
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def ask(self, request: Request) -> Answer:
+        """Requests one answer; ValueError if the server refuses or gives no valid answer."""
+        response = self.send(request.prompt, make_seed(self.sampling.seed, *request.key), stream=False)
+        try:
+            choice, usage = response.choices[0], response.usage
+            message = None if request.prompt.messages is None else read_message(choice.message)
+            return Answer(
+                check_text(choice.text) if message is None else message["content"] or "",
+                choice.finish_reason or "stop",
+                None if usage is None else usage.prompt_tokens,
+                None if usage is None else usage.completion_tokens,
+                message,
+                self.read_server(response),
+            )
+        except MALFORMED:
+            shown = self.hide(repr(response))[:MAX_SHOWN]
+            raise ValueError(f"{self.where}: returned no answer to {request.prompt.place}: {shown}") from None
+
+    def look_up(self) -> dict[str, Any]:
+        """What the server's list of models says of the model; empty if it has no such list."""
+        from openai import APIError
+
+        try:
+            entries = self.client.with_options(max_retries=LISTING_RETRIES).models.list().data
+            fields = next((entry.to_dict() for entry in entries if entry.id == self.model), {})
+        except (APIError, ValueError, *MALFORMED):  # the list is no part of answering; what is wrong shows there
+            return {}
+        return {name: fields[name] for name in LISTED if fields.get(name) is not None}
+
+    def read_server(self, response: Any) -> dict[str, Any]:
+        """What the server says of its model, to notice another one behind the same address."""
+        said = {"model": response.model, "system_fingerprint": getattr(response, "system_fingerprint", None)}
+        return {name: value for name, value in said.items() if value is not None} | self.listed
+
+    def stream(self, prompt: Prompt) -> Iterator[str]:
+        """Yields the answer as the model would write it: see `join_deltas`."""
+        from openai import APIError
+
+        pieces = self.send(prompt, self.sampling.seed, stream=True)
+        try:
+            choices = (piece.choices[0] for piece in pieces if piece.choices)
+            if prompt.messages is None:
+                yield from (check_text(choice.text) for choice in choices)
+            else:
+                yield from join_deltas(choice.delta for choice in choices)
+        except (*list_http_errors(), APIError, ValueError, *MALFORMED) as error:
+            raise ValueError(f"{self.where}: the stream was interrupted: {self.hide(str(error))[:MAX_SHOWN]}") from None
+        finally:
+            pieces.close()
+
+    @property
+    def where(self) -> str:
+        return f"--base-url {self.address}, --model {self.model}"
+
+    def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
+        """Sends one request. `top_k` and the template's arguments are not in OpenAI's API; other servers
+        accept them as extra parameters."""
+        sampling = self.sampling
+        common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
+        common["max_tokens"] = sampling.max_new_tokens
+        if sampling.temperature > 0:
+            common["seed"] = seed % 2**31  # a range that all servers accept
+        if sampling.top_p is not None:
+            common["top_p"] = sampling.top_p
+        extra = {} if sampling.top_k is None else {"top_k": sampling.top_k}
+        if prompt.template_args:
+            extra["chat_template_kwargs"] = prompt.template_args
+        if extra:
+            common["extra_body"] = extra
+        if prompt.messages is None:
+            return self.call(lambda: self.client.completions.create(prompt=prompt.text, **common))
+        tools = {"tools": prompt.tools} if prompt.tools else {}
+        messages = as_protocol(prompt.messages)
+        return self.call(lambda: self.client.chat.completions.create(messages=messages, **tools, **common))
+
+    def call(self, request: Callable[[], Any]) -> Any:
+        """What the client returns; ValueError, which names the server, for its errors."""
+        from openai import APIConnectionError, APIError, APIStatusError
+
+        try:
+            return request()
+        except APIStatusError as error:
+            raise ValueError(f"{self.where}: refused ({error.status_code}): {self.hide(error.message)}") from None
+        except APIConnectionError as error:
+            raise ValueError(f"{self.where}: cannot be reached: {self.hide(str(error.__cause__ or error))}") from None
+        except (APIError, ValueError) as error:  # ValueError: the response is not JSON
+            raise ValueError(f"{self.where}: {self.hide(str(error))}") from None
+
+    def hide(self, text: str) -> str:
+        """Removes the key and the credentials, encoded or not, from a message of the server or the client."""
+        for secret in sorted(self.secrets, key=len, reverse=True):
+            text = text.replace(secret, HIDDEN)
+        return hide_secrets(text)

@@ -1,0 +1,304 @@
+"""Rows of any file -> prompts and references.
+
+Rows have the formats that process_data.py reads (data/rows/formats.py). A chat's last message, if it is the
+assistant's, or a completion is the reference, which the model does not see. These rows are accepted as well:
+
+| row                                        | becomes                                                        |
+|--------------------------------------------|----------------------------------------------------------------|
+| a line of a .txt file                      | a user message; a text to continue if there is no template     |
+| question, and answer or choices            | the same                                                       |
+| prompt, with or without answer; document, text | a text to continue                                         |
+| text and label                             | a question and its answer                                      |
+| any of these with choices and answer       | a choice by likelihood; `answer` is the correct one's index, from 0 |
+| any of these with references               | several correct answers                                        |
+| any of these with source_text              | the text that the answer rewrites, for `--metrics sari`        |
+"""
+
+import base64
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mini_trainer.data.chat.borders import count_ending
+from mini_trainer.data.chat.examples import ASSISTANT, Chat, Completion, Message
+from mini_trainer.data.chat.masking import ONLY_FOR_MASKING
+from mini_trainer.data.chat.placeholders import make_outline, split_at_placeholders
+from mini_trainer.data.chat.rendering import prepare_for, template_errors
+from mini_trainer.data.chat.templates import check_template_args
+from mini_trainer.data.rows.files import Folder, Row, Source, describe_skipped, find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
+from mini_trainer.data.rows.turn_texts import parse_turns
+from mini_trainer.data.rows.values import refuse_non_json
+from mini_trainer.distributed.messages import say
+
+NUM_REASONS_SHOWN = 10
+
+Tools = list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt: messages, or a text to continue; with both, messages are used if the tokenizer has a chat template."""
+
+    place: str = ""  # file and line
+    row: Fields  # as read from the file
+    messages: list[Message] | None = None
+    text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_args: dict[str, Any] | None = None
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    right_choice: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """The prompt as readable text."""
+        if self.messages is None:
+            return self.text or ""
+        if len(self.messages) == 1 and self.messages[0]["role"] == "user":
+            return join_content(self.messages[0])
+        return "\n\n".join(f"{message['role']}: {join_content(message)}" for message in self.messages)
+
+    @property
+    def rewritten(self) -> str:
+        """The text that the answer rewrites: the row's `source_text`, else the last user message or all of the text."""
+        asked = [message for message in self.messages or () if message["role"] == "user"]
+        return self.row.get("source_text") or (join_content(asked[-1]) if asked else self.shown)
+
+
+def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
+    """Reads the prompts of all files, in order. ValueError lists the rows that are not prompts, with their lines."""
+    prompts, reasons = [], []
+    sources = find_sources(paths, flag=flag)
+    if data_format is None:
+        check_endings(sources, flag=flag)
+    for note in describe_skipped(sources):
+        say(f"note: {note}")
+    for source in sources:
+        for found in read_source(source, data_format):
+            if isinstance(found, Prompt):
+                prompts.append(found)
+            else:
+                reasons.append(found)
+    if reasons:
+        shown = "".join(f"\n  {reason}" for reason in reasons[:NUM_REASONS_SHOWN])
+        raise ValueError(f"{flag}: {len(reasons):,} of {len(reasons) + len(prompts):,} rows cannot be used:{shown}")
+    if not prompts:
+        raise ValueError(f"{flag} {' '.join(paths)}: has no rows")
+    return prompts
+
+
+def check_endings(sources: Sequence[Source], *, flag: str) -> None:
+    """Raises ValueError for a folder with texts beside other files: a licence among chats is no list of prompts."""
+    kinds: dict[tuple[Folder, bool], Source] = {}
+    for source in sources:
+        if source.folder is not None:
+            kinds.setdefault((source.folder, source.ending == ".txt"), source)
+    for (folder, is_text), source in kinds.items():
+        other = kinds.get((folder, True))
+        if not is_text and other is not None:
+            raise ValueError(
+                f"{flag} {folder.name}: has texts beside other files, such as {other.name} and {source.name}: name the"
+                " files to read instead of their folder"
+            )
+
+
+def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | str]:
+    """Yields the file's prompts, or for an invalid row the reason."""
+    for chunk in read_chunks(source):
+        for row in iterate_rows(chunk):
+            rows = split_lines(row) if chunk.encoding == "text" and data_format is None else [row]
+            for one in rows:
+                place = f"{source.name}:{one.place}"
+                try:
+                    fields = parse_row(one.value, chunk.encoding)
+                    if fields is not None:
+                        as_line = chunk.encoding == "text" and data_format is None
+                        fields = {"question": fields["text"]} if as_line else fields
+                        prompt = read_prompt(fields, data_format)
+                        yield replace(prompt, place=place, row=drop_non_finite(prompt.row))
+                except ValueError as error:
+                    yield f"{place}: {error}"
+
+
+def split_lines(row: Row) -> Iterator[Row]:
+    """Splits a text file, which is read as one row, into lines."""
+    if not isinstance(row.value, bytes):
+        yield row
+        return
+    for number, line in enumerate(row.value.splitlines(), start=1):
+        yield Row(number, number, line)
+
+
+def read_prompt(row: Fields, data_format: str | None) -> Prompt:
+    """Reads a row as a prompt; ValueError if it is not one."""
+    is_asked_alone = row.get("completion", row.get("generation")) is None
+    row = parse_turns(row, ("prompt",) if is_asked_alone else list_conversation(row))
+    prompt = read_question(row, data_format)
+    if not isinstance(row.get("source_text", ""), str):
+        raise ValueError(f"'source_text' is {quote(row['source_text'])}, expected text")
+    if "choices" in row:
+        return add_choices(prompt, row)
+    if "references" in row:
+        references = row["references"]
+        if not isinstance(references, list) or not all(isinstance(text, str) for text in references) or not references:
+            raise ValueError(f"'references' is {quote(references)}, expected a list of strings")
+        return replace(prompt, references=tuple(references))
+    return prompt
+
+
+def read_question(row: Fields, data_format: str | None) -> Prompt:
+    """Reads the question, and its reference if the row's format has one."""
+    question = row.get("question", row.get("text") if "label" in row else None)
+    if data_format is None and question is not None and "messages" not in row:
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"'question' is {quote(question)}, expected text")
+        answer = None if "choices" in row else row.get("answer", row.get("label"))
+        refuse_non_json(answer, "the answer")
+        references = () if answer is None else (str(answer),)
+        messages = [{"role": "user", "content": question}]
+        return Prompt(row=row, messages=messages, text=question, references=references)
+    if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), str):
+        answer = None if "choices" in row else row.get("answer")
+        refuse_non_json(answer, "the answer")
+        return Prompt(row=row, text=row["prompt"], references=() if answer is None else (str(answer),))
+    if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), list):
+        row = row | {"messages": row["prompt"]}
+    example = read_example(row, data_format or find_format(row), is_given=data_format is not None)
+    if isinstance(example, Chat):
+        return split_chat(example, row)
+    if isinstance(example, Completion):
+        return Prompt(row=row, text=example.prompt, references=(example.completion,))
+    return Prompt(row=row, text=example.text)
+
+
+def split_chat(chat: Chat, row: Fields) -> Prompt:
+    """Makes a prompt of a chat; a last message of the assistant becomes the reference."""
+    messages = [
+        {key: value for key, value in message.items() if key not in ONLY_FOR_MASKING} for message in chat.messages
+    ]
+    references = ()
+    if messages[-1]["role"] == ASSISTANT:
+        last = messages.pop()
+        references = (join_content(last),)
+        if not messages:
+            raise ValueError("has only an assistant message, so there is nothing to answer")
+    return Prompt(row=row, messages=messages, tools=chat.tools, template_args=chat.template_args, references=references)
+
+
+def join_content(message: Message) -> str:
+    """A message's text, or its tool calls as text if it has none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content if content else str(message.get("tool_calls") or "")
+
+
+def add_choices(prompt: Prompt, row: Fields) -> Prompt:
+    choices, right = row["choices"], row.get("answer")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError(f"'choices' is {quote(choices)}, expected a list of at least two strings")
+    if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(choices):
+        raise ValueError(
+            f"'answer' is {quote(right)}, expected the index of the correct choice, 0 to {len(choices) - 1}"
+        )
+    return replace(prompt, choices=tuple(choices), right_choice=right, references=())
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Encodes the model's input: the tokens that process_data.py makes of the same row, up to the answer."""
+    text, is_rendered = render_prompt(prompt, tokenizer)
+    return encode_text(text, tokenizer, is_rendered=is_rendered)
+
+
+def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
+    """Returns the model's input as text, and whether the chat template rendered it, including special tokens."""
+    if prompt.messages is None or (prompt.text is not None and tokenizer.chat_template is None):
+        return prompt.text, False
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{prompt.place}: a chat, but the tokenizer has no chat template: give prompts as text, or use a chat model"
+        )
+    try:
+        check_template_args(tokenizer, prompt.template_args or {})
+        check_completeness(prompt, tokenizer)
+        with template_errors():
+            return apply_template(prompt, prompt.messages, prompt.tools, tokenizer), True
+    except ValueError as error:
+        raise ValueError(f"{prompt.place}: {error}") from None
+
+
+def apply_template(prompt: Prompt, messages: list[Message], tools: Tools, tokenizer: Any) -> str:
+    """Renders these messages with the prompt's arguments, up to and including the generation prompt."""
+    return tokenizer.apply_chat_template(
+        prepare_for(tokenizer, messages),
+        tools=tools,
+        add_generation_prompt=True,
+        tokenize=False,
+        **(prompt.template_args or {}),
+    )
+
+
+def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
+    """ValueError, as in process_data.py, if the template omits the tools or a non-assistant message."""
+    outline = make_outline(prompt.messages)
+    with template_errors():
+        text = apply_template(prompt, outline.messages, prompt.tools, tokenizer)
+    if prompt.tools and not reads_tools(prompt, outline.messages, text, tokenizer):
+        raise ValueError("the chat template leaves out the tools: remove them, or describe them in the system message")
+    written = set(split_at_placeholders(text)[0])
+    for i, leaf in enumerate(outline.leaves):
+        role = outline.messages[leaf.message]["role"]
+        if leaf.kind == "content" and role != ASSISTANT and i not in written:
+            raise ValueError(f"the chat template leaves out the content of message {leaf.message + 1} ({role})")
+
+
+def reads_tools(prompt: Prompt, messages: list[Message], text: str, tokenizer: Any) -> bool:
+    """Whether the template uses the tools: without them it renders something other than `text`, or fails."""
+    try:
+        with template_errors():
+            return apply_template(prompt, messages, None, tokenizer) != text
+    except ValueError:
+        return True
+
+
+def as_protocol(messages: Sequence[Message]) -> list[Message]:
+    """Converts messages to OpenAI's API: without nulls, and with tool-call arguments as JSON text, which servers parse
+    before rendering."""
+    return [
+        {key: [wrap_call(call) for call in value] if key == "tool_calls" else value for key, value in message.items()}
+        for message in ({key: value for key, value in one.items() if value is not None} for one in messages)
+    ]
+
+
+def wrap_call(call: Fields) -> Fields:
+    if "function" not in call:  # {"name": ..., "arguments": ...} alone
+        call = {"type": "function", "function": call}
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": text}}
+
+
+def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
+    """Tokenizes a text from `render_prompt`, without a final end-of-text token, since an answer follows."""
+    ids = tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+    if is_rendered:
+        return ids
+    return ids[: len(ids) - count_ending(ids, text, tokenizer.eos_token_id, tokenizer.eos_token)]
+
+
+def drop_non_finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON lacks and which differ from themselves when read again."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: drop_non_finite(item) for key, item in value.items()}
+    return [drop_non_finite(item) for item in value] if isinstance(value, list) else value
+
+
+def as_json(value: Any) -> Any:
+    """Converts values that JSON lacks, such as a table's bytes and dates, to text."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,233 @@
+"""The board: all runs below a directory in a table, and a server that follows their files."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.options.reading import open_regular
+from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
+from mini_trainer.use.pages.page import escape_json, make_page
+from mini_trainer.use.plots.columns import (
+    MAX_LINE_BYTES,
+    VALIDATION_COLUMNS,
+    MetricsReader,
+    Row,
+    find_best,
+    parse_row,
+    to_float,
+)
+from mini_trainer.use.plots.page import make_curves_page
+from mini_trainer.use.plots.run_files import Run, find_state, is_run, read_run_params
+from mini_trainer.use.plots.server import UNCHANGED, Answer, LocalServer, respond_with_curves
+from mini_trainer.use.plots.tables import median
+
+PAGE = Path(__file__).with_name("board.html")
+MOST_ENTRIES = 200_000  # of directories, to look for runs among
+MOST_COMPARED = 24  # runs on a page of curves: all colours with all dashes
+MOST_TAIL_ROWS = 50  # last steps of a run, for its speed
+TAIL_BYTES = (1 << 16, 2 * MAX_LINE_BYTES)  # to read for them; more if a line is longer
+BYTES_PER_REQUEST = 16 << 20  # of metrics: about half a second of one core
+TAIL_COLUMNS = ("step", "epoch", "loss", "tokens_per_second", "time_per_batch", "data_wait_seconds",
+                "total_samples_accumulated", "total_tokens_accumulated")  # fmt: skip
+# Options that end a run, and what they count.
+ENDS = {
+    "max_steps": "step",
+    "max_epochs": "epoch",
+    "max_samples": "total_samples_accumulated",
+    "max_tokens": "total_tokens_accumulated",
+}
+
+
+class WatchedRun:
+    """A run's directory as a row of the table: only the ends of its metrics are read, and only if they changed."""
+
+    def __init__(self, path: Path, name: str):
+        self.path, self.name = path, name
+        self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
+        self.tail: list[dict[str, float]] = []
+        self.tail_of: tuple[int, int, int] | None = None  # time (ns), size and inode of the file that it was read from
+
+    def describe(self) -> dict[str, Any]:
+        """The row, as JSON. OSError if the files cannot be read."""
+        params, problem = read_run_params(self.path)
+        state = find_state(self.path, params)
+        self._read_tail()
+        self.validations.read()
+        last = self.tail[-1] if self.tail else {}
+        share = find_share(last, params)
+        best = find_best(self.validations)
+        return {
+            "id": self.id,
+            "name": self.name,
+            "state": state.kind,
+            "how": state.text if state.text != state.kind else "",
+            "error": state.message or problem,
+            "step": to_json(last.get("step")),
+            "share": to_json(share),
+            "loss": to_json(last.get("loss")),
+            "best": to_json(None if best is None else self.validations["loss"][best]),
+            "speed": to_json(median(np.array([row["tokens_per_second"] for row in self.tail]))),
+            "left": to_json(estimate_seconds_left(self.tail, params)) if state.kind == "running" else None,
+            "written": None if self.tail_of is None else self.tail_of[0] / 1e9,  # seconds since 1970
+        }
+
+    def _read_tail(self) -> None:
+        path = self.path / METRICS_FILE
+        found = path.stat() if path.exists() else None
+        identity = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+        if identity != self.tail_of:
+            self.tail, self.tail_of = [] if identity is None else read_tail(path), identity
+
+
+def read_tail(path: Path) -> list[dict[str, float]]:
+    """The numbers of the last steps in a metrics file; damaged lines and a torn last one are left out."""
+    lines: list[bytes] = []
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        for num_bytes in TAIL_BYTES:
+            start = file.seek(max(0, size - num_bytes))
+            lines = file.read(size - start).split(b"\n")[1 if start else 0 : -1]  # the first may be cut
+            if lines or start == 0:
+                break
+    rows = [parse_row(line) for line in lines[-MOST_TAIL_ROWS:]]
+    return [{name: to_float(row.get(name)) for name in TAIL_COLUMNS} for row in rows if row is not None]
+
+
+def find_share(numbers: dict[str, float], params: Row) -> float:
+    """Share of the run that is done, by the end that comes first; NaN if it has no end, or has not begun."""
+    options, identity = (value if isinstance(value, dict) else {} for value in map(params.get, ("options", "identity")))
+    ends = [(column, to_float(options.get(option))) for option, column in ENDS.items()]
+    ends.append(("step", to_float(identity.get("number of steps"))))
+    shares = [min(1.0, numbers[column] / end) for column, end in ends if column in numbers and end > 0]
+    return max(filter(np.isfinite, shares), default=np.nan)
+
+
+def estimate_seconds_left(tail: list[dict[str, float]], params: Row) -> float:
+    """Time left at the speed of the last steps, without checkpoints, validations and exports; NaN if it is unknown."""
+    if len(tail) < 2:
+        return np.nan
+    seconds = sum(row["time_per_batch"] + row["data_wait_seconds"] for row in tail[1:])
+    share = find_share(tail[-1], params)
+    gained = share - find_share(tail[0], params)
+    return (1 - share) / gained * seconds if gained > 0 else np.nan
+
+
+def to_json(number: float | None) -> float | None:
+    return float(number) if number is not None and np.isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The runs below a directory, and what could not be searched."""
+
+    paths: list[Path]
+    notes: list[str]
+
+
+def find_runs(folder: Path) -> Found:
+    """Directories of runs at or below `folder`; hidden directories, links, and what is inside of runs, are left out."""
+    paths, unreadable, waiting, num_entries = [], 0, [folder], 0
+    while waiting and num_entries < MOST_ENTRIES:
+        path = waiting.pop()
+        if is_run(path):
+            paths.append(path)
+            continue
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    num_entries += 1
+                    if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                        waiting.append(path / entry.name)
+        except OSError:
+            unreadable += 1
+    notes = [f"Directories that cannot be read: {unreadable}."] if unreadable else []
+    if waiting:
+        notes.append(f"Not all of {folder} was searched: it has more than {MOST_ENTRIES:,} entries.")
+    return Found(sorted(paths), notes)
+
+
+class Board:
+    """All runs below a directory."""
+
+    def __init__(self, folder: Path):
+        """ValueError if it is not a directory."""
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: {'not a directory' if folder.exists() else 'no such directory'}")
+        self.folder = folder.absolute()
+        self.runs: dict[str, WatchedRun] = {}  # by id
+
+    def read(self) -> dict[str, Any]:
+        """The table's data as JSON, from the files as they are now."""
+        found, known = find_runs(self.folder), {run.path: run for run in self.runs.values()}
+        runs = [known.get(path) or WatchedRun(path, name_run(path, self.folder)) for path in found.paths]
+        self.runs = {run.id: run for run in runs}
+        rows, notes = [], [*found.notes]
+        for run in runs:
+            try:
+                rows.append(run.describe())
+            except OSError as error:
+                notes.append(f"{run.name}: {error}")
+        data = {"folder": str(self.folder), "runs": rows, "notes": notes, "most_compared": MOST_COMPARED}
+        return data | {"version": hashlib.sha256(escape_json(data).encode()).hexdigest()}
+
+
+def name_run(path: Path, folder: Path) -> str:
+    return path.name if path == folder else path.relative_to(folder).as_posix()
+
+
+class BoardServer(LocalServer):
+    """Serves the table of all runs, and the curves of some of them.
+
+    A request names runs by ids that the table has given out, never by paths.
+    """
+
+    def __init__(self, folder: Path, *, port: int):
+        """Raises ValueError if the port is not available, or `folder` not a directory."""
+        self.board = Board(folder)
+        super().__init__(port)
+        self.opened: dict[str, Run] = {}  # runs whose curves were looked at, by id, the latest last
+
+    def respond(self, path: str, query: dict[str, list[str]]) -> Answer | None:
+        if path not in ("/", "/runs", "/curves", "/data"):
+            return None
+        if path in ("/curves", "/data"):
+            return self.respond_with_curves(path, query)
+        data = self.board.read()
+        if path == "/":
+            parts = {"DATA": escape_json(data)}
+            page = make_page(PAGE, parts, title=self.board.folder.name or "/", policy="; connect-src 'self'")
+            return Answer(page, "text/html")
+        return UNCHANGED if query.get("version") == [data["version"]] else Answer(json.dumps(data), "application/json")
+
+    def respond_with_curves(self, path: str, query: dict[str, list[str]]) -> Answer:
+        ids = list(dict.fromkeys(query.get("run", [])))
+        if not 1 <= len(ids) <= MOST_COMPARED:
+            text = f"curves of {len(ids)} runs: choose from 1 to {MOST_COMPARED}"
+            return Answer(text, status=HTTPStatus.BAD_REQUEST)
+        if not self.board.runs.keys() >= set(ids):  # this server may have been started again
+            self.board.read()
+        if not self.board.runs.keys() >= set(ids):
+            return Answer("there is no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
+        runs = [self.open(name, BYTES_PER_REQUEST // len(ids)) for name in ids]
+        if path == "/curves":
+            return Answer(make_curves_page(runs, smoothing=None, is_live=True, has_board=True), "text/html")
+        return respond_with_curves(runs, query, smoothing=None, has_board=True)
+
+    def open(self, name: str, most_bytes: int) -> Run:
+        """The run with this id, after reading what is new of it, up to `most_bytes`."""
+        run, watched = self.opened.pop(name, None), self.board.runs[name]
+        if run is None:
+            run = Run(watched.path, watched.name, most_bytes)
+        else:
+            run.read(most_bytes)
+        self.opened[name] = run
+        while len(self.opened) > MOST_COMPARED:
+            del self.opened[next(iter(self.opened))]
+        return run

@@ -1,0 +1,227 @@
+"""Reads a file of metrics into columns of numbers, in bounded memory, while a run writes it."""
+
+import json
+import math
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mini_trainer.options.reading import open_regular
+
+Row = dict[str, Any]
+Column = NDArray[np.float64]
+# Metrics with a place on the page. Others get a chart under their own name, except for `NOT_READ`.
+STEP_COLUMNS = (
+    "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB", "mfu", "osft_leak", "time_per_batch",
+    "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated", "rewards/accuracies",
+    "rewards/margins", "rewards/chosen", "rewards/rejected",
+)  # fmt: skip
+VALIDATION_COLUMNS = (
+    "is_best", "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies",
+    "rewards/margins",
+)  # fmt: skip
+MAX_LINE_BYTES = 1 << 20  # longer lines are damaged
+NOT_READ = {
+    "epoch", "num_samples", "num_loss_counted_tokens", "num_total_tokens", "grad_accum", "samples_per_second",
+    "packing_efficiency", "rank_balance", "seconds",
+}  # fmt: skip
+SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
+MOST_ROWS = 20_000  # in memory per file: twice the points of a curve on the page
+
+
+@dataclass(frozen=True)
+class Points:
+    """A column in groups of consecutive steps; NaN where a group has no number."""
+
+    mean: Column
+    low: Column
+    high: Column
+    last: Column  # number of each group's last step
+    count: Column  # of a group's steps that have a number
+
+    @staticmethod
+    def of_steps(values: Column) -> "Points":
+        """Groups of one step."""
+        return Points(values, values, values, values, np.isfinite(values).astype(np.float64))
+
+    def followed_by(self, later: "Points") -> "Points":
+        return Points(*(np.concatenate(pair) for pair in zip(self.parts, later.parts, strict=True)))
+
+    def __getitem__(self, kept: slice) -> "Points":
+        return Points(*(part[kept] for part in self.parts))
+
+    @property
+    def parts(self) -> tuple[Column, ...]:
+        return self.mean, self.low, self.high, self.last, self.count
+
+    @property
+    def total(self) -> Column:
+        """Sum of each group's numbers."""
+        return np.where(self.count > 0, self.mean, 0) * self.count
+
+    def merge(self, starts: NDArray[np.int64]) -> "Points":
+        """Larger groups, that begin with the groups at `starts`."""
+        if not len(starts):
+            return self
+        is_there = self.count > 0
+        count = np.add.reduceat(self.count, starts)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = np.add.reduceat(self.total, starts) / count
+        low = np.minimum.reduceat(np.where(is_there, self.low, math.inf), starts)
+        high = np.maximum.reduceat(np.where(is_there, self.high, -math.inf), starts)
+        low, high = (np.where(count > 0, values, math.nan) for values in (low, high))
+        return Points(mean, low, high, self.last[np.append(starts[1:], len(self.last)) - 1], count)
+
+
+def choose_starts(sizes: Column, most: int) -> NDArray[np.int64]:
+    """First index of each of at most `most` equal shares of the steps, from the number of steps at each index."""
+    if len(sizes) <= most:
+        return np.arange(len(sizes))
+    ends = np.cumsum(sizes)
+    share = ((ends - 1) * most / ends[-1]).astype(np.int64)
+    return np.flatnonzero(np.diff(share, prepend=-1))
+
+
+class MetricsReader:
+    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers.
+
+    At most `MOST_ROWS` rows of numbers are kept: of a longer file the earlier steps are merged into groups, each with
+    mean, lowest and highest value. Half the rows are then left for the steps to come.
+    """
+
+    def __init__(self, path: Path, names: tuple[str, ...]):
+        self.path, self.names = path, names
+        self._forget()
+
+    def _forget(self) -> None:
+        self.offset = 0  # number of bytes read
+        self.last_line = b""  # line that ends at `offset`
+        self.is_within_line = False  # whether `offset` is within a line that is too long
+        self.num_damaged = 0
+        self.is_behind = False  # the last `read` has left lines unread
+        self.groups: dict[str, Points] = {}  # the earlier steps
+        self.group_sizes: Column = np.empty(0)
+        self.columns = {"step": array("d")} | {name: array("d") for name in self.names}  # the steps since
+
+    def read(self, most_bytes: int | None = None) -> None:
+        """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails.
+
+        After `most_bytes` it stops, and `is_behind`.
+        """
+        if not self.path.exists():
+            self._forget()
+            return
+        with open_regular(self.path) as file:
+            file.seek(self.offset - len(self.last_line))
+            if file.read(len(self.last_line)) != self.last_line:
+                self._forget()
+            file.seek(self.offset)
+            self.is_behind, first = False, self.offset
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
+                    break
+                if most_bytes is not None and self.offset - first >= most_bytes:
+                    self.is_behind = True
+                    break
+                self.offset, self.last_line = self.offset + len(line), line
+                is_rest, self.is_within_line = self.is_within_line, not line.endswith(b"\n")
+                if not is_rest:
+                    self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        row = parse_row(line)
+        if row is None:
+            self.num_damaged += 1
+            return
+        self._drop_from(row["step"])
+        steps = self.columns["step"]
+        for name in [name for name in row if name not in self.columns and name not in NOT_READ]:
+            if name.startswith((SOURCE, SET)) or math.isfinite(to_float(row[name])):
+                self.columns[name] = array("d", [math.nan]) * len(steps)
+                self.groups[name] = Points.of_steps(np.full(len(self.group_sizes), math.nan))
+        for name, column in self.columns.items():
+            column.append(to_float(row.get(name)))
+        if len(steps) + len(self.group_sizes) >= MOST_ROWS:
+            self._merge()
+
+    def _drop_from(self, step: float) -> None:
+        """Drops `step` and later ones, which were repeated after a resume; of a group with any of them, all."""
+        steps = self.columns["step"]
+        while steps and steps[-1] >= step:
+            for column in self.columns.values():
+                column.pop()
+        if not steps and len(self.group_sizes) and self.groups["step"].last[-1] >= step:
+            num_kept = int(np.searchsorted(self.groups["step"].last, step))
+            self.groups = {name: points[:num_kept] for name, points in self.groups.items()}
+            self.group_sizes = self.group_sizes[:num_kept]
+
+    def _merge(self) -> None:
+        sizes = self.sizes
+        starts = choose_starts(sizes, MOST_ROWS // 2)
+        self.groups = {name: self.points(name).merge(starts) for name in self.columns}
+        self.group_sizes = np.add.reduceat(sizes, starts)
+        self.columns = {name: array("d") for name in self.columns}
+
+    def __len__(self) -> int:
+        """Number of steps."""
+        return int(self.group_sizes.sum()) + len(self.columns["step"])
+
+    @property
+    def sizes(self) -> Column:
+        """Number of steps in each group."""
+        return np.append(self.group_sizes, np.ones(len(self.columns["step"])))
+
+    def points(self, name: str) -> Points:
+        later = Points.of_steps(np.array(self.columns[name]))
+        return self.groups[name].followed_by(later) if name in self.groups else later
+
+    def __getitem__(self, name: str) -> Column:
+        """Each group's mean; of a file of fewer than `MOST_ROWS` lines, each line's number."""
+        return self.points(name).mean
+
+    def list_columns(self, prefix: str) -> list[str]:
+        """The columns with this prefix."""
+        return [name for name in self.columns if name.startswith(prefix)]
+
+    def list_others(self) -> list[str]:
+        """The columns that only the file names."""
+        return [
+            name for name in self.columns if name not in ("step", *self.names) and not name.startswith((SOURCE, SET))
+        ]
+
+
+def parse_row(line: bytes) -> Row | None:
+    """A line's values by name, including the losses of its sources and sets; None if it is not a line of metrics."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not math.isfinite(to_float(row.get("step"))):
+        return None
+    for key, prefix in (("sources", SOURCE), ("sets", SET)):
+        parts = row.get(key)
+        if isinstance(parts, dict):
+            row |= {prefix + name: part.get("loss") for name, part in parts.items() if isinstance(part, dict)}
+    if "is_best" in row:
+        row["is_best"] = int(row["is_best"] is True)
+    return row
+
+
+def find_best(validations: MetricsReader) -> int | None:
+    """Index of the best validation: the last that its run called so, by `--best-metric`; else that of lowest loss."""
+    called_best = np.flatnonzero(validations.points("is_best").high == 1)
+    if len(called_best):
+        return int(called_best[-1])
+    losses = validations["loss"]
+    return int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
+
+
+def to_float(value: Any) -> float:
+    """The value as a float; NaN if it is not a number."""
+    if type(value) is float:
+        return value
+    return float(value) if type(value) is int and abs(value) < 1e300 else math.nan

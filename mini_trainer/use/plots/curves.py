@@ -1,0 +1,231 @@
+"""Selects the curves of runs for a page or a figure, and thins long ones, keeping extremes."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.use.plots.columns import SET, SOURCE, Column, MetricsReader, Points, choose_starts, find_best
+from mini_trainer.use.plots.run_files import Run
+
+# Colours that are distinct with any colour vision (tests/test_plots.py measures this): on white, on black.
+COLOURS = (
+    ("#0078b4", "#3c96c3"),
+    ("#d25a00", "#f09600"),
+    ("#005a00", "#4bf096"),
+    ("#871e69", "#ff1e87"),
+    ("#d25aff", "#e1c3ff"),
+    ("#6900f0", "#a53cff"),
+)
+DASHES = ("solid", "dash", "dot", "dashdot")  # distinguish runs of the same colour if there are more runs than colours
+NUMBERS_ON_PAGE = 450_000  # about 5 MB, for any number of runs
+FEWEST_POINTS, MOST_POINTS = 200, 10_000  # per curve, for any number of runs
+MOST_PARTS = 12  # maximum number of sources or sets with their own chart
+ACRONYMS = {"kl", "nll", "mae", "mse"}  # in names of metrics
+DIGITS = 6  # significant digits of numbers on the page
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart, of one column of every run."""
+
+    key: str  # the column's name
+    title: str
+    unit: str = ""
+    is_noisy: bool = False  # smoothed on the page
+    is_of_validations: bool = False
+    section: str = ""  # heading of a row of small charts
+
+
+STEP_CHARTS = (
+    Chart("loss", "Loss", is_noisy=True),
+    Chart("lr", "Learning rate"),
+    Chart("grad_norm", "Gradient norm", is_noisy=True),
+    Chart("tokens_per_second", "Tokens per second", is_noisy=True),
+    Chart("peak_memory_usage_GB", "Peak memory", unit="GB"),
+    Chart("mfu", "Model FLOP utilisation", is_noisy=True),
+    Chart("osft_leak", "OSFT leak"),
+    Chart("rewards/accuracies", "Reward accuracy", is_noisy=True),
+    Chart("rewards/margins", "Reward margin", is_noisy=True),
+    Chart("rewards/chosen", "Reward of chosen answers", is_noisy=True),
+    Chart("rewards/rejected", "Reward of rejected answers", is_noisy=True),
+)
+VALIDATION_CHARTS = (
+    Chart("loss", "Validation loss", is_of_validations=True),
+    Chart("token_accuracy", "Validation token accuracy", is_of_validations=True),
+    Chart("rewards/accuracies", "Validation reward accuracy", is_of_validations=True),
+    Chart("rewards/margins", "Validation reward margin", is_of_validations=True),
+)
+
+
+def list_charts(runs: list[Run]) -> list[Chart]:
+    """The charts for which some run has numbers, in the order of the page."""
+    first, *others = [chart for chart in STEP_CHARTS if chart.key == "loss" or has_numbers(runs, chart)]
+    validations = [chart for chart in VALIDATION_CHARTS if has_numbers(runs, chart)]
+    validations += make_other_charts([run.validations for run in runs], is_of_validations=True)
+    others += make_other_charts([run.steps for run in runs], is_of_validations=False)
+    sources = [
+        Chart(name, name.removeprefix(SOURCE), is_noisy=True, section="Loss by source")
+        for name in choose_parts([run.steps for run in runs], SOURCE)
+    ]
+    sets = [
+        Chart(name, name.removeprefix(SET), is_of_validations=True, section="Validation loss by set")
+        for name in choose_parts([run.validations for run in runs], SET)
+    ]
+    return [first, *validations, *others, *sources, *(sets if len(sets) > 1 else [])]
+
+
+def make_other_charts(readers: list[MetricsReader], *, is_of_validations: bool) -> list[Chart]:
+    """Charts of the metrics that no table here names, such as an objective's own."""
+    names = dict.fromkeys(name for reader in readers for name in reader.list_others())
+    return [
+        Chart(
+            name,
+            make_title(name, is_of_validations),
+            is_noisy=not is_of_validations,
+            is_of_validations=is_of_validations,
+        )
+        for name in names
+    ]
+
+
+def make_title(name: str, is_of_validations: bool) -> str:
+    words = [word.upper() if word in ACRONYMS else word for word in name.replace("/", "_").split("_")]
+    title = " ".join(["validation", *words] if is_of_validations else words)
+    return title[:1].upper() + title[1:]
+
+
+def has_numbers(runs: list[Run], chart: Chart) -> bool:
+    readers = [run.validations if chart.is_of_validations else run.steps for run in runs]
+    return any(np.isfinite(reader[chart.key]).any() for reader in readers)
+
+
+def list_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
+    """Columns of all sources or sets, sorted by count of numbers, highest first."""
+    counts: dict[str, int] = {}
+    for reader in readers:
+        for name in reader.list_columns(prefix):
+            counts[name] = counts.get(name, 0) + int(reader.points(name).count.sum())
+    return sorted((name for name, count in counts.items() if count), key=lambda name: -counts[name])
+
+
+def choose_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
+    return list_parts(readers, prefix)[:MOST_PARTS]
+
+
+def list_omissions(runs: list[Run]) -> list[str]:
+    """Notes on what the page omits: sources and sets without a chart, and runs with merged points."""
+    omitted = []
+    for readers, prefix, things in (
+        ([run.steps for run in runs], SOURCE, "sources"),
+        ([run.validations for run in runs], SET, "validation sets"),
+    ):
+        if (number := len(list_parts(readers, prefix))) > MOST_PARTS:
+            omitted.append(f"Of {number} {things}, the {MOST_PARTS} with the most points have a chart.")
+    longest, most = max(len(run.steps) for run in runs), count_points(runs)
+    if longest > most:
+        omitted.append(
+            f"Long runs are thinned to {most:,} points, in the longest run about one per {longest / most:.0f} steps:"
+            " mean, minimum and maximum, so that no spike is lost."
+        )
+    return omitted
+
+
+def count_points(runs: list[Run]) -> int:
+    """Maximum number of points per curve, which bounds the page's size."""
+    num_curves = sum(not chart.is_of_validations for chart in list_charts(runs))
+    fitting = NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves))
+    return min(MOST_POINTS, max(FEWEST_POINTS, fitting))
+
+
+def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) -> dict[str, Any]:
+    """A run's curves as JSON."""
+    sizes = run.steps.sizes
+    starts = choose_starts(sizes, max_points)
+    ends = np.append(starts[1:], len(sizes)) - 1 if len(sizes) else starts  # each point's last step
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "colours": COLOURS[index % len(COLOURS)],
+        "dash": DASHES[index // len(COLOURS) % len(DASHES)],
+        "x": {axis: to_numbers(values[ends]) for axis, values in list_axes(run).items()},
+        "sizes": to_numbers(np.add.reduceat(sizes, starts)) if len(run.steps) > len(starts) else None,
+        "curves": {
+            chart.key: thin(run.steps.points(chart.key), starts, num_steps=len(run.steps))
+            for chart in charts
+            if not chart.is_of_validations and chart.key in run.steps.columns
+        },
+        "validations": describe_validations(run, charts),
+        "resumes": describe_resumes(run),
+    }
+
+
+def thin(points: Points, starts: np.ndarray, *, num_steps: int) -> dict[str, list[float | None]]:
+    """Mean of each group from `starts`, plus minimum and maximum if there are fewer groups than steps; None for missing
+    values."""
+    points = points.merge(starts)
+    if len(starts) == num_steps:
+        return {"mean": to_numbers(points.mean)}
+    return {name: to_numbers(getattr(points, name)) for name in ("mean", "low", "high")}
+
+
+def list_axes(run: Run) -> dict[str, Column]:
+    """Values of the possible horizontal axes, at the end of each step."""
+    return {
+        "step": run.steps.points("step").last,
+        "samples": run.steps.points("total_samples_accumulated").last,
+        "tokens": run.steps.points("total_tokens_accumulated").last,
+        "hours": run.hours,
+    }
+
+
+def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | None]]:
+    """Positions of the ends of `steps` on every axis; step 0 is the start of the run."""
+    steps = np.array(list(steps), dtype=np.float64)
+    at = np.searchsorted(run.steps.points("step").last, steps, side="right") - 1
+    placed = {
+        axis: to_numbers(np.where(at < 0, 0, values[np.maximum(at, 0)]) if len(values) else np.zeros(len(steps)))
+        for axis, values in list_axes(run).items()
+    }
+    return placed | {"step": to_numbers(steps)}
+
+
+def describe_validations(run: Run, charts: list[Chart]) -> dict[str, Any]:
+    keys = [chart.key for chart in charts if chart.is_of_validations and chart.key in run.validations.columns]
+    return {
+        "x": place_on_axes(run, run.validations["step"]),
+        "curves": {key: to_numbers(run.validations[key]) for key in keys},
+        "best": find_best(run.validations),
+    }
+
+
+def describe_resumes(run: Run) -> dict[str, Any]:
+    """Positions of the run's resumes, with their labels."""
+    resumes = [start for start in run.starts[1:] if start.resumed_from]
+    return {
+        "x": place_on_axes(run, (start.first_step for start in resumes)),
+        "texts": [f"resumed after step {start.first_step:,}" for start in resumes],
+    }
+
+
+def describe_charts(charts: list[Chart]) -> list[dict[str, Any]]:
+    return [asdict(chart) for chart in charts]
+
+
+def to_numbers(values: Column) -> list[float | None]:
+    """Converts values for JSON: integers, or rounded to `DIGITS` digits; None for values that are not finite."""
+    is_there = np.isfinite(values)
+    there = values[is_there]
+    if (np.abs(there) < 2**53).all() and (there == np.rint(there)).all():
+        rounded = there.astype(np.int64)
+    else:
+        # An integer divided by a power of ten is the double nearest to that decimal, which JSON writes in short form.
+        sizes = np.floor(np.log10(np.abs(there), where=there != 0, out=np.zeros_like(there)))
+        powers = 10.0 ** np.clip(DIGITS - 1 - sizes, 0, 22)
+        rounded = np.rint(there * powers) / powers
+    if is_there.all():
+        return rounded.tolist()
+    numbers = np.full(len(values), None, dtype=object)
+    numbers[is_there] = rounded
+    return numbers.tolist()

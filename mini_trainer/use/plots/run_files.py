@@ -1,0 +1,231 @@
+"""Reads the files of finished or running runs: metrics, options, starts, and how they ended.
+
+A run can be read while it writes: only new lines are read, and an incomplete line is left for the next read.
+"""
+
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mini_trainer.data.stores.disk import read_json
+from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
+from mini_trainer.distributed.lock import LOCK_FILE, SECONDS_TO_WATCH
+from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
+from mini_trainer.use.plots.columns import STEP_COLUMNS, VALIDATION_COLUMNS, Column, MetricsReader, Row, to_float
+
+# How a run has ended that did not crash.
+CALM_ENDS = {
+    ExitCode.DONE: "finished",
+    ExitCode.SAVED_AND_REQUEUE: "stopped",
+    ExitCode.STOPPED_BY_USER: "stopped",
+    ExitCode.INTERRUPTED: "stopped",
+    ExitCode.BAD_INPUT: "stopped",  # its last start was refused, and changed nothing
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """Whether a run is running, or how it ended, as its files say."""
+
+    kind: Literal["running", "finished", "stopped", "crashed", "unknown"]
+    text: str
+    message: str = ""  # what ended it
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start or resume of a run."""
+
+    when: str
+    first_step: int  # number of steps completed before
+    resumed_from: str | None
+    changed_options: list[str]
+    machine: str
+    facts: dict[str, Any]  # machine, commit and versions
+
+
+class Run:
+    """A run's directory: its metrics so far, its options and its starts."""
+
+    def __init__(self, path: Path, name: str, most_bytes: int | None = None):
+        """ValueError if the directory is not a run's. `most_bytes`: see `read`."""
+        self.path, self.name = path, name
+        check_is_run(path)
+        self.steps = MetricsReader(path / METRICS_FILE, STEP_COLUMNS)
+        self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
+        self.params: Row = {}
+        self.warnings: list[str] = []
+        self.read(most_bytes)
+
+    def read(self, most_bytes: int | None = None) -> None:
+        """Updates all data from the files, metrics by up to `most_bytes`: see `MetricsReader.read`.
+
+        ValueError or OSError if the run is no longer there.
+        """
+        check_is_run(self.path)
+        self.steps.read(most_bytes)
+        self.validations.read(most_bytes)
+        self.warnings = [
+            f"{reader.path}: {count_things(reader.num_damaged, 'damaged line')} skipped"
+            for reader in (self.steps, self.validations)
+            if reader.num_damaged
+        ]
+        self.params, problem = read_run_params(self.path)
+        if problem:
+            self.warnings.append(f"{self.path}: {problem}: its options and starts are not shown")
+
+    @property
+    def options(self) -> Row:
+        options = self.params.get("options")
+        return options if isinstance(options, dict) else {}
+
+    @property
+    def starts(self) -> list[Start]:
+        """All starts in order, including the first."""
+        starts = self.params.get("starts")
+        return (
+            [describe_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+        )
+
+    @property
+    def hours(self) -> Column:
+        """Hours of training and waiting for data at the end of each step, without starts, checkpoints and exports."""
+        seconds = [self.steps.points(name).total for name in ("time_per_batch", "data_wait_seconds")]
+        return np.cumsum(sum(seconds)) / 3600
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """A value that changes whenever there is new data."""
+        return (self.steps.offset, self.validations.offset, self.params.get("started"), self.describe_state())
+
+    def describe_state(self) -> str:
+        """The run's state: running, or how it ended."""
+        return find_state(self.path, self.params).text
+
+
+def read_run_params(path: Path) -> tuple[Row, str]:
+    """The content of the run's training_params.json, and what is wrong with it; {} if it cannot be read."""
+    try:
+        params = read_json(path / PARAMS_FILE)
+    except (ValueError, OSError) as error:
+        return {}, str(error)
+    return (params, "") if isinstance(params, dict) else ({}, f"{PARAMS_FILE} is not an object")
+
+
+def find_state(path: Path, params: Row) -> State:
+    """State of the run in `path`. A lock that is not touched any more, without a recorded end, is a crashed run's."""
+    try:
+        last_beat = (path / LOCK_FILE).stat().st_mtime
+    except OSError:  # no lock file
+        last_beat = None
+    if last_beat is not None and time.time() - last_beat < SECONDS_TO_WATCH:
+        return State("running", "running")
+    if params.get("finished"):
+        return State("finished", "finished")
+    try:
+        return describe_exit(read_json(path / EXIT_FILE))
+    except (ValueError, OSError, KeyError, TypeError):
+        if last_beat is None:
+            return State("unknown", "end not recorded")
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_beat))
+        return State("crashed", "no heartbeat", f"no heartbeat since {when}: killed, or its machine is gone")
+
+
+def check_is_run(path: Path) -> None:
+    """Raises ValueError, with suggestions, if the directory is not a run's."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such directory; name the --output-dir of a run")
+    if not path.is_dir():
+        raise ValueError(f"{path}: not a directory; name the --output-dir of a run")
+    if is_run(path):
+        return
+    try:
+        runs = sorted(shlex.quote(str(entry)) for entry in path.iterdir() if entry.is_dir() and is_run(entry))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    hint = f"; did you mean {' '.join(runs[:8])}?" if runs else "; name the --output-dir of a run"
+    raise ValueError(f"{path}: not a run's directory, it has no {METRICS_FILE}{hint}")
+
+
+def is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (METRICS_FILE, PARAMS_FILE))
+
+
+def describe_start(start: Row) -> Start:
+    versions = start.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    world_size, device, changes = (start.get(key) for key in ("world_size", "device", "changed_options"))
+    first_step = to_float(start.get("first_step"))
+    return Start(
+        when=str(start.get("started") or ""),
+        first_step=int(first_step) if math.isfinite(first_step) else 0,
+        resumed_from=str(start["resumed_from"]) if start.get("resumed_from") else None,
+        changed_options=list(map(str, changes)) if isinstance(changes, list) else [],
+        machine=f"{world_size} × {device}" if device else "",
+        facts={
+            "machine": f"{world_size} × {device}" if device else None,
+            "git commit": str(start.get("git_commit") or "")[:12] or None,
+            **{f"version of {name}": number for name, number in versions.items()},
+        },
+    )
+
+
+def describe_exit(end: Row) -> State:
+    """State by the content of exit.json; KeyError or TypeError if it is not as train.py writes it."""
+    code = end["code"]
+    if code == ExitCode.DONE:
+        return State("finished", "finished")
+    text = f"{str(end['name']).replace('_', ' ')} ({code})"
+    return State(CALM_ENDS.get(code, "crashed"), text, str(end.get("message") or ""))
+
+
+def name_runs(paths: list[Path]) -> list[str]:
+    """The parts of the paths that distinguish the runs; the last two for a single run."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    if len(parts) == 1:
+        return ["/".join(part.strip("/") for part in parts[0][-2:] if part != "/") or "/"]
+    num_first = count_shared(parts)
+    rest = [part[num_first:] or part[-1:] for part in parts]
+    num_last = count_shared([part[::-1] for part in rest])
+    shortened = ["/".join(part[: len(part) - num_last]) for part in rest]
+    return shortened if all(shortened) else ["/".join(part) for part in rest]
+
+
+def count_shared(paths: list[tuple[str, ...]]) -> int:
+    """Length of the common prefix of the paths, in parts."""
+    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+
+
+def open_runs(paths: list[Path]) -> list[Run]:
+    """Opens the runs; one ValueError lists all problems with the directories."""
+    problems = []
+    resolved = [path.resolve() for path in paths]
+    problems += [f"{path}: given more than once" for i, path in enumerate(paths) if resolved[i] in resolved[:i]]
+    runs = []
+    for path, name in zip(paths, name_runs(paths), strict=True):
+        try:
+            runs.append(Run(path, name))
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n  ".join(dict.fromkeys(problems)))
+    return runs
+
+
+def iterate_warnings(runs: list[Run]) -> Iterator[str]:
+    for run in runs:
+        yield from run.warnings
+        if not len(run.steps):
+            yield f"{run.path}: no steps yet"
+
+
+def count_things(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"

@@ -1,1 +1,0 @@
-"""Models in the Hugging Face format: their files, and the parts of transformers' model classes."""
