@@ -49,9 +49,7 @@ def pack_batch(
         return []
     cap = min(int(max_tokens_per_gpu), int(lengths.sum()))  # keeps capacity products within int64
     if load is not None and not load.is_plain:
-        from mini_trainer.data.packers.images import (
-            assign_with_images,  # numba's import and the compiled code's loading take time
-        )
+        from mini_trainer.data.packers.images import assign_with_images
 
         sizes, caps = _check_sizes(lengths, load, cap)
         costs = cost_samples(lengths, attention_cost, load)

@@ -8,7 +8,7 @@ Writes results.json, each model's answers to each sample, and results.html, a pa
 Existing results are reused: a killed evaluation resumes, and adding a model computes only that model.
 """
 
-from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import EvaluateOptions
 from mini_trainer.options.command_line import parse_options
 
@@ -24,9 +24,8 @@ from typing import Any
 from mini_trainer.data.tokenized.fetched import bring_here
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import verify_data
-from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say, say_note
-from mini_trainer.distributed.program import describe_program
 from mini_trainer.distributed.world import World, call_on_each_node, call_with_world
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.packages import require
@@ -35,8 +34,8 @@ from mini_trainer.use.evaluation.harness import HARNESS, check_harness, collect_
 from mini_trainer.use.evaluation.models import Named, list_models, name_files
 from mini_trainer.use.evaluation.results import Measured, write_results
 from mini_trainer.use.evaluation.tasks import Task, collect_task, measure_task, open_task
-from mini_trainer.use.inference.choice import IMPLEMENTED, open_engine
-from mini_trainer.use.inference.models import FoundModel, check_answering, find_answering_model
+from mini_trainer.use.inference.engines import IMPLEMENTED, open_engine
+from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:

@@ -8,7 +8,7 @@ Greedy unless a temperature is given. Several processes share the prompts. A run
 same command is started again.
 """
 
-from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import GenerateOptions
 from mini_trainer.options.command_line import parse_options
 
@@ -18,16 +18,15 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
-from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say
-from mini_trainer.distributed.program import describe_program
 from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options.choices import check_choices
 from mini_trainer.use.inference.answers import AnswerFile, describe_making
 from mini_trainer.use.inference.batch import answer_all
-from mini_trainer.use.inference.choice import IMPLEMENTED, open_engine
 from mini_trainer.use.inference.engine import Engine
-from mini_trainer.use.inference.models import find_answering_model
+from mini_trainer.use.inference.engines import IMPLEMENTED, open_engine
+from mini_trainer.use.inference.loading import find_answering_model
 from mini_trainer.use.inference.prompts import read_prompts
 from mini_trainer.use.inference.terminal import chat
 

@@ -34,7 +34,7 @@ if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
 from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
-from mini_trainer.data.rows.columns import describe_unread
+from mini_trainer.data.rows.column_names import describe_unread
 from mini_trainer.data.rows.files import Folder, Source, check_folder, describe_skipped, find_sources
 from mini_trainer.data.rows.hub_rows import find_dataset
 from mini_trainer.data.rows.parts import (
@@ -60,6 +60,7 @@ from mini_trainer.data.rows.report import (
     DROPPED,
     Totals,
     add_up,
+    check_stops,
     describe_completions,
     describe_lengths,
     describe_remarks,
@@ -76,7 +77,6 @@ from mini_trainer.data.rows.rows import (
     read_formatted_chunks,
 )
 from mini_trainer.data.rows.split import SIDES, SideWriter, describe_split, mark_place
-from mini_trainer.data.rows.stops import check_stops
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
@@ -87,7 +87,7 @@ from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_vers
 from mini_trainer.data.tokenized.stored_outputs import open_outputs
 from mini_trainer.distributed.ending import ExitCode, exit_with_message
 from mini_trainer.distributed.messages import say
-from mini_trainer.distributed.tasks import find_task
+from mini_trainer.distributed.process import find_task
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.rows import NO_PARTS
 from mini_trainer.options.urls import is_url

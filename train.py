@@ -12,8 +12,8 @@ The script reads top to bottom: what is refused early, the model, the loop.
 import os
 
 from mini_trainer.distributed.ending import leave
-from mini_trainer.distributed.garbage import pause_collector, resume_collector
 from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import TrainOptions, parse_duration, replace_options
 from mini_trainer.options.command_line import parse_options
 
@@ -49,20 +49,20 @@ from mini_trainer.distributed.world import (
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.optim.schedules import learning_rate_at
-from mini_trainer.run.agreement import describe_inputs, describe_start
+from mini_trainer.model.optim.rates import learning_rate_at
 from mini_trainer.run.due import find_due
-from mini_trainer.run.early_stopping import Validations
+from mini_trainer.run.end_report import describe_continuing, describe_result
 from mini_trainer.run.exports import Exports
-from mini_trainer.run.farewell import describe_continuing, describe_result
-from mini_trainer.run.local_data import make_data_local
+from mini_trainer.run.identity import describe_run
 from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.plan.auto_settings import settle_auto_options
-from mini_trainer.run.record import describe_run
+from mini_trainer.run.raw_rows import make_data_local
 from mini_trainer.run.run_directory import RunDirectory
 from mini_trainer.run.run_model import build_run_model
 from mini_trainer.run.start import open_inputs
+from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.run.validation import Validations
 
 
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:

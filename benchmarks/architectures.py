@@ -42,7 +42,7 @@ from mini_trainer.distributed.world import init_world
 from mini_trainer.model.check import check_model
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.flops import count_flops
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.text import choose_auto_class
 from mini_trainer.objectives.next_tokens import CausalLM
 

@@ -40,13 +40,13 @@ from mini_trainer.distributed.world import World, init_world
 from mini_trainer.model.check import check_model
 from mini_trainer.model.config import ModelSource, check_rope, load_config, load_generation_config
 from mini_trainer.model.flops import count_flops
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_placeholders
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.run.export import ExportParts, export_model
-from mini_trainer.run.tower_files import find_tensors
+from mini_trainer.run.export_weights import find_tensors
 
 # Sizes of towers that do not run, by more names than a language model's.
 SIZES = {

@@ -39,7 +39,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat.masking import Chat, ChatMasker, TokenizedChat
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.formats import read_example
 
 SPECIAL = re.compile(

@@ -36,7 +36,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.build import build_model
 from mini_trainer.model.flops import count_flops
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.run.step import TrainState, train_step
 

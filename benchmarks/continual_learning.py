@@ -44,15 +44,15 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.row_group import Place
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.config import ModelSource, load_generation_config
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.methods.osft_calibration import prepare_statistics
 from mini_trainer.model.methods.osft_subspaces import find_targets
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.optim.schedules import learning_rate_at
+from mini_trainer.model.optim.rates import learning_rate_at
 from mini_trainer.model.teaching import StartWeights
-from mini_trainer.objectives.families.parts import find_blocks
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.teachers import make_taught

@@ -15,25 +15,24 @@ from mini_trainer.sampler import Batch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.world import World
 from mini_trainer.model.build import build_model
 from mini_trainer.model.config import ModelSource, load_config
-from mini_trainer.model.method import Method
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.objectives.choice import make_family, make_objective
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.specs import make_family, make_objective
 from mini_trainer.options import TrainOptions, group_options, replace_options
 from mini_trainer.run.choosing import choose_objective, choose_settings
+from mini_trainer.run.export_weights import StoredTensor
 from mini_trainer.run.step import TrainState
-from mini_trainer.run.tower_files import StoredTensor
 
 
 def make_options(**options: object) -> TrainOptions:

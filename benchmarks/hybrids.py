@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT)]
 from harness import build, describe_versions, make_options, pack_sequences, time_call
 from mini_trainer.batch_packer import pack_batch
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.distributed.world import init_world, setup_logging
 
 SHAPE = dict(vocab_size=8000, hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2)

@@ -34,7 +34,7 @@ from make_tiny_model import train_tokenizer
 
 from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.kinds import COLUMNS
 
 SIZES = {
     "base": dict(hidden_size=64, num_layers=1, vocab_size=288),

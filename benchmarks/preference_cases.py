@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from mini_trainer.data.columns.sample import list_sequences
+from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.reader import TokenizedData
 
 NUM_ROWS = 8

@@ -30,7 +30,7 @@ from tiny_models import save_tokenizer
 
 from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.preference_columns import PreferenceColumns
 from mini_trainer.data.columns.token_columns import TextColumns
 

@@ -39,13 +39,13 @@ from mini_trainer.batch_packer import pack_batch
 from packing import DISTRIBUTIONS, draw_lengths
 from train_step import SHAPES, make_config, open_world, save_random_model
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import setup_logging
 from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.run.step import run_backward
 

@@ -30,21 +30,21 @@ from mini_trainer.sampler import Batch, iterate_batches
 from preferences_cost import SHAPE, make_sides, to_row, write_data
 from tiny_models import save_tokenizer
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.row_group import Place
 from mini_trainer.distributed.world import World, init_world, setup_logging
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.teachers import make_taught
 from mini_trainer.options import DataOptions, TrainOptions
+from mini_trainer.run.other_models import SELF, add_scores
 from mini_trainer.run.step import TrainState, train_step
-from mini_trainer.run.teacher import SELF, add_scores
 
 NUM_ROWS, BATCH_SIZE, TOP_K = 32, 8, 32
 NUM_ROUNDS, NUM_MEMORY_STEPS = 5, 2  # after a first step that is not counted; steps of a process that is watched

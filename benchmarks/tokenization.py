@@ -46,7 +46,7 @@ from mini_trainer.process_data import process_data
 from transformers import AutoTokenizer
 
 from mini_trainer.data.chat.masking import Chat, ChatMasker
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.options import ProcessDataOptions, group_options
 
 CHUNK_ROWS = 1000

@@ -52,20 +52,18 @@ from make_tiny_model import train_tokenizer
 from mini_trainer.sampler import draw_samples, iterate_batches, pin_memory, prefetch
 from packing import DISTRIBUTIONS, draw_lengths
 
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import IGNORED, Sample
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.devices import peak_flops, peak_memory
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing
 from mini_trainer.model.flops import FlopCount, count_flops
-from mini_trainer.model.method import Method
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import LoRAOptions, TrainOptions
 from mini_trainer.run.step import train_step

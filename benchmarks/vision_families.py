@@ -36,13 +36,13 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 from mini_trainer.process_data import process_data
 from tiny_vision import VISION_MODELS, make_rows, save_vision_model
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import World, init_world
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
 from mini_trainer.model.config import ModelSource, load_config, load_generation_config
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader

@@ -163,7 +163,7 @@ def describe_torchrun_options() -> str:
 
 
 def tell(text: str) -> None:
-    from mini_trainer.distributed.printing import print_as_is
+    from mini_trainer.distributed.messages import print_as_is
 
     print_as_is(f"{text}\n", sys.stdout)
 
@@ -234,7 +234,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     from mini_trainer.data.stores.disk import identify_file
     from mini_trainer.distributed.children import find_this_package, name_module
     from mini_trainer.distributed.ending import EXIT_FILE
-    from mini_trainer.distributed.open_files import raise_open_file_limit
+    from mini_trainer.distributed.process import raise_open_file_limit
     from mini_trainer.options.command_line import parse_options
 
     raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank

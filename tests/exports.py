@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
 
 from mini_trainer.distributed.world import World
 from mini_trainer.model.config import load_generation_config
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.run.export import ExportParts, export_model
 

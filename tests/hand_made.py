@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import Sample
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.families.micro_batch import MicroBatch

@@ -14,7 +14,7 @@ from itertools import pairwise
 from stock_templates import TEMPLATES
 
 from mini_trainer.data.chat.masking import Chat, ChatMasker, TokenizedChat
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 
 PART_OF_TAG = re.compile(r"<[^<>]*\Z")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")

@@ -15,10 +15,6 @@ from tiny_models import FAMILIES, HYBRIDS
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import mini_trainer.run.plan.planner  # noqa: F401
-from mini_trainer import (
-    generate,  # noqa: F401
-    train,  # noqa: F401
-)
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import Sample
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.run.checkpoint_files import TensorReader, read_manifest

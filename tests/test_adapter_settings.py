@@ -14,7 +14,7 @@ from peft_runs import load_with_adapter, logits_of, make_inputs, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mini_trainer.model.methods import patterns
+from mini_trainer.model.methods import adapter_settings as patterns
 from mini_trainer.model.methods.adapter_settings import (
     ADAPTER_WEIGHTS,
     BY_PEFT,
@@ -27,7 +27,7 @@ from mini_trainer.model.methods.adapter_settings import (
 from mini_trainer.model.methods.lora_layers import choose_names
 from mini_trainer.options import MergeAdapterOptions
 from mini_trainer.tools.merge_adapter import merge_adapter
-from mini_trainer.use.inference.models import find_answering_model, load_answering_model
+from mini_trainer.use.inference.loading import find_answering_model, load_answering_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, of settings that are seldom used
 

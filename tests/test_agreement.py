@@ -22,12 +22,18 @@ from transformers import AutoTokenizer
 
 import mini_trainer
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed import program
-from mini_trainer.distributed.agreement import Account, describe_differences, find_kinds, hash_groups
+from mini_trainer.distributed import agreement as program
+from mini_trainer.distributed.agreement import (
+    Account,
+    describe_differences,
+    find_kinds,
+    fingerprint_code,
+    hash_groups,
+    list_versions,
+)
 from mini_trainer.distributed.meeting import describe_missing
 from mini_trainer.distributed.messages import MOST_RUNS, describe_ranks
-from mini_trainer.distributed.open_files import count_open_files, list_group_sizes
-from mini_trainer.distributed.program import fingerprint_code, list_versions
+from mini_trainer.distributed.process import count_open_files, list_group_sizes
 from mini_trainer.options import (
     MAY_DIFFER,
     PATH_OPTIONS,
@@ -38,8 +44,8 @@ from mini_trainer.options import (
     group_options,
     list_identifying_options,
 )
-from mini_trainer.run.agreement import describe_inputs, describe_start
 from mini_trainer.run.start import open_inputs
+from mini_trainer.run.start_checks import describe_inputs, describe_start
 
 NUM_RANKS = 1024
 

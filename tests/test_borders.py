@@ -4,11 +4,11 @@ import pytest
 from small_tokenizers import MAKERS, wrap
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.chat.examples import Chat, Completion
+from mini_trainer.data.chat.conversation import Chat, Completion
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.token_spans import DIVIDED
-from mini_trainer.data.rows.feedback import Feedback, mask_feedback
-from mini_trainer.data.rows.preferences import Preference, mask_preferences
+from mini_trainer.data.rows.feedback_rows import Feedback, mask_feedback
+from mini_trainer.data.rows.preference_rows import Preference, mask_preferences
 from mini_trainer.use.inference.prompts import encode_text
 
 PROMPTS = ["Answer: ", "Answer:", "Answer:\n", "### Response:\n\n", "Q? "]
@@ -54,7 +54,7 @@ def test_the_whole_answer_is_trained_after_inferences_prompt(tokenizer, prompt):
 
 def test_what_would_not_decode_to_the_rows_text_is_refused(monkeypatch):
     tokenizer = wrap("make_sentencepiece")
-    monkeypatch.setattr("mini_trainer.data.chat.borders.LEADS", ())
+    monkeypatch.setattr("mini_trainer.data.chat.tokens.LEADS", ())
     refused, kept = ChatMasker(tokenizer).mask([Completion("Answer: ", "Lima"), Completion("", "Lima")])
     assert "cannot encode the answer apart from its prompt: 'Answer: ' and 'Lima'" in str(refused)
     assert tokenizer.decode(kept.input_ids) == "Lima</s>"

@@ -12,17 +12,16 @@ import pytest
 from mask_oracle import with_arguments_as_text
 from stock_templates import TEMPLATES, TRL, make_tokenizer
 
-from mini_trainer.data.chat.calls import takes_text
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.rendering import takes_calls_as_text
-from mini_trainer.data.rows.calls import read_message
-from mini_trainer.data.rows.feedback import FeedbackFields
-from mini_trainer.data.rows.feedback import read_row as read_feedback
+from mini_trainer.data.chat.rendering import takes_calls_as_text, takes_text
+from mini_trainer.data.rows.feedback_rows import FeedbackFields
+from mini_trainer.data.rows.feedback_rows import read_row as read_feedback
 from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.rows.labelled import FieldNames
 from mini_trainer.data.rows.labelled import read_row as read_labelled
 from mini_trainer.data.rows.pictured import take_images
-from mini_trainer.data.rows.preferences import PreferenceFields, read_preference
+from mini_trainer.data.rows.preference_rows import PreferenceFields, read_preference
+from mini_trainer.data.rows.values import read_message
 from mini_trainer.use.inference.prompts import encode_prompt, read_prompt
 
 USER, ANSWER = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "It is 20."}

@@ -16,7 +16,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat import rendering as chat_rendering
-from mini_trainer.data.chat.borders import find_token
 from mini_trainer.data.chat.masking import (
     Chat,
     ChatMasker,
@@ -29,7 +28,8 @@ from mini_trainer.data.chat.masking import (
     split_by_training,
 )
 from mini_trainer.data.chat.token_spans import DIVIDED, Remark
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.chat.tokens import find_token
+from mini_trainer.data.columns.base import IGNORED
 
 # Llama 3: begin-of-text, headers in special tokens, contents trimmed.
 LLAMA3_TEMPLATE = (

@@ -40,7 +40,7 @@ from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.merge_adapter import merge_adapter
 from mini_trainer.tools.score_data import score
-from mini_trainer.use.inference import choice
+from mini_trainer.use.inference import engines as choice
 
 open_run = functools.partial(open_inputs, device=torch.device("cpu"), world_size=1, start=RunPosition())
 PROGRAMS: dict[type, Callable[[Any], Any]] = {

@@ -14,7 +14,7 @@ from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, w
 from tiny_models import FAMILIES
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 

@@ -22,8 +22,7 @@ from tiny_data import write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.columns.columns import SEQUENCES, TOKENS, Task
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, Task
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.labelled import FieldNames
 from mini_trainer.data.rows.survey import survey_rows

@@ -33,10 +33,10 @@ from transformers import AutoTokenizer
 from mini_trainer.distributed.compilation import CACHE_VARIABLE, Compiled, count_graphs, run_eagerly
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.compiled_check import check_compiled
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 from mini_trainer.options import DataOptions, LoRAOptions

@@ -14,12 +14,11 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import GPT2Config
 
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.stores.config_values import check_values
-from mini_trainer.data.stores.model_files import find_model
+from mini_trainer.data.stores.model_files import check_values, find_model
 from mini_trainer.model.config import load_config, load_generation_config
 from mini_trainer.model.methods.adapter_files import read_generation_config
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.use.inference.models import find_answering_model, load_answering_model
+from mini_trainer.use.inference.loading import find_answering_model, load_answering_model
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 WRONG = [

@@ -35,8 +35,8 @@ from mini_trainer.options import (
     VerifyOptions,
     group_options,
 )
-from mini_trainer.run.agreement import describe_data
-from mini_trainer.run.reference import read_file
+from mini_trainer.run.other_models import read_file
+from mini_trainer.run.start_checks import describe_data
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.merge_adapter import merge_adapter
 from mini_trainer.tools.merge_models import merge_models

@@ -20,7 +20,7 @@ from mini_trainer.distributed.row_group import RowGroup, check_sharing
 from mini_trainer.model.build import check_divisible, make_meta_model
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.context_parallel import describe_heads
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options

@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, build, save_model
 from torch import Tensor, nn
 
 from mini_trainer.model import float8, gathering
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.packed_model import PackedModel
 
 LENGTHS = (13, 1, 22, 7)

@@ -23,13 +23,13 @@ from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, w
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from mini_trainer.data.columns.columns import Task
+from mini_trainer.data.columns.base import Task
 from mini_trainer.data.stores.disk import remove_directory, remove_leftovers, written_aside
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
-from mini_trainer.model.finite import check_finite
 from mini_trainer.model.methods.lora_layers import list_others
-from mini_trainer.objectives.class_loss import choose_class_weights
+from mini_trainer.model.stored_tensors import check_finite
+from mini_trainer.objectives.class_scores import choose_class_weights
 from mini_trainer.options.command_line import check_yaml, read_yaml
 from mini_trainer.run.checkpoint_files import chunk_range, find_shards
 from mini_trainer.run.checkpointing import group_state

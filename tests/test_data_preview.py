@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from made_pages import make_sample, make_totals
 from make_tiny_model import train_tokenizer
 
-from mini_trainer.data.columns.columns import Task
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED, Task
 from mini_trainer.data.rows.report import MAX_REASON_KINDS, Totals
 from mini_trainer.use.pages.preview import (
     COLOURS,

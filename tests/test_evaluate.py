@@ -33,7 +33,7 @@ from mini_trainer.use.evaluation.metrics import (
     score_corpus,
 )
 from mini_trainer.use.evaluation.models import list_models, make_labels, name_files
-from mini_trainer.use.evaluation.page import make_results_page
+from mini_trainer.use.evaluation.results import make_results_page
 from mini_trainer.use.inference.prompts import read_prompt
 
 QUESTIONS = [("Hi", "Ho"), ("Who are you?", "Me"), ("12 and 30?", "12 + 30 = 42\n#### 42"), ("a b c", "d")]

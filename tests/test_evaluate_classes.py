@@ -18,8 +18,7 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from mini_trainer.data.columns.columns import SEQUENCES, TOKENS, Task
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, Task
 from mini_trainer.objectives.classes import make_labels
 from mini_trainer.use.evaluation.classes import average_f1, count_outcomes
 from mini_trainer.use.evaluation.comparison import Folded, Scores, compare

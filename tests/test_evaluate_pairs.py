@@ -13,7 +13,7 @@ from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from mini_trainer.data.columns.sample import list_sequences
+from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 

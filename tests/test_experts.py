@@ -7,7 +7,7 @@ from small_runs import make_micro_batch
 from tiny_models import SHAPE, build, load_source, save_model
 from transformers import AriaTextConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-from mini_trainer.model import stored
+from mini_trainer.model import stored_tensors as stored
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily

@@ -18,13 +18,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.options import LoRAOptions
 from mini_trainer.run import export_weights
 from mini_trainer.run.export_weights import WeightStream
-from mini_trainer.run.tensor_files import DTYPES, TensorFile
-from mini_trainer.run.write_pool import WritePool
+from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
 MAX_BYTES = 20_000  # of a file: some families have a larger tensor
 

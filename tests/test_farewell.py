@@ -18,7 +18,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.distributed import command
-from mini_trainer.run.farewell import drop_flag
+from mini_trainer.run.end_report import drop_flag
 
 TEXTS = ["the capital of peru is lima", "a b c d e f g"]
 

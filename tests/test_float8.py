@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mini_trainer.model import float8
 from mini_trainer.model.compiled_check import EIGHT_BIT, ROUNDED, BlockCheck
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 
 
 class Rounded(torch.autograd.Function):

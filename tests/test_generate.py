@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2C
 from mini_trainer.options import GenerateOptions, SamplingOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.use.inference.engine import Request
-from mini_trainer.use.inference.hf_engine import make_generation_config
-from mini_trainer.use.inference.padding import find_padding_obstacle
+from mini_trainer.use.inference.hf_engine import find_padding_obstacle, make_generation_config
 from mini_trainer.use.inference.prompts import encode_prompt, read_prompts
 
 QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
@@ -129,7 +128,7 @@ def test_what_is_drawn_depends_on_no_batch_and_follows_the_models_probabilities(
 
 
 def test_noise_draws_by_the_softmax_of_the_logits():
-    from mini_trainer.use.inference.sampling import OwnNoise
+    from mini_trainer.use.inference.engine import OwnNoise
 
     scores = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf")]])
     noise = OwnNoise([(0, 0)], seed=1, device=torch.device("cpu"))

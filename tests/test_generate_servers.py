@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mini_trainer.data.chat.masking import Chat, ChatMasker
 from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.use.inference.choice import open_engine
+from mini_trainer.use.inference.engines import open_engine
 from mini_trainer.use.inference.prompts import Prompt
 from mini_trainer.use.inference.terminal import chat
 
@@ -311,7 +311,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(tmp_path):
 
 
 def test_a_streamed_answer_is_that_of_generate_and_what_is_closed_computes_no_more(world, tmp_path):
-    from mini_trainer.use.inference.models import find_answering_model
+    from mini_trainer.use.inference.loading import find_answering_model
 
     path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     found = find_answering_model(str(path))

@@ -29,7 +29,7 @@ from mini_trainer.options import (
     iterate_fields,
     list_identifying_options,
 )
-from mini_trainer.run.record import OF_METHOD, check_same_run
+from mini_trainer.run.identity import OF_METHOD, check_same_run
 
 IDENTITY = {"seed": 42, "osft-basis": "weights", OF_METHOD: [], "data": "0" * 64}
 

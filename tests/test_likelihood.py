@@ -20,7 +20,7 @@ from mini_trainer.options import EngineOptions, SamplingOptions
 from mini_trainer.use.evaluation.likelihood import encode_choices, score_choices
 from mini_trainer.use.evaluation.task_files import describe_task_file
 from mini_trainer.use.inference.hf_engine import HFEngine
-from mini_trainer.use.inference.models import find_answering_model
+from mini_trainer.use.inference.loading import find_answering_model
 from mini_trainer.use.inference.prompts import Prompt
 
 need("lm_eval")

@@ -12,7 +12,7 @@ from mini_trainer.distributed.memory import MemoryCounter
 from mini_trainer.model import tiling
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.offloading import apply_offloading
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import LoRAOptions, TrainOptions, group_options

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from mini_trainer.model.flops import count_flops, count_state_products
 from mini_trainer.model.mixers import find_mixers, list_with_kernels, use_kernels
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 
 LENGTHS = (45, 1, 70, 7)
 # Forward and backward of a token, by hand: 12 x heads x head size x state size x layers, the delta rule's 1.5 times.

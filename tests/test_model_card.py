@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import HubOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.run import hub as hub_module
+from mini_trainer.run import uploads as hub_module
 from mini_trainer.run import uploads as uploads_module
 from mini_trainer.run.model_card import MAX_POINTS, describe_data, describe_head, describe_usage, draw_curve
 from mini_trainer.run.uploads import BEST, REGULAR, Uploads

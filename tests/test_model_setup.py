@@ -37,7 +37,7 @@ from transformers import (
     XLMConfig,
 )
 
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import Sample
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.sharding import choose_dim

@@ -29,14 +29,14 @@ from transformers import (
 from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.model.build import build_model
-from mini_trainer.model.methods.full import Full
-from mini_trainer.model.stored import find_stored
+from mini_trainer.model.method import Full
+from mini_trainer.model.stored_tensors import find_stored
 from mini_trainer.model.weights import list_left_out
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_placeholders, text_config
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import MergeAdapterOptions, TrainOptions, group_options
-from mini_trainer.run.tower_files import add_tensors, find_tensors
+from mini_trainer.run.export_weights import add_tensors, find_tensors
 from mini_trainer.run.write_pool import WritePool
 from mini_trainer.tools.merge_adapter import merge_adapter
 

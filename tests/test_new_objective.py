@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.columns.data_kinds import COLUMNS
-from mini_trainer.data.columns.sample import LENGTHS_COLUMN
+from mini_trainer.data.columns.base import LENGTHS_COLUMN
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.columns.token_columns import TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.objectives.choice import KINDS, Kind, make_text_family
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
+from mini_trainer.objectives.specs import KINDS, Kind, make_text_family
 from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
 
 NAME, WEIGHT = "pairs", 1e-2

@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients
-from mini_trainer.model.optim.schedules import learning_rate_at
+from mini_trainer.model.optim.rates import learning_rate_at
 from mini_trainer.options import OptimizationOptions
 
 

@@ -17,7 +17,7 @@ from refusals import refuse
 from mini_trainer import options
 from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.objectives.choice import KINDS
+from mini_trainer.objectives.specs import KINDS
 from mini_trainer.options import (
     GenerateOptions,
     ProcessDataOptions,

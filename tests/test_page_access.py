@@ -21,11 +21,11 @@ from processes import ROOT
 from run_directories import write_run
 
 from mini_trainer.continual.page import write_page as write_continual_page
-from mini_trainer.data.columns.columns import Task
-from mini_trainer.use.evaluation.page import make_results_page
+from mini_trainer.data.columns.base import Task
+from mini_trainer.use.evaluation.results import make_results_page
 from mini_trainer.use.pages.preview import write_page as write_preview
 from mini_trainer.use.plots.board import BoardServer
-from mini_trainer.use.plots.page import make_curves_page
+from mini_trainer.use.plots.curves_page import make_curves_page
 from mini_trainer.use.plots.run_files import open_runs
 
 # npm's package, by version and the hash that npm's registry gives for it.

@@ -20,16 +20,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import _chunk_with_empty
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
 
-from mini_trainer.data.columns.columns import Task
+from mini_trainer.data.columns.base import Task
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.memory import MemoryCounter
 from mini_trainer.model import tiling
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.optim.reduction import reduce_step
 from mini_trainer.model.sharding import prepare_backward
-from mini_trainer.objectives.choice import KINDS, make_objective
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.specs import KINDS, make_objective
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems

@@ -29,8 +29,8 @@ from mini_trainer.options import PlotOptions
 from mini_trainer.options.problems.tools import find_plot_problems
 from mini_trainer.use.plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
 from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
+from mini_trainer.use.plots.curves_page import describe_page, make_curves_page
 from mini_trainer.use.plots.figure import smooth, write_figure
-from mini_trainer.use.plots.page import describe_page, make_curves_page
 from mini_trainer.use.plots.run_files import Run, name_runs, open_runs
 from mini_trainer.use.plots.server import CurvesServer
 

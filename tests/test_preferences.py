@@ -17,15 +17,15 @@ from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
 from torch.nn.functional import cross_entropy, linear, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from mini_trainer.data.columns.sample import list_sequences
+from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.preference_losses import LOSSES
 from mini_trainer.objectives.sequence_logps import sum_logps
 from mini_trainer.objectives.token_loss import TrainedTokens
 from mini_trainer.options import ScoreDataOptions, group_options
-from mini_trainer.run.record import find_changes
-from mini_trainer.run.reference import split_rows
+from mini_trainer.run.identity import find_changes
+from mini_trainer.run.other_models import split_rows
 from mini_trainer.tools.score_data import score
 
 BATCH_SIZE, BETA = 8, 0.3
@@ -172,7 +172,7 @@ def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, t
 
 def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, monkeypatch):
     """A run that is killed has written some of the parts, in their order; the next one scores the others alike."""
-    monkeypatch.setattr("mini_trainer.run.reference.PART_SIZE", 10)
+    monkeypatch.setattr("mini_trainer.run.other_models.PART_SIZE", 10)
     options = make_options(tmp_path, models, max_steps=1, reference_model=str(models[1]))
     other = write_pairs(tmp_path / "other.arrow", models[0], seed=7)
     options |= dict(data_path=(*options["data_path"], str(other)))
@@ -189,7 +189,7 @@ def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, 
 
 
 def test_parts_of_the_scoring_do_not_depend_on_what_is_known(monkeypatch):
-    monkeypatch.setattr("mini_trainer.run.reference.PART_SIZE", 10)
+    monkeypatch.setattr("mini_trainer.run.other_models.PART_SIZE", 10)
     rows = np.setdiff1d(np.arange(24 + 11), [3, 12, 30])  # some are not kept
     parts = split_rows(rows, [24, 11])
     assert [(part[0], part[-1], len(part)) for part in parts] == [(0, 9, 9), (10, 19, 9), (20, 23, 4), (24, 33, 9),

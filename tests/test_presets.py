@@ -17,14 +17,13 @@ from tiny_vision import make_rows, save_vision_model, tokenize
 
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.config import load_generation_config
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import PRESETS, ProcessDataOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import describe_options, parse_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.run.export import ExportParts
-from mini_trainer.run.export_check import check_export
+from mini_trainer.run.export import ExportParts, check_export
 from mini_trainer.tools.sweep.settings import read_train
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]

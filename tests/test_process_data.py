@@ -25,7 +25,7 @@ from processes import run_unread
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.files import MAX_ROW_BYTES
 from mini_trainer.data.rows.preparing import BYTES_PER_WORKER
 from mini_trainer.data.rows.report import percentile

@@ -12,10 +12,10 @@ import pytest
 from stock_templates import TEMPLATES, make_tokenizer
 from tiny_data import write_jsonl
 
-from mini_trainer.data.chat.examples import Chat, Completion
+from mini_trainer.data.chat.conversation import Chat, Completion
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.rows.columns import RefusedColumn
+from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, read_example, read_fields
 from mini_trainer.use.inference.prompts import read_prompts
 

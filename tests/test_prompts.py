@@ -24,7 +24,7 @@ from mini_trainer.data.chat.masking import Chat, ChatMasker
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
 from mini_trainer.data.chat.rendering import Patience
 from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.formats import find_format, read_example
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
 from mini_trainer.options import GenerateOptions, ProcessDataOptions, group_options

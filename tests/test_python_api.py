@@ -55,7 +55,7 @@ from mini_trainer.api.errors import ERRORS, BadInputError, StorageError, make_er
 from mini_trainer.api.stub import STUB, make_stub
 from mini_trainer.data.chat.rendering import TemplateTooSlow, UnreadableContent
 from mini_trainer.data.chat.turns import UnknownPrompt
-from mini_trainer.data.rows.columns import RefusedColumn
+from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.formats import UnknownFormat
 from mini_trainer.data.rows.parts import JoinedElsewhere
 from mini_trainer.data.rows.worker_pool import WorkerDied

@@ -22,7 +22,7 @@ from mini_trainer.data.stores.contents import write_json, write_manifest
 from mini_trainer.data.stores.disk import put_in_place, remove
 from mini_trainer.run.checkpoint_files import count_shards, remove_shards, shard_name
 from mini_trainer.run.checkpointing import NoValidCheckpoint
-from mini_trainer.run.farewell import read_ends
+from mini_trainer.run.end_report import read_ends
 from mini_trainer.run.model_card import read_rows as read_card_rows
 from mini_trainer.run.trackers import EarlierSteps
 from mini_trainer.run.training_log import MetricsFile

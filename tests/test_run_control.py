@@ -16,9 +16,8 @@ from breadth import wide
 from processes import ENV, ROOT, is_alive
 
 from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
-from mini_trainer.distributed.lock import RunLock, read_boot_id, write_exit_file
+from mini_trainer.distributed.lock import Peer, RunLock, describe_hang, is_hanging, read_boot_id, write_exit_file
 from mini_trainer.distributed.monitor import BY_USER, STOPS, Flag, may_be_launcher, stop_reason
-from mini_trainer.distributed.peers import Peer, describe_hang, is_hanging
 from mini_trainer.options import parse_duration
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from mini_trainer.sampler import (
 )
 from tiny_data import make_samples, write_samples
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.row_group import Place

@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 from stock_templates import make_tokenizer
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.continual.own_answers import replace_answer
+from mini_trainer.continual.rounds import replace_answer
 from mini_trainer.data.chat.masking import Chat, ChatMasker
 from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
-from mini_trainer.use.inference.choice import open_engine
+from mini_trainer.use.inference.engines import open_engine
 from mini_trainer.use.inference.prompts import Prompt, as_protocol
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from mini_trainer.distributed.world import count_shards
 from mini_trainer.model.optim.optimizers import build_optimizer, local_gradients
 from mini_trainer.model.sharding import prepare_backward
-from mini_trainer.objectives.families.parts import find_blocks
+from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.options import OptimizationOptions, ShardingOptions
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)

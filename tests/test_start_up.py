@@ -10,7 +10,7 @@ from processes import ROOT, flags, run
 from small_runs import make_inputs
 from start_up import PROGRAMS
 
-from mini_trainer.distributed.garbage import pause_collector, resume_collector, without_collector
+from mini_trainer.distributed.process import pause_collector, resume_collector, without_collector
 
 # Libraries that a text model's first step does not need, nor its tokenizer, nor an answer.
 UNUSED = {

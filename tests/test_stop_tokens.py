@@ -11,7 +11,7 @@ from tiny_vision import make_image, save_vision_model
 from trait_templates import CLOSED_BY_THE_NEXT_TURN, CLOSED_ON_A_NEW_LINE, DESCRIBED
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions, group_options
 

@@ -21,7 +21,7 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores import remote
-from mini_trainer.data.stores.uploading import describe_upload, upload_directory
+from mini_trainer.data.stores.remote import describe_upload, upload_directory
 from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets, locate_sets, name_source
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
@@ -30,9 +30,8 @@ from mini_trainer.distributed.world import World, call_on_each_node
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run import uploads as uploads_module
-from mini_trainer.run.local_data import make_data_local
-from mini_trainer.run.store import WRITTEN_LAST, Store
-from mini_trainer.run.uploads import REGULAR, Uploads
+from mini_trainer.run.raw_rows import make_data_local
+from mini_trainer.run.uploads import REGULAR, WRITTEN_LAST, Store, Uploads
 
 ROWS = [chat(i) for i in range(40)]
 

@@ -10,7 +10,7 @@ from op_recording import WaitRecorder
 from small_runs import LENGTHS, OPTIONS, make_inputs, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
 
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from mini_trainer.options import OptimizationOptions
 from mini_trainer.run.step import TrainState, run_backward, update_weights

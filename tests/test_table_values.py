@@ -21,13 +21,13 @@ from stock_templates import make_tokenizer
 from tiny_data import write_jsonl
 from trait_templates import TRAITS
 
-from mini_trainer.data.rows.feedback import FeedbackFields
-from mini_trainer.data.rows.feedback import read_row as read_feedback
+from mini_trainer.data.rows.feedback_rows import FeedbackFields
+from mini_trainer.data.rows.feedback_rows import read_row as read_feedback
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, build_chat, parse_row, read_example, read_fields
 from mini_trainer.data.rows.labelled import FieldNames, check_values
 from mini_trainer.data.rows.pictured import read_column
-from mini_trainer.data.rows.preferences import PreferenceFields, read_preference
+from mini_trainer.data.rows.preference_rows import PreferenceFields, read_preference
 from mini_trainer.options import ProcessDataOptions, group_options
 from mini_trainer.use.inference.prompts import read_prompts
 

@@ -28,7 +28,7 @@ from mini_trainer.objectives.teachers import Terms, measure_taught_chunk
 from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.run.record import find_changes
+from mini_trainer.run.identity import find_changes
 
 R, V, K = 9, 23, 6
 BATCH_SIZE = 8

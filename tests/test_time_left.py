@@ -8,7 +8,7 @@ from mini_trainer.sampler import RunPosition
 
 from mini_trainer.options import ValidationOptions
 from mini_trainer.run.due import count_validations, is_validation_due
-from mini_trainer.run.time_left import TimeLeft
+from mini_trainer.run.training_log import TimeLeft
 
 BATCH_SIZE = 8
 

@@ -7,7 +7,7 @@ from make_tiny_model import train_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.chat.token_bytes import ByteEncoder, ByteEncoding, list_byte_characters
+from mini_trainer.data.chat.tokens import ByteEncoder, ByteEncoding, list_byte_characters
 
 
 @pytest.fixture(scope="module")

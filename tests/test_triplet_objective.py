@@ -27,17 +27,16 @@ from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.columns.columns import Columns, CountLabels, RowFacts, Task
-from mini_trainer.data.columns.data_kinds import COLUMNS
-from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample, list_sequences
+from mini_trainer.data.columns.base import LENGTHS_COLUMN, Columns, CountLabels, RowFacts, Sample, Task, list_sequences
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.choice import KINDS, Kind, Settings, make_text_family
 from mini_trainer.objectives.families.family import Family, Own, Reader
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Loss, Objective, Scores
+from mini_trainer.objectives.specs import KINDS, Kind, Settings, make_text_family
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
 from mini_trainer.options.problems.finding import find_problems

@@ -12,7 +12,7 @@ from mini_trainer.process_data import process_data
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.hub_rows import find_dataset
 from mini_trainer.data.stores import parquet
-from mini_trainer.data.stores.lines import MAX_ROW_BYTES, TooLong
+from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, TooLong
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import RowOptions
 

@@ -32,19 +32,17 @@ from tiny_vision import (
 from transformers import AutoConfig, PreTrainedModel
 
 from mini_trainer.data.chat.pictures import load_processor, open_image
-from mini_trainer.data.columns.columns import VISION
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED, VISION
 from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
-from mini_trainer.model.method import Method
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.objectives.families.micro_batch import MicroBatch, pack_row
-from mini_trainer.objectives.families.parts import list_parts
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLanguageFamily
 from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
 from mini_trainer.options import LoRAOptions, MergeAdapterOptions, TrainOptions, flatten_options, group_options

@@ -20,10 +20,10 @@ from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.memory import MemoryCounter
 from mini_trainer.model.build import build_model
 from mini_trainer.model.flops import count_flops, count_tower
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.objectives.families.parts import list_parts
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader
 from mini_trainer.objectives.next_tokens import VisionLanguage
 from mini_trainer.options import TrainOptions, group_options

@@ -24,8 +24,8 @@ from transformers import (
 
 from mini_trainer.data.chat.masking import fingerprint_tokenizer
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.columns.data_kinds import COLUMNS
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.columns.kinds import COLUMNS
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 SHAPE = dict(

@@ -41,8 +41,7 @@ from mini_trainer.distributed.world import World
 from mini_trainer.model.build import apply_compile, build_model
 from mini_trainer.model.check import check_model
 from mini_trainer.model.config import ModelSource, load_config
-from mini_trainer.model.method import Method
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full, Method
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel

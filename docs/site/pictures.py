@@ -49,7 +49,7 @@ def draw_masks() -> str:
     """A chat as its template writes it, token by token: what is read, and what is trained."""
     from make_tiny_model import train_tokenizer
 
-    from mini_trainer.data.chat.examples import Chat
+    from mini_trainer.data.chat.conversation import Chat
     from mini_trainer.data.chat.masking import ChatMasker
 
     tokenizer = train_tokenizer(

@@ -9,8 +9,8 @@ from typing import Any
 
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import SetSettings, Settings, Task, splits_off
-from mini_trainer.data.chat.examples import ASSISTANT, Chat, Completion
-from mini_trainer.data.columns.columns import CAUSAL_LM
+from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion
+from mini_trainer.data.columns.base import CAUSAL_LM
 from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.formats import TEMPLATE_ARGS, Example, FieldPaths, read_examples
 from mini_trainer.data.rows.rows import read_formatted_chunks

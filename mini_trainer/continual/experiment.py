@@ -48,9 +48,7 @@ def run_experiments(several: list[Settings], runner: Runner) -> None:
 
 def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
     """Runs the experiments one after the other, then compares them."""
-    from mini_trainer.continual.checking import (
-        check_experiments,  # torch takes seconds: faults of the settings are found before
-    )
+    from mini_trainer.continual.checking import check_experiments
 
     orders = settle_all(several, root)
     sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]

@@ -11,7 +11,7 @@ import numpy as np
 from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.settings import Settings
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.outputs import DataSetFiles
 from mini_trainer.data.tokenized.reader import TokenizedData

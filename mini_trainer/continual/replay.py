@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mini_trainer.continual.context import Context, Model
 from mini_trainer.continual.data import as_row, count_samples, read_questions, write_rows
-from mini_trainer.continual.own_answers import (
+from mini_trainer.continual.rounds import (
     ANSWERS,
     PROMPTS,
     DataRow,

@@ -1,22 +1,25 @@
-"""Comparison of the ranks at startup: options, code, data and files that must be equal.
-
-Rank 0 gathers one hash per group of values, 32 bytes per rank and group, and answers whether they are equal: a few
-messages per rank, where an all-gather takes N². Only if hashes differ do a few ranks, one of each kind, send the values
-themselves, and every rank raises the same error.
-"""
+"""Whatever must be equal on all ranks, compared once by hash: options, code, libraries, environment, inputs."""
 
 import hashlib
 import json
+import os
+import platform
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import mini_trainer
 from mini_trainer.distributed.ending import RanksDiffer
 from mini_trainer.distributed.messages import describe_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_rows
+from mini_trainer.options import flag_name, flatten_options
+from mini_trainer.root_files import NAMES, ROOT, is_checkout
 
 Items = Mapping[str, str]  # printable values by the name that messages use
 Groups = Mapping[str, Items]  # such as options, code, data; all ranks have the same groups
@@ -102,3 +105,48 @@ def describe_value(value: str, ranks: Sequence[int], hosts: Mapping[int, str]) -
     shown = value if len(value) <= MOST_CHARACTERS else f"{value[:MOST_CHARACTERS]}..."
     host = hosts[first] if len(ranks) == 1 else f"rank {first} on {hosts[first]}"
     return f"{shown} on {describe_ranks(sorted(ranks))} ({host})"
+
+
+# Packages whose releases compute, tokenize or lay out data differently.
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "numba", "safetensors", "peft",
+    "bitsandbytes", "torchao", "liger-kernel", "flash-attn", "compressed-tensors", "triton",
+)  # fmt: skip
+# Variables that set the precision or the order of sums in libraries' matrix products.
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR", "TORCHDYNAMO_DISABLE",
+)  # fmt: skip
+
+
+def describe_program(options: Any, world: World, *, may_differ: Collection[str]) -> Groups:
+    """A script's options (except `may_differ`), code, library versions, device type and environment variables."""
+    values = flatten_options(options)
+    return {
+        "options": {flag_name(name): str(value) for name, value in values.items() if name not in may_differ},
+        "code": {"mini_trainer": fingerprint_code(), "python": platform.python_version()} | dict(list_versions()),
+        "environment": {
+            "device": world.device.type,
+            **{name: os.environ.get(name, "not set") for name in VARIABLES},
+        },
+    }
+
+
+def fingerprint_code() -> str:
+    """Shortened SHA-256 of this program's modules: a checkout can differ from its commit."""
+    package = Path(mini_trainer.__file__).parent
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    if is_checkout(ROOT):
+        files |= {f"{name}.py": ROOT / f"{name}.py" for name in NAMES}
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        digest.update(f"{name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:DIGITS]
+
+
+def list_versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"

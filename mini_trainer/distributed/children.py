@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import IO
 
-from mini_trainer.distributed.printing import print_as_is
+from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.root_files import ROOT, is_checkout
 
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive

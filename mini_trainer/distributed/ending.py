@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mini_trainer.distributed.messages import describe_ranks, hide_secrets, say
-from mini_trainer.distributed.printing import print_as_is
+from mini_trainer.distributed.messages import describe_ranks, hide_secrets, print_as_is, say
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 

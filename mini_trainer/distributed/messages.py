@@ -1,18 +1,36 @@
-"""Printed messages, stripped of terminal control sequences, passwords and keys.
+"""Printed messages, stripped of terminal control sequences, passwords and keys; progress bars in a terminal.
 
 Much of what we print comes from models, data, servers and other people's files.
 """
 
+import contextlib
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
-from mini_trainer.distributed.printing import print_as_is
+from tqdm import tqdm
+
 from mini_trainer.options.environment import is_secret
 from mini_trainer.options.urls import HIDDEN, hide_credentials
+
+
+def print_as_is(text: str, stream: TextIO) -> None:
+    """Prints `text` at once. If nobody reads the stream any more, it is lost, and no error ends the work."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except BrokenPipeError:
+        leave_unread(stream)
+
+
+def leave_unread(stream: TextIO) -> None:
+    """Sends what is in the stream's buffer, and all that follows, to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
 
 # Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
 # cannot be printed.
@@ -79,3 +97,46 @@ def describe_numbers(name: str, numbers: Sequence[int]) -> str:
     names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:MOST_RUNS]]
     more = f" and {sum(map(len, runs[MOST_RUNS:]))} more" if len(runs) > MOST_RUNS else ""
     return f"{name}{'s' * (len(numbers) > 1)} {', '.join(names)}{more}"
+
+
+ERASE_LINE = "\r\x1b[K"
+
+
+def shows_progress() -> bool:
+    """Whether this is rank 0 and its stderr is a terminal."""
+    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+
+
+def show_progress(items: Iterable[Any], what: str, *, unit: str) -> tqdm:
+    """Yields the items behind a progress bar, which is erased at the end."""
+    return tqdm(items, desc=what, unit=unit, leave=False, dynamic_ncols=True, disable=not shows_progress())
+
+
+@contextlib.contextmanager
+def without_library_bars() -> Iterator[None]:
+    """Disables transformers' own progress bars, which would garble ours and the live training line."""
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    were_shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            enable_progress_bar()
+
+
+class LinesAboveBars(logging.Handler):
+    """Writes each message to stderr above any progress bars, and redraws them below it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def leave_bars() -> str:
+    """Text to print before a final message, so that it starts on an empty line."""
+    return ERASE_LINE if sys.stderr.isatty() else ""

@@ -38,22 +38,18 @@ from mini_trainer.distributed.lifeline import Lifeline, Message, make_socket_pai
 from mini_trainer.distributed.lock import (
     ERRORS_DIR,
     SECONDS_PER_BEAT,
-    STOP_FILE,
-    HeldDirectory,
-    RunLock,
-    write_exit_file,
-)
-from mini_trainer.distributed.messages import clean, say
-from mini_trainer.distributed.peers import (
     SECONDS_PER_HEARTBEAT,
     SLOW_LIMIT,
+    STOP_FILE,
+    HeldDirectory,
     Peer,
+    RunLock,
     describe_death,
     describe_hang,
     is_hanging,
+    write_exit_file,
 )
-from mini_trainer.distributed.printing import print_as_is
-from mini_trainer.distributed.terminal import leave_bars
+from mini_trainer.distributed.messages import clean, leave_bars, print_as_is, say
 
 # Read at import, since this process is re-parented once torchrun has died.
 PARENT = os.getppid()

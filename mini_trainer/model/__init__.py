@@ -1,1 +1,5 @@
-"""Building, checking and sharding a trainable model from a model directory."""
+"""Models: a model directory becomes a checked and sharded model that trains.
+
+In: a directory in the Hugging Face format, options, a `World`. Out: a model with its method (methods/), its optimizer
+(optim/), and scores of data sets without gradients (scoring/).
+"""

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model import tiling
 from mini_trainer.model.method import Method
-from mini_trainer.objectives.families.parts import find_blocks
-from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.packed_model import PackedModel
 
 # Operations whose outputs --activation-checkpointing selective keeps. Not bmm, which computes eager attention's scores.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from mini_trainer.data.stores.config_values import naming_config
+from mini_trainer.data.stores.model_files import naming_config
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
@@ -36,8 +36,7 @@ from mini_trainer.model.tiling import apply_tiling, find_tiled
 from mini_trainer.model.weights import Reader, read_weights
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.packed_row import find_pad_position
-from mini_trainer.objectives.families.parts import find_blocks
-from mini_trainer.objectives.families.text_tower import find_decoder, set_attention, text_config
+from mini_trainer.objectives.families.text_tower import find_blocks, find_decoder, set_attention, text_config
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ComputeOptions, ShardingOptions

@@ -20,8 +20,13 @@ from mini_trainer.model.method import Method
 from mini_trainer.model.mixers import list_with_kernels, use_loop
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.families.parts import find_blocks
-from mini_trainer.objectives.families.text_tower import find_decoder, find_placeholders, set_attention, text_config
+from mini_trainer.objectives.families.text_tower import (
+    find_blocks,
+    find_decoder,
+    find_placeholders,
+    set_attention,
+    text_config,
+)
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 

@@ -16,8 +16,7 @@ from mini_trainer.model.attention import find_features
 from mini_trainer.model.check import draw_sequences, token_errors
 from mini_trainer.model.float8 import is_float8
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.parts import find_blocks
-from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 

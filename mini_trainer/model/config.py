@@ -9,8 +9,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from mini_trainer.data.chat.masking import fingerprint_tokenizer
 from mini_trainer.data.chat.rendering import one_line
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.stores.config_values import GENERATION, naming_config
-from mini_trainer.data.stores.model_files import check_model_dir
+from mini_trainer.data.stores.model_files import GENERATION, check_model_dir, naming_config
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
 from mini_trainer.objectives.families.family import Family

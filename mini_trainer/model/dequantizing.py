@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_trainer.model.stored import Stored
+from mini_trainer.model.stored_tensors import Stored
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of power-of-two scales, stored as exponents

@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mini_trainer.data.tokenized.mixture import Mixture, SampleImages
 from mini_trainer.model.attention import list_heads
 from mini_trainer.model.mixers import find_mixers
-from mini_trainer.objectives.families.parts import find_blocks, list_parts
-from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
+from mini_trainer.objectives.families.text_tower import find_blocks, is_multimodal, list_parts, text_config
 from mini_trainer.objectives.objective import Objective
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # values of config.layer_types

@@ -29,11 +29,10 @@ from mini_trainer.data.stores.disk import (
 )
 from mini_trainer.data.stores.model_files import INDEX, WEIGHTS, check_weights, find_model, list_weights
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.messages import show_progress
 from mini_trainer.model.fingerprints import fingerprint_model
-from mini_trainer.model.finite import check_finite
 from mini_trainer.model.quantized import find_quantization
-from mini_trainer.model.stored import Stored, find_stored
+from mini_trainer.model.stored_tensors import Stored, check_finite, find_stored
 
 SHARD_BYTES = 2 << 30  # target size of a written weight file; a single tensor may be larger
 ROW_BYTES = 256 << 20  # fp32 bytes of the rows computed at once

@@ -1,4 +1,4 @@
-"""Interface of methods: hooks with defaults, which a method overrides as needed."""
+"""Interface of methods: hooks with defaults, which a method overrides as needed; full fine-tuning needs none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -148,3 +148,9 @@ class Method:
         if missing:
             raise ValueError(f"weights are missing: {', '.join(missing)}")
         return model
+
+
+class Full(Method):
+    """Trains every parameter."""
+
+    title = "full fine-tuning"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mini_trainer.model.dequantizing import ROWS_AT_A_TIME, Settings, refuse_leftovers, take_part
-from mini_trainer.model.stored import Stored
+from mini_trainer.model.stored_tensors import Stored
 
 WORD = 32  # bits
 AWQ_BITS = 4

@@ -28,7 +28,7 @@ from mini_trainer.model.dequantizing import (
     read_compression,
 )
 from mini_trainer.model.packed_integers import check_awq, check_gptq, open_awq, open_gptq
-from mini_trainer.model.stored import Stored
+from mini_trainer.model.stored_tensors import Stored
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
 

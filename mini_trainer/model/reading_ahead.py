@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from mini_trainer.model.stored import Reader
+from mini_trainer.model.stored_tensors import Reader
 
 AHEAD_BYTES = 1 << 30  # no further tensor is begun while this much has been read and not been used
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import Method
 from mini_trainer.model.reading_ahead import reading_ahead

@@ -18,9 +18,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from mini_trainer.data.stores.model_files import list_weights
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.terminal import without_library_bars
+from mini_trainer.distributed.messages import without_library_bars
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.finite import check_finite
 from mini_trainer.model.quantized import (
     QUANTIZED_TYPES,
     check_modules,
@@ -28,7 +27,7 @@ from mini_trainer.model.quantized import (
     find_quantization,
     open_dequantized,
 )
-from mini_trainer.model.stored import Reader, Stored, StoredFiles, find_stored
+from mini_trainer.model.stored_tensors import Reader, Stored, StoredFiles, check_finite, find_stored
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config
 

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.columns import SEQUENCES, CountLabels, Task
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, CountLabels, Sample, Task
 from mini_trainer.data.columns.label_columns import TARGET_COLUMN
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.columns.sample import Sample
-from mini_trainer.objectives.class_loss import ClassLoss, choose_class_weights
-from mini_trainer.objectives.class_scores import METRICS, describe_prediction, summarize_classes
+from mini_trainer.objectives.class_scores import (
+    METRICS,
+    ClassLoss,
+    choose_class_weights,
+    describe_prediction,
+    summarize_classes,
+)
 from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
 from mini_trainer.objectives.families.family import Own

@@ -13,19 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Sample
 from mini_trainer.data.columns.preference_columns import GOOD_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
-from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample
-from mini_trainer.objectives.answers import AnswerLoss, AnswerTargets, count_once
 from mini_trainer.objectives.families.family import Family, Own
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import TARGETS, Scores
-from mini_trainer.objectives.sample_numbers import (
+from mini_trainer.objectives.sequence_logps import (
     ONE,
     ZERO,
+    AnswerLoss,
+    AnswerTargets,
     SampleNumbers,
+    count_once,
     gather_numbers,
     gather_sample_numbers,
     sum_by_source,

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_trainer.data.columns.columns import CAUSAL_LM, VISION
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, VISION, Sample
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN
 from mini_trainer.distributed.row_group import RowGroup
 from mini_trainer.objectives.families.family import Family, Own

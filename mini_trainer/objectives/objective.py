@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.sample import Sample, list_sequences
+from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.distributed.row_group import RowGroup
 from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.family import Family, Own, Reader
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.families.row_part import take_part
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets, take_part
 
 SELF = "self"  # as a teacher: the model as the run starts
 TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`

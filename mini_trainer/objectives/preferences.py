@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.columns import PREFERENCE
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, PREFERENCE, Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
-from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample, list_sequences
-from mini_trainer.objectives.answers import AnswerLoss, AnswerTargets, count_once
 from mini_trainer.objectives.families.family import Family, Own
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import TARGETS, Scores
 from mini_trainer.objectives.preference_losses import LOSSES, Kind, Pairs, Strength
-from mini_trainer.objectives.sample_numbers import (
+from mini_trainer.objectives.sequence_logps import (
     ZERO,
+    AnswerLoss,
+    AnswerTargets,
+    count_once,
     describe_means,
     gather_numbers,
     gather_sample_numbers,

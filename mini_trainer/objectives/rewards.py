@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
-from mini_trainer.data.columns.sample import Sample, list_sequences
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
 from mini_trainer.objectives.families.family import Own
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
-from mini_trainer.objectives.sample_numbers import (
+from mini_trainer.objectives.sequence_logps import (
     SampleNumbers,
     describe_means,
     gather_sample_numbers,

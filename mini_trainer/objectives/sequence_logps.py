@@ -1,12 +1,26 @@
-"""Summed log-probabilities of sequences by a language model's head that never holds all logits.
+"""Losses of whole answers: the summed log-probability of each, and means over samples.
+
+S samples in a micro-batch.
 
 N trained tokens, S sums, H hidden size, V vocabulary size.
+
+T tokens in a packed row, N trained tokens among them, S answers.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from mini_trainer.data.columns.base import Sample
+from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN
 from mini_trainer.distributed.memory import memory_kind
+from mini_trainer.distributed.row_group import RowGroup, sum_parts
+from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.text import TextReader
+from mini_trainer.objectives.next_tokens import NextTokens, TokenLoss
 from mini_trainer.objectives.token_loss import (
     CHUNK_BYTES,
     TrainedTokens,
@@ -16,6 +30,52 @@ from mini_trainer.objectives.token_loss import (
     make_total,
     sum_chunk_loss,
 )
+
+ZERO, ONE = np.zeros(1, np.float32), np.ones(1, np.float32)
+
+
+@dataclass
+class SampleNumbers:
+    """The numbers of each sample."""
+
+    margins: Tensor  # (S,) fp32
+    weights: Tensor  # (S,) fp32
+    sources: Tensor | None = None  # (S,) int64: the data set of each; None: all of the first
+
+    def with_sources(self, sources: np.ndarray) -> "SampleNumbers":
+        """`sources` (samples,); an idle sample, which comes last, is of the first."""
+        return replace(self, sources=torch.from_numpy(np.pad(sources, (0, len(self.margins) - len(sources)))))
+
+
+def gather_sample_numbers(samples: Sequence[Sample]) -> SampleNumbers:
+    return SampleNumbers(
+        gather_numbers(samples, MARGIN_COLUMN, ZERO)[:, 0], gather_numbers(samples, PAIR_WEIGHT_COLUMN, ONE)[:, 0]
+    )
+
+
+def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32
+    """An optional column of a fixed number of values for each sample."""
+    return torch.from_numpy(np.array([sample.get(name, default) for sample in samples], np.float32))
+
+
+def weigh_samples(samples: Iterable[Sample]) -> float:
+    """What the sum over samples is divided by."""
+    return sum(float(sample.get(PAIR_WEIGHT_COLUMN, ONE)[0]) for sample in samples)
+
+
+def sum_by_source(sums: Tensor, numbers: SampleNumbers, num_sources: int) -> Tensor:  # (S, ...) -> (num_sources, ...)
+    sources = numbers.sources
+    if sources is None:
+        sources = torch.zeros(len(sums), dtype=torch.long, device=sums.device)
+    return sums.new_zeros(num_sources, sums.shape[1]).index_add(0, sources, sums)
+
+
+def describe_means(names: Sequence[str], sums: np.ndarray) -> dict[str, float]:
+    """Means over pairs, of one data set or step, under the names that TRL gives them; `pairs` is their divisor."""
+    by_name = dict(zip(names, sums.tolist(), strict=True))
+    num_pairs = by_name.pop("pairs") or 1
+    means = {name: total / num_pairs for name, total in by_name.items()}
+    return means | {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
 def sum_logps(
@@ -89,3 +149,43 @@ def measure_chunk(
     measure = fuse_chunk_loss() if ctx.compiled and len(logits) > 1 else sum_chunk_loss
     tokens, needs_bias = ctx.tokens, ctx.needs_input_grad[2]
     return measure(logits, tokens.targets[chunk, None], scale, tokens.softcap, 0.0, needs_bias)
+
+
+@dataclass
+class AnswerTargets(NextTokens):
+    """The next tokens of answers; samples have one or several."""
+
+    places: Tensor = None  # (N,) int64: the answer that each token is of
+    lengths: Tensor = None  # (samples, answers of each) fp32: trained tokens
+    numbers: SampleNumbers = None
+    reference: Tensor | None = None  # (samples, 2) fp32: log-probabilities by the reference model; None: not known
+
+    def with_sample_sources(self, sources: np.ndarray) -> "AnswerTargets":
+        return replace(self, numbers=self.numbers.with_sources(sources))
+
+    def take_part(self, part: slice) -> "AnswerTargets":
+        first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
+        return replace(self, **vars(super().take_part(part)), places=self.places[first:end].contiguous())
+
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "AnswerTargets":
+        own = super().gather(row_group, num_tokens=num_tokens)
+        return replace(self, index=own.index, labels=own.labels, places=torch.zeros_like(own.index))
+
+
+@dataclass(frozen=True)
+class AnswerLoss(TokenLoss):
+    """A loss of answers' summed log-probabilities."""
+
+    def read_logps(self, reader: TextReader, micro_batch: MicroBatch) -> Tensor:  # (S,) fp32
+        """The summed log-probabilities of the micro-batch's answers, with gradients."""
+        tokens, targets, row_group = self.predict(reader, micro_batch), micro_batch.targets, micro_batch.row.row_group
+        logps = sum_logps(tokens, targets.places, targets.lengths.numel(), compiled=self.is_fused)
+        if row_group is None:
+            return logps
+        # Each rank has summed up its part of the row, and has gradients for that alone.
+        return logps + (sum_parts(logps, row_group) - logps.detach())
+
+
+def count_once(loss: Tensor, num_ranks: int) -> Tensor:
+    """A loss that several ranks have computed: its gradient as it is, and each rank's share of its value."""
+    return loss + (loss / num_ranks - loss).detach()

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import IGNORED, Sample
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.row_group import RowGroup

@@ -1,4 +1,7 @@
-"""The options of every script, in groups: one frozen dataclass per concern, each option declared once.
+"""The options of every program, in groups: one frozen dataclass per concern, each option declared once.
+
+In: command lines and YAML files (options/command_line.py). Out: checked options, or one message for all problems
+(options/problems/).
 
 An option's name is both its flag and its YAML key; names are unique across groups. A function takes the group that it
 needs. Imports nothing heavy, so that `--help` and mistyped flags respond at once.

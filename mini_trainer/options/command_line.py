@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 
 from mini_trainer.distributed.command import describe_version, name_command
 from mini_trainer.distributed.ending import exit_with_message, shorten_interrupts
-from mini_trainer.distributed.messages import say
-from mini_trainer.distributed.printing import leave_unread, print_as_is
+from mini_trainer.distributed.messages import leave_unread, print_as_is, say
 from mini_trainer.options import (
     BoardOptions,
     ContinualOptions,

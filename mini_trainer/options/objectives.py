@@ -27,7 +27,7 @@ CLASSIFIER = ObjectiveFacts(
     validation_modules=("sklearn",),
 )
 
-# The values of --objective. A new one has a row here, and its code a line in objectives.choice.KINDS.
+# The values of --objective. A new one has a row here, and its code a line in objectives.specs.KINDS.
 OBJECTIVES: dict[str, ObjectiveFacts] = {
     "causal-lm": ObjectiveFacts(options=("label_smoothing", "loss_weighting", "teacher_weight")),
     "sequence-classification": CLASSIFIER,

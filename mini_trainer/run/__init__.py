@@ -1,1 +1,5 @@
-"""The life of a run, from its lock to its last export."""
+"""Runs: from the lock of an output directory to the last export.
+
+In: options, a `World`. Out: steps, validations, checkpoints, exports, metrics, reports; plan/ says beforehand what a
+run would need, by the same start.
+"""

@@ -21,8 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mini_trainer.data.stores.contents import MANIFEST, load_manifest
-from mini_trainer.run.tensor_files import DTYPES, encode_header
-from mini_trainer.run.write_pool import WritePool
+from mini_trainer.run.write_pool import DTYPES, WritePool, encode_header
 
 STATE = "state.json"
 DAMAGED = "damaged_"  # name prefix of damaged checkpoints

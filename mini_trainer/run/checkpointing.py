@@ -26,9 +26,9 @@ from mini_trainer.data.stores.disk import (
 )
 from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0, gather_rows
-from mini_trainer.model.finite import check_finite
 from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import state_keys
+from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.run.checkpoint_files import (
     DAMAGED,
@@ -48,7 +48,7 @@ from mini_trainer.run.checkpoint_files import (
     step_of,
     write_tensors,
 )
-from mini_trainer.run.record import is_checkpoint_of
+from mini_trainer.run.identity import is_checkpoint_of
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.write_pool import WritePool
 

@@ -4,28 +4,27 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
-from mini_trainer.data.columns.columns import CAUSAL_LM, VISION
+from mini_trainer.data.columns.base import CAUSAL_LM, VISION
 from mini_trainer.data.rows.rows import IMPLEMENTED_ROWS
 from mini_trainer.data.tokenized.mixture import WEIGHED_BY
 from mini_trainer.data.tokenized.reader import read_sidecar
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.attention import BACKENDS
-from mini_trainer.model.method import Method
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS, LoRA
 from mini_trainer.model.methods.osft_subspaces import BASES
 from mini_trainer.model.optim.averages import AVERAGES
 from mini_trainer.model.optim.muon import SCALES
 from mini_trainer.model.optim.optimizers import OPTIMIZERS
-from mini_trainer.model.optim.schedules import SCHEDULES
+from mini_trainer.model.optim.rates import SCHEDULES
 from mini_trainer.model.sharding import KEEPING, RESHARDING
-from mini_trainer.objectives.choice import KINDS, Settings
 from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP
 from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.router_loss import ROUTER_LOSSES
 from mini_trainer.objectives.families.vision import FREEZABLE
 from mini_trainer.objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
+from mini_trainer.objectives.specs import KINDS, Settings
 from mini_trainer.objectives.teachers import TAUGHT
 from mini_trainer.objectives.token_loss import WEIGHTINGS
 from mini_trainer.options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name

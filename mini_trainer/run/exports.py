@@ -11,15 +11,12 @@ from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.due import find_due
-from mini_trainer.run.export import ExportParts, export_model
-from mini_trainer.run.export_check import check_export
-from mini_trainer.run.hub import Hub
+from mini_trainer.run.export import ExportParts, check_export, export_model
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.model_card import make_card
 from mini_trainer.run.step import TrainState
-from mini_trainer.run.store import Store
 from mini_trainer.run.training_log import TrainingLog
-from mini_trainer.run.uploads import AVERAGE, BEST, REGULAR, Uploads
+from mini_trainer.run.uploads import AVERAGE, BEST, REGULAR, Hub, Store, Uploads
 from mini_trainer.sampler import RunPosition
 
 EXPORTS_DIR = "hf_format"

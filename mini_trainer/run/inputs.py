@@ -22,7 +22,7 @@ from mini_trainer.objectives.objective import SELF, Objective
 from mini_trainer.options import DataOptions, ModelOptions, TrainOptions
 from mini_trainer.run.callbacks import Classes
 from mini_trainer.run.checkpointing import Checkpoint
-from mini_trainer.run.record import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
+from mini_trainer.run.identity import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
 from mini_trainer.sampler import Batching, RunPosition, draw_batches
 
 Result = TypeVar("Result")
@@ -175,7 +175,7 @@ class RunInputs:
         return hash_json([teacher, *read])
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
-        """Everything that determines the run's numbers (see run.record)."""
+        """Everything that determines the run's numbers (see run.identity)."""
         o = options.optimization
         return identify_run(
             options,

@@ -1,4 +1,7 @@
-"""Building, checking and reporting a run's model."""
+"""Building, checking and reporting a run's model.
+
+The report on data and model at a run's start.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,19 +12,22 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.memory import give_back_freed_memory
 from mini_trainer.distributed.world import World
 from mini_trainer.model.activation_checkpointing import forget_random_states
+from mini_trainer.model.attention import list_heads
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model, draws_random_numbers
 from mini_trainer.model.compiled_check import check_compiled
+from mini_trainer.model.context_parallel import describe_heads
 from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.liger import forget_liger_kernels
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
+from mini_trainer.model.optim.rates import learning_rate_at
 from mini_trainer.objectives.families.packed_row import check_positions
+from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.reference import add_reference, assume_reference
-from mini_trainer.run.start_report import describe_model
-from mini_trainer.run.teacher import add_teacher
+from mini_trainer.run.other_models import add_reference, add_teacher, assume_reference
+from mini_trainer.sampler import RunPosition
 
 
 def build_run_model(
@@ -91,3 +97,56 @@ def keeps_to_budget(options: TrainOptions) -> bool:
     """Whether --memory-budget-gb applies to this run: only if something is "auto"; otherwise only plans use it."""
     is_auto = "auto" in (options.data.max_tokens_per_gpu, options.compute.activation_checkpointing)
     return options.compute.memory_budget_gb is not None and is_auto
+
+
+def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
+    data, num_steps, validation_data = inputs.data, inputs.num_steps, inputs.validation_data
+    sources = ""
+    if len(data.sources) > 1:
+        sources = "".join(
+            f"\n  {name}: {len(kept):,} samples, {share:.1%} of those drawn"
+            for name, kept, share in zip(data.names, data.kept_of, data.shares, strict=True)
+        )
+    if validation_data is not None:
+        sources += f"\nvalidation: {len(validation_data.kept):,} samples of {', '.join(validation_data.names)}"
+    dropped = f"; {num_dropped:,} dropped, longer than --max-tokens-per-gpu" if num_dropped else ""
+    log.info(
+        f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens{dropped}{sources}\n"
+        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.batching}"
+        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
+    )
+
+
+def describe_schedule(inputs: RunInputs, options: TrainOptions, *, start: RunPosition) -> list[str]:
+    """Where the run begins and which learning rate is next, if it continues or shares a schedule; else no line."""
+    origin, o, step = inputs.origin, options.optimization, inputs.num_steps_before + start.step
+    if origin is None and o.schedule_steps is None:
+        return []
+    lr = learning_rate_at(step, o, num_steps=inputs.schedule_steps)
+    total = "" if o.schedule_steps is None else f" of {o.schedule_steps:,}"
+    own = f"schedule: this run's step {start.step + 1:,} is step {step + 1:,}{total}, with a learning rate of {lr:g}"
+    if origin is None:
+        return [own]
+    return [f"start: weights and optimizer state of {origin.path}, after {origin.num_steps:,} steps", own]
+
+
+def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel) -> str:
+    compute, method, num_sharing = options.compute, inputs.method, options.sharding.context_parallel
+    num_heads = max((count for count, _ in list_heads(text_config(inputs.config))), default=0)
+    num_params = sum(param.numel() for param in model.parameters()) - method.count_added()
+    parts = [
+        f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
+        f"{model.backend} attention",
+        *([] if num_sharing is None else [describe_heads(num_heads, num_sharing)]),
+        f"{compute.activation_checkpointing} activation checkpointing",
+        *(["tiled MLPs"] if compute.tiled_mlp else []),
+        *(["offloaded activations"] if compute.offload_activations else []),
+        *(["liger kernels"] if compute.use_liger_kernels else []),
+        *(["compiled blocks"] if compute.compile else []),
+        method.describe(),
+        f"objective {inputs.objective.title}",
+    ]
+    return (
+        f"model: {inputs.config.model_type}, {num_params:,} parameters; {', '.join(parts)};"
+        " packing and loss agree with the model's own forward pass"
+    )

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from mini_trainer.data.columns.columns import Task
-from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -23,18 +23,17 @@ from mini_trainer.model.config import check_rope, choose_tokenizer, load_config,
 from mini_trainer.model.methods.adapter_files import read_generation_config
 from mini_trainer.model.offloading import check_offloading
 from mini_trainer.model.optim.optimizers import check_optimizer
-from mini_trainer.objectives.choice import find_data_kind, make_family, make_objective
 from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.specs import find_data_kind, make_family, make_objective
 from mini_trainer.options import TrainOptions, parse_subset
 from mini_trainer.options.choices import check_choices
 from mini_trainer.run.callbacks import load_callbacks
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.other_models import open_other_models
+from mini_trainer.run.other_models import open_other_models, open_scores, open_teacher_data
+from mini_trainer.run.run_model import describe_data, describe_schedule
 from mini_trainer.run.start_checks import check_placeholders, check_schedule, check_validation, find_oddities
-from mini_trainer.run.start_report import describe_data, describe_schedule
-from mini_trainer.run.teacher import open_scores, open_teacher_data
 from mini_trainer.sampler import RunPosition, choose_batching, count_steps
 
 

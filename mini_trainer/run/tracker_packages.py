@@ -14,8 +14,8 @@ from typing import Any
 
 from mini_trainer.distributed.ending import log
 from mini_trainer.options import TrackingOptions, TrainOptions
-from mini_trainer.run.local_data import flatten_with_urls
-from mini_trainer.run.record import read_params
+from mini_trainer.run.identity import read_params
+from mini_trainer.run.raw_rows import flatten_with_urls
 from mini_trainer.run.trackers import EarlierSteps, Entry, KnownRuns, TrackedRun, Tracker, Trackers
 
 DEFAULT_PROJECT = "mini_trainer"

@@ -1,18 +1,72 @@
-"""The training log: each step's metrics go to every sink, including a file of JSON lines and the console."""
+"""The training log: each step's metrics go to every sink: a file of JSON lines, the console, a live line."""
 
 import json
+import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from mini_trainer.data.stores.disk import read_metrics, sync_file, written_aside
 from mini_trainer.distributed.devices import describe_duration
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.messages import describe_numbers
+from mini_trainer.distributed.messages import describe_numbers, shows_progress
 from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
-from mini_trainer.run.time_left import TimeLeft
+
+NUM_WARM_UP_STEPS = 3  # may compile, and fill caches and the allocator's memory
+NUM_STEPS_MEASURED, SECONDS_MEASURED = 5, 30.0  # either is enough for an estimate
+
+
+class TimeLeft:
+    """Times the steps after the warm-up apart from validations, each of which is expected to take as long as the last.
+
+    A validation before the first step may compile, so it counts at most as long as training on as many samples takes.
+    Checkpoints and exports count as parts of the steps that they follow.
+
+    `count_validations`: their number from the end of a step to the end of the run. `validation_steps`: the samples of
+    one validation, in batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_step: int,
+        num_steps: int | None,
+        count_validations: Callable[[int], int],
+        validation_steps: float = 0.0,
+    ):
+        self.first_step, self.num_steps = first_step, num_steps
+        self.count_validations, self.validation_steps = count_validations, validation_steps
+        self.measured_from: float | None = None  # the end of the warm-up, without the validations since
+        self.validation_seconds, self.is_warm = 0.0, False  # of the last one; whether it came after the warm-up
+
+    def validation_done(self, seconds: float) -> None:
+        self.validation_seconds = seconds
+        if self.measured_from is not None:
+            self.measured_from += seconds
+            self.is_warm = True
+
+    def after(self, step: int, now: float) -> float | None:
+        """Seconds to the end of the run at the end of `step`; None for a run without an end, and until enough is known.
+
+        `now`: seconds on a clock that never goes back. Every step has to be reported.
+        """
+        num_measured = step - self.first_step - NUM_WARM_UP_STEPS
+        if self.num_steps is None or num_measured < 0:
+            return None
+        if self.measured_from is None:
+            self.measured_from = now
+        seconds = now - self.measured_from
+        if num_measured == 0 or (num_measured < NUM_STEPS_MEASURED and seconds < SECONDS_MEASURED):
+            return None
+        step_seconds, validation_seconds = seconds / num_measured, self.validation_seconds
+        if not self.is_warm:
+            validation_seconds = min(validation_seconds, self.validation_steps * step_seconds)
+        return (self.num_steps - step) * step_seconds + self.count_validations(step) * validation_seconds
+
 
 SECONDS_BETWEEN_LINES = 2.0  # on the console
 
@@ -220,3 +274,50 @@ def describe_validation(metrics: dict[str, Any], shown: Sequence[str]) -> str:
     if len(metrics["sets"]) > 1:
         line += "".join(f"\n  {name}: loss {scores['loss']:.4f}" for name, scores in metrics["sets"].items())
     return line
+
+
+class LiveLine(Sink):
+    """A progress bar with loss, validation loss, tokens/s and time left."""
+
+    def __init__(self, time_left: TimeLeft, *, shown: Sequence[str]):
+        ends = time_left.num_steps is not None
+        shape = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}" if ends else "{n_fmt}"
+        self.bar = tqdm(
+            initial=time_left.first_step,
+            total=time_left.num_steps,
+            bar_format=f"step {shape}{{postfix}}",
+            dynamic_ncols=True,
+        )
+        self.time_left, self.shown = time_left, shown  # `shown`: names of a validation's metrics for its line
+        self.parts: dict[str, str] = {}  # of the live line, by name, in their order
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        self.show("loss", f"loss {metrics['loss']:.4f}")
+        self.show("speed", f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        left = self.time_left.after(metrics["step"], time.monotonic())
+        if left is not None:
+            self.show("left", f"left {describe_duration(left)}")
+        self.bar.update()
+
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        self.time_left.validation_done(metrics["seconds"])
+        if metrics["step"] > 0:  # the untrained model's has its own line
+            self.show("validation", f"validation {metrics['loss']:.4f} (step {metrics['step']})")
+        log.info(describe_validation(metrics, self.shown))
+
+    def show(self, name: str, text: str) -> None:
+        self.parts[name] = text
+        in_order = sorted(self.parts, key=lambda name: name == "left")  # last, whenever it is first known
+        self.bar.set_postfix_str("  ".join(self.parts[name] for name in in_order), refresh=False)
+
+    def close(self) -> None:
+        """Leaves the line on the screen after the last step."""
+        self.bar.refresh()
+        self.bar.close()
+
+
+def open_console(time_left: TimeLeft, *, shown: Sequence[str]) -> Sink:
+    """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
+    if shows_progress() and log.isEnabledFor(logging.INFO):
+        return LiveLine(time_left, shown=shown)
+    return Console(time_left, shown=shown)

@@ -1,6 +1,12 @@
-"""Uploads of exports, in a separate thread, with retries; failures never end a run."""
+"""Uploads of exports to the hub or an object store, in a separate thread, with retries; failures never end a run.
+
+{URL}/samples_{N}/    as in hf_format; best and average_samples_{N} next to it
+
+A model is complete when its config.json is there: that file is written last, and removed first from what is replaced.
+"""
 
 import os
+import shlex
 import shutil
 import threading
 import time
@@ -10,7 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from mini_trainer.data.stores.disk import ASIDE
+from mini_trainer.data.stores.remote import check_writable, describe_upload, is_final, list_remote, upload_directory
 from mini_trainer.distributed.ending import log
+from mini_trainer.options import HubOptions
 from mini_trainer.run.trackers import describe
 
 REGULAR, BEST, AVERAGE = "regular", "best", "average"  # kinds of exports
@@ -145,3 +153,95 @@ def link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # a file system without links
         shutil.copy2(source, target)
+
+
+BRANCHES = {REGULAR: "main", BEST: "best"}  # by the export's kind
+MAIN = BRANCHES[REGULAR]
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # old files to delete from the repository
+
+
+class Hub:
+    """A repository: each export is a commit, the best ones by validation on a branch of their own."""
+
+    name, kinds, newest_only = "the hub", (REGULAR, BEST), (BEST,)
+
+    def __init__(self, options: HubOptions):
+        self.options, self.repo_id = options, options.push_to_hub
+
+    @property
+    def option(self) -> str:
+        return f"--push-to-hub {self.repo_id}"
+
+    def prepare(self) -> None:
+        """Creates the repository."""
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        self._make_repository()
+
+    def _make_repository(self) -> None:
+        from huggingface_hub import HfApi
+
+        private = True if self.options.hub_private else None
+        self.repo_id = HfApi().create_repo(self.repo_id, private=private, exist_ok=True).repo_id
+
+    def upload(self, upload: Upload) -> str:
+        from huggingface_hub import HfApi
+
+        self._make_repository()
+        api, branch = HfApi(), BRANCHES[upload.kind]
+        if branch != MAIN:
+            api.create_branch(self.repo_id, branch=branch, exist_ok=True)
+        return api.upload_folder(
+            repo_id=self.repo_id,
+            folder_path=upload.links,
+            revision=branch,
+            commit_message=upload.message,
+            delete_patterns=list(WEIGHTS),
+        ).commit_url
+
+    def is_worth_another_try(self, error: BaseException) -> bool:
+        """Whether the error may be transient: no network, a server error, too many requests."""
+        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+        if isinstance(error, (LocalTokenNotFoundError, OfflineModeIsEnabled, ValueError, TypeError)):
+            return False
+        if isinstance(error, HfHubHTTPError) and error.response is not None:
+            return error.response.status_code >= 500 or error.response.status_code in (408, 429)
+        return isinstance(error, Exception)
+
+    def describe_command(self, export_dir: Path, kind: str) -> str:
+        revision = [] if BRANCHES[kind] == MAIN else ["--revision", BRANCHES[kind]]
+        return shlex.join(["hf", "upload", self.repo_id, str(export_dir), ".", *revision])
+
+
+WRITTEN_LAST = ("adapter_config.json", "config.json")  # files by which loaders take a directory for a model
+
+
+class Store:
+    """A URL below which each export has its directory."""
+
+    kinds = newest_only = (REGULAR, BEST, AVERAGE)
+
+    def __init__(self, url: str):
+        self.name = url.rstrip("/")
+        self.option = f"--upload-to {self.name}"
+        self.done: dict[Path, set[str]] = {}  # files that an attempt has written, by the upload's links
+
+    def prepare(self) -> None:
+        check_writable(self.name)
+        if list_remote(self.name):
+            log.info(f"{self.option}: has files already; exports of the same names will be replaced")
+
+    def upload(self, upload: Upload) -> str:
+        url = f"{self.name}/{upload.export_dir.name}"
+        done = self.done.setdefault(upload.links, set())
+        upload_directory(upload.links, url, last=WRITTEN_LAST, done=done)
+        del self.done[upload.links]
+        return url
+
+    def is_worth_another_try(self, error: BaseException) -> bool:
+        return not is_final(error.__cause__)
+
+    def describe_command(self, export_dir: Path, kind: str) -> str:
+        return describe_upload(export_dir, f"{self.name}/{export_dir.name}")

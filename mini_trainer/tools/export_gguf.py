@@ -8,7 +8,7 @@ the CPU. Needs the package gguf.
 
 from pathlib import Path
 
-from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import ExportGgufOptions
 from mini_trainer.options.command_line import parse_options
 

@@ -7,7 +7,7 @@ Runs on the CPU, a layer at a time. Any adapter in peft's format will do.
 
 from pathlib import Path
 
-from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import MergeAdapterOptions
 from mini_trainer.options.command_line import parse_options
 
@@ -20,13 +20,12 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.stores.config_values import naming_config
-from mini_trainer.data.stores.model_files import find_model, find_weights, verify_weights
+from mini_trainer.data.stores.model_files import find_model, find_weights, naming_config, verify_weights
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.distributed.world import World, call_on_rank0, call_with_world
 from mini_trainer.model.config import ModelSource, load_config, load_generation_config
-from mini_trainer.model.method import MetaModel
+from mini_trainer.model.method import Full, MetaModel
 from mini_trainer.model.methods.adapter_files import (
     ADAPTER_WEIGHTS,
     PREFIX,
@@ -36,11 +35,9 @@ from mini_trainer.model.methods.adapter_files import (
     read_generation_config,
     verify_adapter,
 )
-from mini_trainer.model.methods.full import Full
 from mini_trainer.model.weights import read_weights
-from mini_trainer.objectives.families.parts import find_blocks
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
+from mini_trainer.objectives.families.text_tower import find_blocks, is_multimodal, text_config
 from mini_trainer.objectives.families.vision import VisionLanguageFamily
 from mini_trainer.options.choices import check_choices
 from mini_trainer.run.choosing import choose_adapter_method

@@ -9,7 +9,7 @@ of any size. Config, tokenizer and dtypes are the first model's, and the other m
 
 from pathlib import Path
 
-from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import MergeModelsOptions
 from mini_trainer.options.command_line import parse_options
 

@@ -19,8 +19,8 @@ if __name__ == "__main__":
 from mini_trainer.data.stores.disk import check_output, written_aside
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
+from mini_trainer.use.plots.curves_page import choose_smoothing, make_curves_page
 from mini_trainer.use.plots.figure import write_figure
-from mini_trainer.use.plots.page import choose_smoothing, make_curves_page
 from mini_trainer.use.plots.run_files import Run, iterate_warnings, open_runs
 from mini_trainer.use.plots.server import DEFAULT_PORT, CurvesServer
 

@@ -11,7 +11,7 @@ command is started again, on any number of processes.
 
 from pathlib import Path
 
-from mini_trainer.distributed.garbage import pause_collector, resume_collector
+from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import ScoreDataOptions
 from mini_trainer.options.command_line import parse_options
 
@@ -28,40 +28,36 @@ from typing import Any, Protocol
 import numpy as np
 
 from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.columns.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, Task
-from mini_trainer.data.columns.data_kinds import describe_task
+from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, Task
+from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.data.tokenized.fetched import bring_here
-from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.pairs import check_rows, mark_trained, read_pair
+from mini_trainer.data.tokenized.mixture import Mixture, check_rows, mark_trained, read_pair
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
-from mini_trainer.distributed.agreement import compare_ranks
+from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import ExitCode, RunError
-from mini_trainer.distributed.messages import say, say_note
-from mini_trainer.distributed.program import describe_program
-from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.messages import say, say_note, show_progress
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0, call_with_world
 from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.methods.adapter_files import hash_adapter
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, digest_data, locate_scores
-from mini_trainer.objectives.choice import KINDS, Settings, find_data_kind
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.objectives.soft_targets import make_record_type
-from mini_trainer.objectives.top_tokens import TopTokens
+from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
+from mini_trainer.objectives.specs import KINDS, Settings, find_data_kind
 from mini_trainer.options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.given import list_changed
 from mini_trainer.run.inputs import hash_reference
-from mini_trainer.run.reference import read_known, score_missing
+from mini_trainer.run.other_models import read_known, score_missing
 from mini_trainer.use.evaluation.data_sets import build_scorer
-from mini_trainer.use.inference.models import FoundModel, check_answering, check_num_rows, find_answering_model
+from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
 from mini_trainer.use.inference.openai_engine import OpenAIEngine
 from mini_trainer.use.inference.prompt_scores import PromptScorer
 

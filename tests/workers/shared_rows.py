@@ -15,7 +15,7 @@ from tiny_models import build, make_osft
 from mini_trainer.distributed.row_group import make_row_group
 from mini_trainer.distributed.world import init_world
 from mini_trainer.model import tiling
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM

@@ -1,7 +1,7 @@
 """Converts messages and a chat template to token ids and a loss mask.
 
 Rendered text is never searched for role markers, because a user can write them too. A conversation's *outline*
-(data/chat/placeholders.py) is rendered with placeholders for all texts, once for all conversations with the same
+(data/chat/conversation.py) is rendered with placeholders for all texts, once for all conversations with the same
 outline. This shows the template's own text around each text (data/chat/skeletons.py), where turns begin and end
 (data/chat/turns.py), and that the assistant's texts, and nothing else, are in its turns (data/chat/placing.py). A real
 conversation is rendered by the tokenizer, unaltered, and must equal, character by character, its texts put into that
@@ -17,35 +17,54 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from mini_trainer.data.chat.borders import BorderEncoder, find_token, spans_border
-from mini_trainer.data.chat.control_tokens import AS_TEXT, KEEP, ControlTokens
-from mini_trainer.data.chat.endings import StopAppender, describe_open_turns
-from mini_trainer.data.chat.examples import ASSISTANT, PRETRAIN, Chat, Completion, Document, Example, Message
+from mini_trainer.data.chat.conversation import (
+    ASSISTANT,
+    ONLY_FOR_MASKING,
+    PRETRAIN,
+    Chat,
+    Completion,
+    Document,
+    Example,
+    Message,
+    PreparedChat,
+    make_outline,
+    prepare_chat,
+)
 from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
-from mini_trainer.data.chat.learning import SkeletonLearner
+from mini_trainer.data.chat.learned_skeletons import SkeletonLearner
 from mini_trainer.data.chat.pictures import ImageExpander
-from mini_trainer.data.chat.placeholders import make_outline
 from mini_trainer.data.chat.placing import check_names
-from mini_trainer.data.chat.prepared import ONLY_FOR_MASKING, PreparedChat, prepare_chat
 from mini_trainer.data.chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
 from mini_trainer.data.chat.rendering import Patience, catch_error, check_length, prepare_for
 from mini_trainer.data.chat.skeletons import Render, Skeleton, Span, match_text
-from mini_trainer.data.chat.template_check import TemplateChecker
+from mini_trainer.data.chat.template_check import StopAppender, TemplateChecker, describe_open_turns
 from mini_trainer.data.chat.templates import check_template_args
-from mini_trainer.data.chat.texts import TextMasker, check_unicode, encode_each, mark_control, text_of
-from mini_trainer.data.chat.token_bytes import ByteEncoder
 from mini_trainer.data.chat.token_spans import (
     DIVIDED,
     Located,
     Passage,
     Remark,
+    TextMasker,
     TokenizedChat,
     TrainedSpan,
+    check_unicode,
+    encode_each,
     label_encoding,
+    mark_control,
     split_by_training,
+    text_of,
+)
+from mini_trainer.data.chat.tokens import (
+    AS_TEXT,
+    KEEP,
+    BorderEncoder,
+    ByteEncoder,
+    ControlTokens,
+    find_token,
+    spans_border,
 )
 from mini_trainer.data.chat.turns import find_stops
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 
 __all__ = [
     "IGNORED", "ONLY_FOR_MASKING", "PRETRAIN", "Chat", "ChatMasker", "Completion", "Document", "TokenizedChat",
@@ -74,7 +93,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Contents:
-    """What becomes of contents' control tokens (data/chat/control_tokens.py), and the template's arguments, all of
+    """What becomes of contents' control tokens (data/chat/tokens.py), and the template's arguments, all of
     which it has to read."""
 
     control_tokens: str = KEEP

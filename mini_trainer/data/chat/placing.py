@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from mini_trainer.data.chat.examples import ASSISTANT
-from mini_trainer.data.chat.placeholders import (
+from mini_trainer.data.chat.conversation import (
     ANOTHER_TEXT,
+    ASSISTANT,
     MAX_NUM_LEAVES,
     PLACEHOLDER,
     Outline,

@@ -11,8 +11,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from mini_trainer.data.chat.examples import ASSISTANT, Message
-from mini_trainer.data.chat.placeholders import OTHER_STAND_IN, REASONING_KEYS, STAND_IN, Leaf, Outline
+from mini_trainer.data.chat.conversation import (
+    ASSISTANT,
+    OTHER_STAND_IN,
+    REASONING_KEYS,
+    STAND_IN,
+    Leaf,
+    Message,
+    Outline,
+)
 from mini_trainer.data.chat.rendering import catch_error
 from mini_trainer.data.chat.skeletons import Beginning, Render, Skeleton, Span, Turn
 from mini_trainer.data.chat.token_spans import Remark

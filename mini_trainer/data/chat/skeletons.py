@@ -1,6 +1,6 @@
 """The *skeleton* of a conversation: the chat template's text around its leaves.
 
-Rendering an outline (data/chat/placeholders.py) shows the template's own text between the placeholders. The real texts
+Rendering an outline (data/chat/conversation.py) shows the template's own text between the placeholders. The real texts
 laid out in the skeleton must give the real rendering, character by character; then the characters that the model
 generates are known, not guessed.
 """
@@ -13,8 +13,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-from mini_trainer.data.chat.examples import ASSISTANT, Message
-from mini_trainer.data.chat.placeholders import Outline, replace_placeholders
+from mini_trainer.data.chat.conversation import ASSISTANT, Message, Outline, replace_placeholders
 
 STRIPS = ("", "\n", None)  # templates strip nothing, newlines or all whitespace from a text's ends
 PADDING = "\n \n"  # each of STRIPS leaves a different part of it

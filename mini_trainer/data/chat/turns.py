@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mini_trainer.data.chat.examples import ASSISTANT, Message
-from mini_trainer.data.chat.placeholders import (
+from mini_trainer.data.chat.conversation import (
+    ASSISTANT,
     OTHER_STAND_IN,
     STAND_IN,
+    Message,
     Outline,
     has_calls,
     list_keys,

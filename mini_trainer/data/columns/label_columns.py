@@ -6,9 +6,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.columns.columns import Bars, Columns, Counts, RowFacts, Task, check_numbers, format_count
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import (
+    IGNORED,
+    Bars,
+    Columns,
+    Counts,
+    RowFacts,
+    Sample,
+    Task,
+    check_numbers,
+    format_count,
+)
 
 TYPES_COLUMN = "token_type_ids"
 TARGET_COLUMN = "target"

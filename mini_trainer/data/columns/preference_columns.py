@@ -13,9 +13,7 @@ from mini_trainer.data.chat.token_spans import (
     add_mismatched,
     pair_up,
 )
-from mini_trainer.data.columns.columns import Columns, Counts, RowFacts, Task
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample
+from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, Counts, RowFacts, Sample, Task
 from mini_trainer.data.columns.token_columns import TextColumns
 
 MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"

@@ -8,9 +8,17 @@ import numpy as np
 import pyarrow as pa
 
 from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
-from mini_trainer.data.columns.columns import Bars, Columns, Counts, RowFacts, Task, check_numbers, format_count
-from mini_trainer.data.columns.labels import IGNORED
-from mini_trainer.data.columns.sample import Sample
+from mini_trainer.data.columns.base import (
+    IGNORED,
+    Bars,
+    Columns,
+    Counts,
+    RowFacts,
+    Sample,
+    Task,
+    check_numbers,
+    format_count,
+)
 
 WEIGHTS_COLUMN = "loss_weights"
 IMAGES_COLUMN = "images"

@@ -1,1 +1,1 @@
-"""Converts rows of any file to a tokenized data set on disk, and reads it back."""
+"""Rows of any file become a tokenized data set on disk."""

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from mini_trainer.data.rows.layout import find_fault
 from mini_trainer.data.rows.tables import DELIMITERS, split_table
 from mini_trainer.data.rows.values import RowReader
-from mini_trainer.data.stores.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
+from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
 from mini_trainer.data.stores.parquet import Batch, UnpacksToTooMuch, choose_batch_rows, count_rows, read_batches
 from mini_trainer.data.stores.remote import RemoteFile, find_remote
 from mini_trainer.options.urls import is_url

@@ -17,11 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mini_trainer.data.chat.conversation import IMAGE_PART, is_text_part, list_parts
 from mini_trainer.data.chat.masking import PRETRAIN, Chat, Completion, Document
-from mini_trainer.data.chat.placeholders import IMAGE_PART, is_text_part, list_parts
-from mini_trainer.data.rows.answers import check_prompt, leave_untrained
-from mini_trainer.data.rows.calls import read_message
-from mini_trainer.data.rows.columns import (
+from mini_trainer.data.rows.column_names import (
     ASKING,
     MEANINGS,
     PROMPTING,
@@ -36,10 +34,17 @@ from mini_trainer.data.rows.columns import (
 )
 from mini_trainer.data.rows.files import Chunk, Encoding, iterate_rows
 from mini_trainer.data.rows.layout import describe_wrapper, find_wrapped
-from mini_trainer.data.rows.turn_texts import parse_turns
-from mini_trainer.data.rows.values import refuse_non_json
-from mini_trainer.data.stores.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
-from mini_trainer.data.stores.strict_json import parse_json, quote, read_embedded_json
+from mini_trainer.data.rows.turn_texts import check_prompt, leave_untrained, parse_turns
+from mini_trainer.data.rows.values import read_message, refuse_non_json
+from mini_trainer.data.stores.json_lines import (
+    MAX_ROW_BYTES,
+    BadRow,
+    Row,
+    TooLong,
+    parse_json,
+    quote,
+    read_embedded_json,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from mini_trainer.data.columns.columns import SEQUENCES, TOKENS, LabelType, Task
-from mini_trainer.data.columns.data_kinds import describe_task, read_task
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, LabelType, Task
+from mini_trainer.data.columns.kinds import describe_task, read_task
 from mini_trainer.data.columns.label_columns import describe_names
-from mini_trainer.data.columns.labels import IGNORED
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import FieldNames, Label, Labelled, Words, is_ignored
 from mini_trainer.data.stores.disk import read_object

@@ -8,13 +8,13 @@ from typing import Any
 from mini_trainer.data.chat.masking import ChatMasker, Contents, load_stop_token_ids
 from mini_trainer.data.chat.pictures import ImageExpander, load_processor
 from mini_trainer.data.chat.templates import change_tokenizer, load_tokenizer
-from mini_trainer.data.rows.feedback import FEEDBACK, FeedbackFields
+from mini_trainer.data.rows.feedback_rows import FEEDBACK, FeedbackFields
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths
 from mini_trainer.data.rows.labelled import CLASSIFICATION, FieldNames
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, describe_pairs
 from mini_trainer.data.rows.labels import describe_similar
-from mini_trainer.data.rows.preferences import PREFERENCE, PreferenceFields
+from mini_trainer.data.rows.preference_rows import PREFERENCE, PreferenceFields
 from mini_trainer.data.rows.random_rows import prepare_random
 from mini_trainer.data.rows.rows import (
     Preparation,
@@ -26,7 +26,7 @@ from mini_trainer.data.rows.rows import (
 )
 from mini_trainer.data.rows.survey import describe_repeats, survey_rows
 from mini_trainer.data.stores.model_files import find_model
-from mini_trainer.distributed.garbage import without_collector
+from mini_trainer.distributed.process import without_collector
 from mini_trainer.options import ProcessDataOptions, RowOptions, parse_template_args
 
 BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.columns.columns import CAUSAL_LM, Columns, Task
-from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.base import CAUSAL_LM, Columns, Task
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
 from mini_trainer.data.rows.rows import FormattedChunk, Preparation
-from mini_trainer.data.stores.lines import Row
+from mini_trainer.data.stores.json_lines import Row
 from mini_trainer.options import RowOptions
 
 DEFAULT_LENGTH = 2048

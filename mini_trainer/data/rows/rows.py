@@ -11,16 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.chat.control_tokens import MODES
-from mini_trainer.data.chat.examples import ASSISTANT
+from mini_trainer.data.chat.conversation import ASSISTANT
 from mini_trainer.data.chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
 from mini_trainer.data.chat.rendering import one_line
 from mini_trainer.data.chat.token_spans import Remark
-from mini_trainer.data.columns.columns import FEEDBACK as FEEDBACK_DATA
-from mini_trainer.data.columns.columns import PREFERENCE as PREFERENCE_DATA
-from mini_trainer.data.columns.columns import VISION, Task
+from mini_trainer.data.chat.tokens import MODES
+from mini_trainer.data.columns.base import FEEDBACK as FEEDBACK_DATA
+from mini_trainer.data.columns.base import PREFERENCE as PREFERENCE_DATA
+from mini_trainer.data.columns.base import VISION, Task
 from mini_trainer.data.columns.label_columns import LABEL_TYPES
-from mini_trainer.data.rows.feedback import FEEDBACK, Feedback, FeedbackFields, mask_feedback, read_feedback, read_pairs
+from mini_trainer.data.rows.feedback_rows import (
+    FEEDBACK,
+    Feedback,
+    FeedbackFields,
+    mask_feedback,
+    read_feedback,
+    read_pairs,
+)
 from mini_trainer.data.rows.files import (
     Chunk,
     Encoding,
@@ -43,7 +50,7 @@ from mini_trainer.data.rows.formats import (
 from mini_trainer.data.rows.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, TokenizedText
 from mini_trainer.data.rows.pictured import read_pictured
-from mini_trainer.data.rows.preferences import (
+from mini_trainer.data.rows.preference_rows import (
     PREFERENCE,
     Preference,
     PreferenceFields,
@@ -53,7 +60,7 @@ from mini_trainer.data.rows.preferences import (
 from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
 from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
-from mini_trainer.data.stores.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
+from mini_trainer.data.stores.json_lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
 from mini_trainer.options.choices import Implemented
 
 IMPLEMENTED_ROWS: Implemented = {

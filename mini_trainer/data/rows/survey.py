@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.files import Chunk, Source, read_chunks
 from mini_trainer.data.rows.labelled import FieldNames, Labelled, TextPair, Words, is_ignored, read_labelled
 from mini_trainer.data.rows.labels import (

@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Iterable, Iterator
 
-from mini_trainer.data.stores.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, TooLong
+from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, TooLong
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}

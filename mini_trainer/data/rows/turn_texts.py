@@ -1,11 +1,37 @@
-"""Messages that tables hold as JSON text, since their cells have one type: read as if the row had the list itself."""
+"""Messages of tables and of answers: cells that hold JSON text, and chats whose last messages answer a prompt."""
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from mini_trainer.data.rows.columns import TURNS, Fields
-from mini_trainer.data.stores.strict_json import parse_json, read_embedded_json
+from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Message
+from mini_trainer.data.rows.column_names import TURNS, Fields
+from mini_trainer.data.stores.json_lines import parse_json, read_embedded_json
+
+
+def check_ends(messages: list[Message], num_prompt: int, name: str) -> None:
+    """Raises ValueError for a prompt that ends within the assistant's turn, and an answer that ends outside of it."""
+    check_prompt(messages[:num_prompt])
+    if messages[-1]["role"] != ASSISTANT:
+        raise ValueError(f"{name} ends with the role {messages[-1]['role']!r}, expected an assistant's message")
+
+
+def check_prompt(prompt: list[Message]) -> None:
+    """Raises ValueError for a prompt that ends within the assistant's turn."""
+    if prompt[-1]["role"] == ASSISTANT:
+        raise ValueError(
+            "the prompt ends with an assistant's message, and it is not known whether the answer continues it or is"
+            " another message: make it part of the answer, or end the prompt with a user's message"
+        )
+
+
+def leave_untrained(chat: Chat, num_messages: int) -> Chat:
+    """The chat, of which the first messages are not trained."""
+    prompt = [{key: value for key, value in message.items() if key != "weight"} for message in chat.messages]
+    untrained = [message | {"train": False} for message in prompt[:num_messages]]
+    return replace(chat, messages=[*untrained, *chat.messages[num_messages:]])
+
 
 PRINTED = re.compile(r"\[\{'(?:role|content|from|value|tool_calls)':")  # what pandas writes of lists to .csv
 PRINTED_WORDS = re.compile(r"\[(?:'[^']*'|\"[^\"]*')[,\]\s]")

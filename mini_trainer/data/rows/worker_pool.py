@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from mini_trainer.distributed.garbage import without_collector
+from mini_trainer.distributed.process import without_collector
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

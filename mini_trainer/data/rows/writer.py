@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mini_trainer.data.chat.masking import TokenizedChat, TrainedSpan
-from mini_trainer.data.columns.columns import Task
-from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
 
 EncodedSamples = pa.RecordBatch | bytes  # in the output's format; bytes for JSON lines

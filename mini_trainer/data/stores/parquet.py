@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mini_trainer.data.stores.lines import MAX_ROW_BYTES, TooLong
+from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, TooLong
 
 MAX_UNPACKED_BYTES = 512 << 20  # of the largest page of each column, together: pages are unpacked whole
 BYTES_PER_VALUE = 8  # in memory, besides the value itself: its place in lists, and where it is null

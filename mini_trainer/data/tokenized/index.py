@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.columns.sample import LENGTHS_COLUMN
+from mini_trainer.data.columns.base import LENGTHS_COLUMN
 from mini_trainer.data.stores.disk import locked, written_aside
 
 VERSION = 2

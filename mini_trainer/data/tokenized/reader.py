@@ -13,18 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from mini_trainer.data.columns.columns import Columns, RowFacts, check_sample
-from mini_trainer.data.columns.data_kinds import COLUMNS, read_task
-from mini_trainer.data.columns.sample import LENGTHS_COLUMN, Sample
+from mini_trainer.data.columns.base import LENGTHS_COLUMN, Columns, RowFacts, Sample, check_sample
+from mini_trainer.data.columns.kinds import COLUMNS, read_task
 from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
 from mini_trainer.data.stores.disk import list_wrong, read_object
-from mini_trainer.data.stores.lines import MAX_ROW_BYTES
+from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
 from mini_trainer.data.stores.parquet import check_file, choose_batch_rows
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.terminal import shows_progress
+from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.options.urls import is_url
 
 # Columns that are read from data sets of every kind.

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.columns.columns import Task
-from mini_trainer.data.columns.data_kinds import COLUMNS
+from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import CLASSIFICATION
 from mini_trainer.data.rows.report import DROPPED, Totals

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mini_trainer.data.stores.disk import hash_json, remove, written_aside
-from mini_trainer.data.stores.remote import describe_remote, has_remote
-from mini_trainer.data.stores.uploading import (
+from mini_trainer.data.stores.remote import (
     check_writable,
+    describe_remote,
     describe_upload,
+    has_remote,
     list_remote,
     remove_remote,
     upload_directory,

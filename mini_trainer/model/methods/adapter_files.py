@@ -13,21 +13,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from mini_trainer.data.stores.config_values import check_values
 from mini_trainer.data.stores.contents import Tell, verify_model
 from mini_trainer.data.stores.disk import hash_file, read_object
+from mini_trainer.data.stores.model_files import check_values
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.config import load_generation_file
-from mini_trainer.model.finite import check_finite
 from mini_trainer.model.methods.adapter_settings import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PREFIX,
+    check_patterns,
     check_settings,
     read_settings,
 )
-from mini_trainer.model.methods.patterns import check_patterns
-from mini_trainer.model.stored import Reader, read_tensor
+from mini_trainer.model.stored_tensors import Reader, check_finite, read_tensor
 from mini_trainer.model.weights import grow_rows
 from mini_trainer.options.problems.packages import require
 

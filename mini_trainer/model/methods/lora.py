@@ -40,9 +40,9 @@ from mini_trainer.model.methods.lora_layers import (
     list_kinds,
     make_config,
     make_initial,
+    speed_up,
 )
 from mini_trainer.model.methods.lora_merging import Merger
-from mini_trainer.model.methods.lora_product import speed_up
 from mini_trainer.model.methods.nf4 import NF4Weight, fill_packed, pack_layers, whole_weights
 from mini_trainer.model.methods.nf4_experts import adapt_experts, pack_experts
 from mini_trainer.model.weights import Reader

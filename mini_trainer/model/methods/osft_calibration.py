@@ -26,8 +26,7 @@ from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import iterate_owners
 from mini_trainer.model.methods.hashed_tensors import load_hashed, save_hashed
 from mini_trainer.model.methods.osft_subspaces import find_targets, weight_shape
-from mini_trainer.objectives.families.parts import find_blocks
-from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import DataOptions

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import find_linear_layers
 from mini_trainer.model.methods.hashed_tensors import load_hashed, save_hashed

@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig
 
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.optim.compact_adamw import BLOCK_SIZE, CompactAdamW
-from mini_trainer.model.optim.decay import find_decayed
-from mini_trainer.model.optim.matrices import Layout, find_family, find_matrices
+from mini_trainer.model.optim.matrices import Layout, find_decayed, find_family, find_matrices
 from mini_trainer.model.optim.muon import Muon, count_flops
 from mini_trainer.model.optim.rates import BLOCK, Rates, choose_rates, name_of_file
 from mini_trainer.options import OptimizationOptions

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-from mini_trainer.data.columns.sample import Sample, list_sequences
+from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.objectives.families.family import Family, Own, Reader
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, pack_row
 from mini_trainer.objectives.families.packed_row import describe_row

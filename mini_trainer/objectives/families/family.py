@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.sample import Sample, list_sequences
+from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, pack_row
 from mini_trainer.objectives.families.packed_row import find_pad_position
 from mini_trainer.objectives.families.text_tower import LeftOut

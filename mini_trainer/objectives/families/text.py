@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.objectives.families.family import Family, Own, Reader
-from mini_trainer.objectives.families.micro_batch import MicroBatch, chunk_sequences
+from mini_trainer.objectives.families.micro_batch import MicroBatch, chunk_sequences, gather_ids
 from mini_trainer.objectives.families.packed_row import describe_row
 from mini_trainer.objectives.families.router_loss import ROUTER_LOSSES, sum_router_losses
-from mini_trainer.objectives.families.row_part import gather_ids
 from mini_trainer.objectives.families.text_tower import (
     LeftOut,
     find_decoder,

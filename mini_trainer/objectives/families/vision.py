@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mini_trainer.data.chat.pictures import as_data_url, load_processor, open_image
-from mini_trainer.data.columns.sample import Sample, list_sequences
+from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.objectives.families.family import Family, Own
 from mini_trainer.objectives.families.micro_batch import Blocks, MicroBatch, Row, pack_row
-from mini_trainer.objectives.families.parts import list_parts
 from mini_trainer.objectives.families.text import TextFamily, TextReader, find_lost_scale, find_router_loss
 from mini_trainer.objectives.families.text_tower import (
     find_base,
     find_decoder,
     find_placeholders,
     is_multimodal,
+    list_parts,
     text_config,
 )
 

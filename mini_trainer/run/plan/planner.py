@@ -20,32 +20,29 @@ from mini_trainer.data.stores.model_files import find_weights
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.devices import DTYPES, PEAK_FLOPS, describe_device, find_peak_flops
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, log
+from mini_trainer.distributed.lock import SLOW_LIMIT
 from mini_trainer.distributed.meeting import count_local_ranks
 from mini_trainer.distributed.memory import GIB, MARGIN, memory_limit
-from mini_trainer.distributed.open_files import count_open_files, find_missing_files, list_group_sizes
-from mini_trainer.distributed.peers import SLOW_LIMIT
+from mini_trainer.distributed.process import count_open_files, find_missing_files, list_group_sizes
 from mini_trainer.distributed.row_group import check_sharing
 from mini_trainer.distributed.world import call_on_rank0, count_shards, divide_world, init_world, setup_logging
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.options import DATA_SETS, ExportOptions, TrainOptions, flatten_options, replace_options
-from mini_trainer.run.agreement import describe_start
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state, read_origin
 from mini_trainer.run.due import list_export_steps
+from mini_trainer.run.identity import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.local_data import find_local_data
 from mini_trainer.run.plan.choice import list_resharding
-from mini_trainer.run.plan.duration import plan_time
 from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
 from mini_trainer.run.plan.memory import plan_memory, simulated_compute
-from mini_trainer.run.plan.reference import plan_reference
+from mini_trainer.run.plan.other_models import plan_reference, plan_teacher
 from mini_trainer.run.plan.simulation import Ranks, lay_out_model
-from mini_trainer.run.plan.speed import measure_speed
-from mini_trainer.run.plan.teacher import plan_teacher
-from mini_trainer.run.record import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
-from mini_trainer.run.run_model import keeps_to_budget, weigh_images
+from mini_trainer.run.plan.speed import measure_speed, plan_time
+from mini_trainer.run.raw_rows import find_local_data
+from mini_trainer.run.run_model import describe_schedule, keeps_to_budget, weigh_images
 from mini_trainer.run.start import open_inputs
-from mini_trainer.run.start_report import describe_schedule
+from mini_trainer.run.start_checks import describe_start
 from mini_trainer.sampler import RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one

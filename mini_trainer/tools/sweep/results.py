@@ -13,7 +13,7 @@ from mini_trainer.options import TrainOptions, list_types
 from mini_trainer.options.command_line import describe_options, flag_for
 from mini_trainer.tools.sweep.settings import UNEXPORTED, Settings, Values, show_value
 from mini_trainer.tools.sweep.study import Trial
-from mini_trainer.use.plots.page import make_curves_page
+from mini_trainer.use.plots.curves_page import make_curves_page
 from mini_trainer.use.plots.run_files import Run
 
 RESULTS, CURVES, BEST = "results.json", "curves.html", "best.yaml"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mini_trainer.data.columns.columns import Task
+from mini_trainer.data.columns.base import Task
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.class_scores import describe_prediction, predict_classes, summarize_classes
 from mini_trainer.objectives.classes import Classification

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from mini_trainer.data.chat.masking import fingerprint_tokenizer
-from mini_trainer.data.columns.columns import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS
-from mini_trainer.data.columns.data_kinds import describe_task
+from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, list_sequences
+from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.columns.label_columns import describe_names
-from mini_trainer.data.columns.sample import list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
@@ -24,20 +23,20 @@ from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
 from mini_trainer.model.config import ModelSource, check_rope
 from mini_trainer.model.fingerprints import fingerprint_data
-from mini_trainer.model.methods.full import Full
+from mini_trainer.model.method import Full
 from mini_trainer.model.scoring.data_scores import score_data
-from mini_trainer.objectives.choice import Settings, make_family, make_objective
 from mini_trainer.objectives.classes import PROBLEM_TYPES
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.rewards import REWARD
+from mini_trainer.objectives.specs import Settings, make_family, make_objective
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
 from mini_trainer.run.choosing import choose_adapter_method
 from mini_trainer.use.evaluation import classes, losses, pairs
 from mini_trainer.use.evaluation.kept import is_made_by, write_made
 from mini_trainer.use.evaluation.results import Measured
-from mini_trainer.use.inference.models import FoundModel
+from mini_trainer.use.inference.loading import FoundModel
 
 MAX_TOKENS_SHOWN = 2000  # per sequence
 # Of two answers, a language model prefers the one whose tokens are more probable in the mean.

@@ -22,7 +22,7 @@ from mini_trainer.use.evaluation.task_files import (
     read_config,
 )
 from mini_trainer.use.inference.hf_engine import HFEngine
-from mini_trainer.use.inference.models import FoundModel
+from mini_trainer.use.inference.loading import FoundModel
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

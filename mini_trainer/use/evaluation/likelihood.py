@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, gather_on_rank0
 from mini_trainer.use.inference.hf_engine import HFEngine
 from mini_trainer.use.inference.prompts import Prompt, encode_text, render_prompt

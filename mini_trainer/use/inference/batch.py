@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.terminal import show_progress
+from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.use.inference.answers import AnswerFile, Line, dump, is_empty, make_line
 from mini_trainer.use.inference.engine import Engine, Request

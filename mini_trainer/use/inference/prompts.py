@@ -21,12 +21,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mini_trainer.data.chat.borders import count_ending
-from mini_trainer.data.chat.examples import ASSISTANT, Chat, Completion, Message
+from mini_trainer.data.chat.conversation import (
+    ASSISTANT,
+    Chat,
+    Completion,
+    Message,
+    make_outline,
+    split_at_placeholders,
+)
 from mini_trainer.data.chat.masking import ONLY_FOR_MASKING
-from mini_trainer.data.chat.placeholders import make_outline, split_at_placeholders
 from mini_trainer.data.chat.rendering import prepare_for, template_errors
 from mini_trainer.data.chat.templates import check_template_args
+from mini_trainer.data.chat.tokens import count_ending
 from mini_trainer.data.rows.files import Folder, Row, Source, describe_skipped, find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
 from mini_trainer.data.rows.turn_texts import parse_turns

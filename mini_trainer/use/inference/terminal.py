@@ -3,7 +3,7 @@
 import signal
 from contextlib import closing, suppress
 
-from mini_trainer.data.chat.examples import ASSISTANT, Message
+from mini_trainer.data.chat.conversation import ASSISTANT, Message
 from mini_trainer.distributed.messages import make_visible, say
 from mini_trainer.use.inference.engine import Engine
 from mini_trainer.use.inference.prompts import Prompt

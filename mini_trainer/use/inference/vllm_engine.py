@@ -9,10 +9,9 @@ from typing import Any
 from mini_trainer.model.methods.adapter_settings import check_settings
 from mini_trainer.options import EngineOptions, SamplingOptions
 from mini_trainer.options.problems.packages import require
-from mini_trainer.use.inference.engine import Answer, Key, Request
-from mini_trainer.use.inference.models import FoundModel, choose_dtype
+from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed
+from mini_trainer.use.inference.loading import FoundModel, choose_dtype
 from mini_trainer.use.inference.prompts import Prompt, encode_prompt
-from mini_trainer.use.inference.sampling import make_seed
 
 # Sampling parameters that a model's generation config can set in vLLM, besides temperature and length.
 MODELS_OWN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "top_p", "top_k", "min_p")

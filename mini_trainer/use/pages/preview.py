@@ -16,13 +16,11 @@ from typing import Any
 from mini_trainer.data.chat.masking import TokenizedChat
 from mini_trainer.data.chat.pictures import as_data_url, name_reference, open_image
 from mini_trainer.data.chat.token_spans import Pictures
-from mini_trainer.data.columns.columns import Bars, Task
-from mini_trainer.data.columns.data_kinds import COLUMNS
-from mini_trainer.data.columns.labels import IGNORED
+from mini_trainer.data.columns.base import IGNORED, Bars, Task
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import DROPPED, Totals, percentile
 from mini_trainer.data.rows.writer import TokenizedSample
-from mini_trainer.distributed.messages import make_visible, say
-from mini_trainer.distributed.printing import print_as_is
+from mini_trainer.distributed.messages import make_visible, print_as_is, say
 from mini_trainer.use.pages.page import escape_json, fold, make_page
 
 PAGE = Path(__file__).with_name("preview.html")

@@ -22,7 +22,7 @@ from mini_trainer.use.plots.columns import (
     parse_row,
     to_float,
 )
-from mini_trainer.use.plots.page import make_curves_page
+from mini_trainer.use.plots.curves_page import make_curves_page
 from mini_trainer.use.plots.run_files import Run, find_state, is_run, read_run_params
 from mini_trainer.use.plots.server import UNCHANGED, Answer, LocalServer, respond_with_curves
 from mini_trainer.use.plots.tables import median

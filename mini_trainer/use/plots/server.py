@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 from mini_trainer.distributed.messages import say
-from mini_trainer.use.plots.page import describe_page, load_library, make_curves_page, make_version
+from mini_trainer.use.plots.curves_page import describe_page, load_library, make_curves_page, make_version
 from mini_trainer.use.plots.run_files import Run
 
 HOST = "127.0.0.1"

@@ -1,0 +1,362 @@
+"""Conversations: training examples, prepared for masking, and their outlines with a placeholder for each text.
+
+The *leaves* of a conversation are the texts, names, numbers and ids in it: contents, reasoning, the names of calls,
+the values of their arguments. Its *outline* is the conversation with a numbered placeholder for each leaf. In calls'
+arguments, keys, booleans, null, "", {} and [] cannot have a placeholder: these *constants* stay in the outline, and
+are located by changing them (see data/chat/placing.py).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+ASSISTANT = "assistant"
+PRETRAIN = "pretrain"
+SYSTEM_ROLES = ("system", "developer")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation. A message may set `train` (true or false) or `weight` (0 to 1); by default the assistant's
+    messages are trained, with `unmask` all messages but the system's."""
+
+    messages: list[Message]
+    unmask: bool = False
+    tools: list[dict[str, Any]] | None = None
+    images: tuple[str, ...] = ()  # path or data: URL of each image part, in order
+    template_args: dict[str, Any] | None = None  # arguments of the template for this row
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and its completion, without a chat template: only the completion is trained."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text to be trained whole, ended by the tokenizer's end-of-text token."""
+
+    text: str
+
+
+Example = Chat | Completion | Document
+
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
+
+IMAGE_PART = {"type": "image"}  # in a content that is a list; its path or URL is kept separately
+# Templates test their input: a text's placeholder is letters and digits, as long as the ids that Mistral's templates
+# accept; a number's is a number.
+PLACEHOLDER = re.compile(r"xQ(\d{5})Qx|7391(\d{5})1937")
+MAX_NUM_LEAVES = 99_990
+STAND_IN = "xQ99999Qx"  # content of a stand-in assistant turn
+OTHER_STAND_IN = "xQ99998Qx"  # content of a stand-in user turn
+ANOTHER_TEXT = "xQuite"  # replaces constants to locate them
+
+ECHOED = ("id", "name")  # kinds of leaves that templates also write with the call's result
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A text, name, number or id of a conversation."""
+
+    message: int  # index into the messages
+    kind: str  # content, reasoning, name, argument, number, id
+    value: Any
+    call: int = -1  # counts the calls of the conversation; -1 outside of calls
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A conversation with placeholders, and the leaves they stand for."""
+
+    messages: list[Message]
+    leaves: list[Leaf]
+
+    @cached_property
+    def text(self) -> str:
+        return repr(self.messages)
+
+    def is_echoed(self, leaf: int) -> bool:
+        return self.leaves[leaf].kind in ECHOED
+
+    def is_assistants(self, leaf: int) -> bool:
+        return self.messages[self.leaves[leaf].message]["role"] == ASSISTANT
+
+
+def make_outline(messages: list[Message], *, only: str | None = None) -> Outline:
+    """The outline of a conversation, with placeholders in all messages or `only` in those with this role. Empty texts
+    stay as they are, because templates treat them as missing."""
+    holder = LeafHolder()
+    held = [
+        holder.hold_message(message, i, holds_texts=only is None or message["role"] == only)
+        for i, message in enumerate(messages)
+    ]
+    if len(holder.leaves) > MAX_NUM_LEAVES:
+        raise ValueError(f"has {len(holder.leaves):,} texts, allowed: at most {MAX_NUM_LEAVES:,}")
+    return Outline(held, holder.leaves)
+
+
+@dataclass
+class LeafHolder:
+    """Replaces leaves by placeholders and collects the leaves. A result shares the placeholders of the latest call
+    with its id and name, so the same id can occur again in each round."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    ids: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    num_calls: int = 0
+
+    def hold_message(self, message: Message, i: int, *, holds_texts: bool) -> Message:
+        held = dict(message)
+        if holds_texts and "content" in message:
+            held["content"] = self.hold_content(message["content"], i)
+        for key in REASONING_KEYS:
+            if key in message and message["role"] == ASSISTANT:
+                held[key] = self.hold_text(message[key], i, "reasoning")
+        if "tool_call_id" in message:
+            held["tool_call_id"] = self.hold_again(self.ids, message["tool_call_id"], i, "id")
+        if "name" in message and message["role"] == "tool":
+            held["name"] = self.hold_again(self.names, message["name"], i, "name")
+        if isinstance(message.get("tool_calls"), list):
+            held["tool_calls"] = [self.hold_call(call, i) for call in message["tool_calls"]]
+        return held
+
+    def hold_content(self, content: Any, i: int) -> Any:
+        if isinstance(content, list):
+            return [
+                {**part, "text": self.hold_text(part["text"], i, "content")} if is_text_part(part) else part
+                for part in content
+            ]
+        return self.hold_text(content, i, "content")
+
+    def hold_call(self, call: Any, i: int) -> Any:
+        if not isinstance(call, dict):
+            return call
+        held = dict(call)
+        for key, known in (("id", self.ids), ("name", self.names)):
+            if is_text(call.get(key)):
+                held[key] = known[call[key]] = self.hold_text(call[key], i, key, self.num_calls)
+        if "arguments" in call:
+            held["arguments"] = self.hold_argument(call["arguments"], i)
+        if "function" in call:
+            held["function"] = self.hold_call(call["function"], i)
+        else:
+            self.num_calls += 1
+        return held
+
+    def hold_argument(self, value: Any, i: int) -> Any:
+        if isinstance(value, dict):
+            return {key: self.hold_argument(item, i) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hold_argument(item, i) for item in value]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            self.leaves.append(Leaf(i, "number", value, self.num_calls))
+            return int(f"7391{len(self.leaves) - 1:05}1937")
+        return self.hold_text(value, i, "argument", self.num_calls)
+
+    def hold_again(self, known: dict[str, str], value: Any, i: int, kind: str) -> Any:
+        if isinstance(value, str) and value in known:
+            return known[value]
+        return self.hold_text(value, i, kind)
+
+    def hold_text(self, value: Any, i: int, kind: str, call: int = -1) -> Any:
+        if not is_text(value):
+            return value
+        self.leaves.append(Leaf(i, kind, value, call))
+        return f"xQ{len(self.leaves) - 1:05}Qx"
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def list_parts(message: Message) -> list[Any]:
+    """The parts of a message's content; empty if it is not a list."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def is_text_part(part: Any) -> bool:
+    """Whether this part of a content is {"type": "text", "text": ...}."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def replace_placeholders(value: Any, exchange: Callable[[int, Any], Any]) -> Any:
+    """`value` with each placeholder replaced by exchange(leaf, placeholder)."""
+    if isinstance(value, dict):
+        return {key: replace_placeholders(item, exchange) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replace_placeholders(item, exchange) for item in value]
+    if isinstance(value, str | int) and (match := PLACEHOLDER.fullmatch(str(value))):
+        return exchange(int(match[1] or match[2]), value)
+    return value
+
+
+def split_at_placeholders(text: str) -> tuple[list[int], list[str]]:
+    """The leaves in `text`, in order, and the text before, between and after them."""
+    parts = PLACEHOLDER.split(text)  # literal, text's number, number's number, literal, ...
+    return [int(a or b) for a, b in zip(parts[1::3], parts[2::3], strict=True)], parts[::3]
+
+
+def replace_arguments(call: Any, exchange: Callable[[Any], Any]) -> Any:
+    """The call with its arguments replaced by exchange(arguments) if they are a dictionary."""
+    if not isinstance(call, dict):
+        return call
+    changed = dict(call)
+    if isinstance(call.get("arguments"), dict):
+        changed["arguments"] = exchange(call["arguments"])
+    if "function" in call:
+        changed["function"] = replace_arguments(call["function"], exchange)
+    return changed
+
+
+def list_calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def has_calls(message: Message) -> bool:
+    return bool(list_calls(message))
+
+
+def mark_keys(call: Any, first: int) -> tuple[Any, list[str]]:
+    """The call with a placeholder before each key of its arguments, and the keys by number. Placeholders are numbered
+    from `first` in the order of the keys, so that templates that sort keys do not reorder them."""
+    keys: list[str] = []
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, list):
+            return [mark(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        marks = {}
+        for key in sorted(value, key=str.lower):
+            marks[key] = f"xQ{first + len(keys):05}Qx"
+            keys.append(key)
+        return {marks[key] + key: mark(item) for key, item in value.items()}
+
+    return replace_arguments(call, mark), keys
+
+
+def list_keys(message: Message) -> set[str]:
+    """The keys of the calls' arguments, at any depth."""
+    return {key for call in list_calls(message) for key in mark_keys(call, 0)[1]}
+
+
+def list_constants(call: Any) -> Iterator[tuple[Any, Any]]:
+    """Each constant of the call's arguments, with the call in which only that one is changed."""
+    counter = ConstantChanger(-1)
+    replace_arguments(call, counter.change)
+    for wanted in range(counter.num_seen):
+        changer = ConstantChanger(wanted)
+        changed = replace_arguments(call, changer.change)
+        yield changer.found, changed
+
+
+@dataclass
+class ConstantChanger:
+    """Changes one constant: number `wanted` of those visited."""
+
+    wanted: int
+    num_seen: int = 0
+    found: Any = None
+
+    def change(self, value: Any) -> Any:
+        if isinstance(value, dict) and value:
+            return {key: self.change(item) for key, item in value.items()}
+        if isinstance(value, list) and value:
+            return [self.change(item) for item in value]
+        if not (value is None or isinstance(value, bool | dict | list) or value == ""):
+            return value
+        self.num_seen += 1
+        if self.num_seen - 1 != self.wanted:
+            return value
+        self.found = value
+        if isinstance(value, bool):
+            return not value
+        if isinstance(value, dict):
+            return {ANOTHER_TEXT: ANOTHER_TEXT}
+        return [ANOTHER_TEXT] if isinstance(value, list) else ANOTHER_TEXT
+
+
+ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation without the fields that are only for masking, and the weight of each message.
+
+    `is_plain`: each message has only a role and a text, so the outline follows from the roles and need not be made.
+    """
+
+    messages: list[Message]
+    weights: list[float]
+    tools: list[dict[str, Any]] | None
+    is_plain: bool
+    images: tuple[str, ...] = ()
+
+    @property
+    def unmasked(self) -> set[int]:
+        """The trained messages of roles other than the assistant."""
+        pairs = enumerate(zip(self.messages, self.weights, strict=True))
+        return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
+
+    @cached_property
+    def outline(self) -> Outline:
+        return make_outline(self.messages)
+
+    @property
+    def values(self) -> list[Any]:
+        """The values of the outline's leaves."""
+        if self.is_plain:
+            return [message["content"] for message in self.messages]
+        return [leaf.value for leaf in self.outline.leaves]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A key shared by conversations with the same outline."""
+        texts = [(*message, message["role"]) for message in self.messages] if self.is_plain else [self.outline.text]
+        return (*sorted(self.unmasked), *texts, repr(self.tools))
+
+
+def prepare_chat(chat: Chat) -> PreparedChat:
+    """The chat, prepared; ValueError if its fields for masking are invalid."""
+    messages, weights = [], []
+    for number, message in enumerate(chat.messages, start=1):
+        by_default = message["role"] == ASSISTANT or (chat.unmask and message["role"] not in SYSTEM_ROLES)
+        try:
+            weights.append(read_weight(message, by_default))
+        except ValueError as error:
+            raise ValueError(f"message {number} ({message['role']}) {error}") from None
+        is_bare = message.keys().isdisjoint(ONLY_FOR_MASKING)
+        messages.append(message if is_bare else {key: message[key] for key in message if key not in ONLY_FOR_MASKING})
+    if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
+        raise ValueError("'tools' contain text that looks like a placeholder used for masking")
+    num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
+    if num_images != len(chat.images):
+        raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")
+    is_plain = all(len(message) == 2 and is_text(message.get("content")) for message in messages)
+    return PreparedChat(messages, weights, chat.tools, is_plain, chat.images)
+
+
+def read_weight(message: Message, by_default: bool) -> float:
+    """The weight of a message's tokens in the loss; 0: not trained."""
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise ValueError(f"has 'train': {train!r}, allowed: true, false")
+    is_trained = by_default if train is None else train
+    if weight is None:
+        return float(is_trained)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not (0 <= weight <= 1):
+        raise ValueError(f"has 'weight': {weight!r}, allowed: numbers from 0 to 1")
+    if weight > 0 and not is_trained:
+        raise ValueError(f"has 'weight': {weight!r} but is not trained; add 'train': true, or remove the weight")
+    return float(weight)

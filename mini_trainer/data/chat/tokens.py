@@ -1,0 +1,356 @@
+"""Token ids of texts: where each token is, tokens of control inside contents, and the border between prompt and answer.
+
+In byte-level vocabularies a token is some bytes. If the concatenated bytes of a text's tokens are the text's bytes,
+they give each token's place: nothing is assumed about normalizers, pre-tokenizers or special tokens. If they are not,
+or if a requested place is within a token, the text is encoded again, with offsets.
+
+A control token is any added token, special or not, but for those of whitespace. `as-text` encodes contents with such a
+token by the same tokenizer without added tokens, apart from the template's text around them; all other rows keep their
+tokens.
+
+A prompt that ends with a space, or with a line break, would otherwise share a token with the answer's beginning, which
+the model is never asked for.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from mini_trainer.data.chat.conversation import Message
+
+
+class ByteEncoder:
+    """Encodes with one tokenizer. Invariant: `token_bytes[i]` are the bytes of token i, if it is byte-level."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
+        self.backend = tokenizer.backend_tokenizer
+        self.token_bytes = find_token_bytes(tokenizer)
+        self.num_bytes = np.fromiter(map(len, self.token_bytes or []), np.int64)
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
+        """Encodings as `encode_batch` returns them, or equivalents with `ids` and the places of tokens."""
+        if self.token_bytes is None:
+            return self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        ids = [encoding.ids for encoding in encoded]
+        ends = np.cumsum(self.num_bytes[np.fromiter(chain.from_iterable(ids), np.int64)])  # of all texts in a row
+        bounds = np.cumsum([0, *map(len, ids)])
+        starts = np.concatenate([[0], ends])[bounds]
+        rows = zip(texts, ids, pairwise(bounds.tolist()), starts.tolist(), strict=False)
+        return [
+            ByteEncoding(text, row, ends[first:last], start, self.backend, add_special_tokens)
+            if b"".join(map(self.token_bytes.__getitem__, row)) == text.encode()
+            else self.backend.encode(text, add_special_tokens=add_special_tokens)
+            for text, row, (first, last), start in rows
+        ]
+
+
+class ByteEncoding:
+    """An encoding whose tokens' concatenated bytes are its text's. Has the methods of `tokenizers.Encoding` in use.
+
+    `ends`: the end of each token, in bytes of a longer text in which this one starts after `start` bytes.
+    """
+
+    def __init__(
+        self, text: str, ids: list[int], ends: np.ndarray, start: int, backend: Any, add_special_tokens: bool
+    ) -> None:
+        self.text, self.ids, self.ends, self.start = text, ids, ends, start
+        self.backend, self.add_special_tokens = backend, add_special_tokens
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def slow(self) -> Any:
+        return self.backend.encode(self.text, add_special_tokens=self.add_special_tokens)
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        return self.slow.offsets
+
+    def find_start(self, at: int) -> int | None:
+        """The token that begins at character `at`; None if that is within a token."""
+        if at == 0:
+            return 0
+        end = self.start + (at if self.text.isascii() else len(self.text[:at].encode()))
+        token = int(self.ends.searchsorted(end))
+        return token + 1 if self.ends[token] == end else None
+
+
+def find_token_bytes(tokenizer: Any) -> list[bytes] | None:
+    """The bytes of every token by id; None if the vocabulary is not byte-level."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    decoder = state["decoder"] or {}
+    if "ByteLevel" not in {part["type"] for part in (decoder, *decoder.get("decoders", []))}:
+        return None
+    byte_of = {character: byte for byte, character in enumerate(list_byte_characters())}
+    added = {token_id: token.content.encode() for token_id, token in tokenizer.added_tokens_decoder.items()}
+    vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id not in added}
+    token_bytes = [b""] * (1 + max([*vocabulary, *added]))
+    for token_id, token in vocabulary.items():
+        token_bytes[token_id] = bytes(byte_of[character] for character in token if character in byte_of)
+    for token_id, content in added.items():
+        token_bytes[token_id] = content
+    return token_bytes
+
+
+def list_byte_characters() -> list[str]:
+    """The character for each byte in byte-level vocabularies (GPT-2); printable ones stand for themselves."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)}
+    others = (chr(256 + i) for i in range(256))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
+
+
+KEEP, AS_TEXT, REFUSE = "keep", "as-text", "refuse"
+MODES = (KEEP, AS_TEXT, REFUSE)
+CONTROL, CONTROL_AS_TEXT = "control token", "control token as text"  # kinds of remarks on rows with one in a text
+HIDDEN = 0xF0000  # first of the characters that stand for hidden ones; for private use
+MAX_NUM_HIDDEN = 1000  # texts of a row with control tokens
+NEVER_WRITTEN = ("role", "type")  # keys of messages that are no contents
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer, and what --control-tokens makes of them."""
+
+    def __init__(self, tokenizer: Any, mode: str = KEEP) -> None:
+        self.tokenizer, self.mode = tokenizer, mode
+        found = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self.ids = {token_id for token, token_id in found.items() if token.strip(" \t\r\n▁")}
+        tokens = sorted((token for token, token_id in found.items() if token_id in self.ids), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+    def find(self, texts: Sequence[Any]) -> str | None:
+        """The first control token in the texts; what is no text has none."""
+        found = (self.pattern.search(text) for text in texts if isinstance(text, str))
+        return next((match[0] for match in found if match is not None), None)
+
+    @cached_property
+    def plain(self) -> ByteEncoder:
+        """Encodes texts as if the tokenizer had no control tokens."""
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] not in self.ids]
+        return ByteEncoder(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state))))
+
+    def check(self, ids: Sequence[int], text: str) -> None:
+        """ValueError if tokens that `plain` made of the text have a control token."""
+        if not self.ids.isdisjoint(ids):
+            raise ValueError(f"the tokenizer cannot encode {self.find([text])!r} as text (--control-tokens as-text)")
+
+    def hide(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+        """The messages with the letters of each text that has a control token replaced by one character for all of
+        them, and these texts, in order."""
+        texts: list[str] = []
+
+        def hide(value: Any, key: str = "") -> Any:
+            if isinstance(value, dict):
+                return {name: hide(item, name) for name, item in value.items()}
+            if isinstance(value, list):
+                return [hide(item, key) for item in value]
+            if key in NEVER_WRITTEN or not isinstance(value, str) or self.find([value]) is None:
+                return value
+            texts.append(value)
+            return re.sub(r"\S", chr(HIDDEN + len(texts) - 1), value)
+
+        hidden = [hide(message) for message in messages]
+        if len(texts) > MAX_NUM_HIDDEN:
+            raise ValueError(f"has {len(texts):,} texts with control tokens, allowed: {MAX_NUM_HIDDEN:,}")
+        return hidden, texts
+
+    def locate(self, rendered: str, hidden: str, texts: Sequence[str]) -> list[tuple[int, int]]:
+        """Where each of the texts is in a rendered row, of which `hidden` is the rendering with them hidden; with the
+        spaces before it, which many vocabularies join with words.
+
+        Raises ValueError if the template writes one of them otherwise than as it is.
+        """
+        places, last = [], 0
+        for i, text in enumerate(texts):
+            start, end = hidden.find(chr(HIDDEN + i)), hidden.rfind(chr(HIDDEN + i)) + 1
+            as_it_is = rendered[start:end] == text.strip() and hidden[last:start] == rendered[last:start]
+            if start < last or not as_it_is or len(hidden) != len(rendered):
+                raise ValueError(
+                    f"the chat template does not write a text with the control token {self.find([text])!r} as it is, so"
+                    " it cannot be encoded as text: use --control-tokens keep or refuse"
+                )
+            places.append((len(rendered[:start].rstrip(" ")), end))
+            last = end
+        if hidden[last:] != rendered[last:]:
+            raise ValueError("the chat template writes the row otherwise with other texts in place of control tokens")
+        return places
+
+
+LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
+
+
+@dataclass(frozen=True)
+class Part:
+    """A text's part from character `start` on. The encoding's first tokens, `skipped` of them, are of a `lead`."""
+
+    start: int
+    encoding: Any
+    num_dropped: int = 0  # last tokens that are not the part's
+    lead: str = ""
+    skipped: int = 0
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return self.encoding.ids[self.skipped : len(self.encoding.ids) - self.num_dropped]
+
+    def find_token(self, at: int) -> int:
+        """The part's first token that begins at the text's character `at` or later."""
+        own = len(self.lead) + at - self.start
+        return find_token(self.encoding, own, self.skipped + len(self.ids)) - self.skipped
+
+
+class JoinedEncoding:
+    """The encodings of a text's parts, one after the other."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.ids = list(chain.from_iterable(part.ids for part in parts))
+        self.bounds = [0, *accumulate(len(part.ids) for part in parts)]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def find_token(self, at: int) -> int:
+        """The first token that begins at character `at` or later."""
+        i = max(i for i, part in enumerate(self.parts) if part.start <= at)
+        return self.bounds[i] + self.parts[i].find_token(at)
+
+
+class BorderEncoder:
+    """Encodes the parts of texts with one tokenizer."""
+
+    def __init__(self, tokenizer: Any, encoder: ByteEncoder, control: ControlTokens) -> None:
+        self.encoder, self.control = encoder, control
+        self.backend, self.eos = encoder.backend, (tokenizer.eos_token_id, tokenizer.eos_token)
+
+    def divide(self, text: str, starts: Sequence[int], *, plain: Sequence[tuple[int, int]] = ()) -> JoinedEncoding:
+        """The encodings of the text's parts, which begin at the `starts`; the `plain` parts [start, end) are encoded as
+        if the tokenizer had no control tokens."""
+        bounds = sorted({0, *starts, *chain.from_iterable(plain), len(text)})
+        texts = [text[start:end] for start, end in pairwise(bounds)]
+        is_plain = [any(start <= at < end for start, end in plain) for at in bounds[:-1]]
+        encodings = [self.encode(each, is_plain=one) for each, one in zip(texts, is_plain, strict=True)]
+        return self.join(texts, encodings, is_plain=is_plain)
+
+    def encode(self, text: str, *, is_plain: bool = False, adds_special: bool = False) -> Any:
+        """The text's encoding; if `is_plain` as if the tokenizer had no control tokens, ValueError if it still has."""
+        if is_plain:
+            self.control.check(encode(text, self.control.plain).ids, text)
+        return encode(text, self.control.plain if is_plain else self.encoder, adds_special=adds_special)
+
+    def join(
+        self,
+        texts: Sequence[str],
+        encodings: Sequence[Any],
+        *,
+        is_plain: Sequence[bool],
+        adds_special: bool = False,
+    ) -> JoinedEncoding:
+        """The encodings of the parts of one text; `adds_special`: the first is encoded as the tokenizer begins and ends
+        texts, and keeps the beginning.
+
+        Raises ValueError if their tokens together do not decode to the text.
+        """
+        parts = [Part(0, encodings[0], num_dropped=self.count_ending(encodings[0].ids, texts[0]) * adds_special)]
+        for i, text in enumerate(texts[1:], start=1):
+            before = "".join(texts[:i])
+            part = Part(len(before), encodings[i])
+            if not isinstance(part.encoding, ByteEncoding):  # whose tokens' bytes are the text's
+                encoder = self.control.plain if is_plain[i] else self.encoder
+                wholes = [
+                    encode(before + text, each, adds_special=adds_special).ids for each in {self.encoder, encoder}
+                ]
+                wholes = [ids[: len(ids) - self.count_ending(ids, text) * adds_special] for ids in wholes]
+                part = self.choose(parts, chain([part], list_continuations(part, text, encoder)), text, wholes)
+            parts.append(part)
+        return JoinedEncoding(parts)
+
+    def choose(self, parts: Sequence[Part], candidates: Iterable[Part], text: str, wholes: list[list[int]]) -> Part:
+        """The first of the text's encodings with which, after the `parts`, decoding gives the row's text, as it is or
+        as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `wholes`."""
+        first, *others = candidates
+        ids = list(chain.from_iterable(part.ids for part in parts))
+        before, alone = self.decode(ids), self.decode(first.ids)
+        wanted = {before + text, *map(self.decode, wholes)}
+        if leading_space(alone) == leading_space(text):  # not with a space mark of its own
+            wanted.add(before + alone)
+        for part in (first, *others):
+            if self.decode([*ids, *part.ids]) in wanted:
+                return part
+        raise ValueError(
+            f"the tokenizer cannot encode the answer apart from its prompt: {before[-20:]!r} and {text[:20]!r} would"
+            " not decode to the row's text; move the space at the prompt's end to the answer's beginning"
+        )
+
+    def count_ending(self, ids: Sequence[int], text: str) -> int:
+        return count_ending(ids, text, *self.eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+
+def encode(text: str, encoder: ByteEncoder, *, adds_special: bool = False) -> Any:
+    (encoding,) = encoder.encode([text], add_special_tokens=adds_special)
+    return encoding
+
+
+def count_ending(ids: Sequence[int], text: str, eos_token_id: int | None, eos_token: str | None) -> int:
+    """Last tokens with which the tokenizer ends a text by itself: one eos token that the text does not have."""
+    return int(len(ids) > 1 and ids[-1] == eos_token_id and not text.endswith(eos_token))
+
+
+def leading_space(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
+
+
+def list_continuations(part: Part, text: str, encoder: ByteEncoder) -> Iterator[Part]:
+    """The text behind characters that share no token with it: without a space mark for its beginning."""
+    for lead in LEADS:
+        encoding = encode(lead + text, encoder)
+        if not spans_border(encoding, len(lead)):
+            skipped = find_token(encoding, len(lead), len(encoding.ids))
+            yield Part(part.start, encoding, lead=lead, skipped=skipped)
+
+
+def spans_border(encoding: Any, at: int) -> bool:
+    """Whether a token has characters on both sides of the border before character `at`."""
+    if isinstance(encoding, ByteEncoding):
+        return encoding.find_start(at) is None
+    token = encoding.char_to_token(at)
+    return token is not None and encoding.token_to_chars(token)[0] < at
+
+
+def find_token(encoding: Any, at: int, num_tokens: int) -> int:
+    """The first of the tokens that begins at character `at` or later.
+
+    Searches around the token that has the character; building the list of all offsets takes much longer.
+    """
+    if isinstance(encoding, JoinedEncoding):
+        return min(encoding.find_token(at), num_tokens)
+    if isinstance(encoding, ByteEncoding):
+        token = encoding.find_start(at)
+        if token is not None:
+            return min(token, num_tokens)
+        encoding = encoding.slow
+    token = encoding.char_to_token(at)
+    if token is None:  # a character that no token has
+        return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
+    while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
+        token -= 1
+    while token < num_tokens and encoding.token_to_chars(token)[0] < at:
+        token += 1
+    return token

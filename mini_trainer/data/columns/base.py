@@ -1,0 +1,165 @@
+"""The door for data: the columns of a tokenized data set, by what it is for. The kinds are in data/columns/kinds.py."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+IGNORED = -100  # label of a token that is not trained
+
+
+Sample = dict[str, Any]  # `input_ids` (L,), and the columns of its objective and family; optional ones may be absent
+LENGTHS_COLUMN = "sequence_lengths"  # in samples of several sequences, which are concatenated in `input_ids`
+
+
+def list_sequences(sample: Sample) -> list[np.ndarray]:
+    """Token ids of each of a sample's sequences, which stay together in one micro-batch."""
+    lengths = sample.get(LENGTHS_COLUMN)
+    return [sample["input_ids"]] if lengths is None else np.split(sample["input_ids"], np.cumsum(lengths)[:-1])
+
+
+CAUSAL_LM, SEQUENCES, TOKENS = "causal-lm", "sequence-classification", "token-classification"
+VISION, PREFERENCE, FEEDBACK = "vision-language", "preference", "feedback"
+LabelType = Literal["single", "multi", "regression"]
+
+# Number of targets of each class, (classes,), and of all, in the samples that are trained.
+CountLabels = Callable[[], tuple[np.ndarray, float]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a data set is for, as its sidecar says; chats have no labels to name."""
+
+    objective: str = CAUSAL_LM
+    label_type: LabelType | None = None
+    label_names: tuple[str, ...] = ()  # by class; empty for regression
+    num_labels: int = 0  # classes; for regression values to predict
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What the data set says of a row in addition to its lists."""
+
+    task: Task
+    length: int  # tokens
+    num_counted: int  # targets
+    vocab_size: float  # the model's
+    where: str  # file and row, which messages begin with
+
+
+class Counts(Protocol):
+    """Counts over the rows of a data set (data.rows.report.Totals)."""
+
+    rows: Counter[str]  # by what became of them
+    trained_by_role: Counter[str]
+    stops: Counter[str]
+    labels: Counter[str]
+    num_samples: int
+    num_tokens: int
+    num_loss_counted_tokens: int
+
+    def describe_values(self) -> dict[str, float] | None: ...
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A chart of the page of process_data.py."""
+
+    title: str
+    counts: Mapping[str, int | float]
+    whole: int | None  # what the counts are shares of; None: they are numbers without a bar
+
+
+class Columns(ABC):
+    """What a data set for an objective has: the schema, the check of a row, and how rows are written, counted, shown.
+
+    The schema's lists are a sample's columns. `optional` may be missing or null; the values here take their place where
+    other rows have one, repeated for each token if they are numbers.
+    """
+
+    schema: pa.Schema
+    optional: ClassVar[Mapping[str, np.generic | tuple[()]]] = {}  # by column
+    target: str = "labels"  # the column of what is learned
+    has_labels = False  # whether rows name classes or values, which the sidecar lists
+    facts: tuple[str, ...] = ()  # list columns that describe a sample and are no part of it
+
+    @property
+    def sample_columns(self) -> list[str]:
+        """What a sample has: its tokens, its targets, and what may be null."""
+        return [field.name for field in self.schema if pa.types.is_list(field.type) and field.name not in self.facts]
+
+    def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
+        """The value of an optional column for a sample of `length` tokens that has none."""
+        value = self.optional[name]
+        return value if isinstance(value, tuple) else np.full(length, value)
+
+    @abstractmethod
+    def describe(self, task: Task) -> str:
+        """What is learned, in words."""
+
+    @abstractmethod
+    def check(self, sample: Sample, row: RowFacts) -> None:
+        """ValueError, which begins with the row's place, for one that breaks the contract. Tokens have been checked."""
+
+    @abstractmethod
+    def make_row(self, tokens: Any) -> dict[str, Any]:
+        """The columns of a tokenized row, without those that are null."""
+
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> Any:
+        """A tokenized row of `length` tokens that are drawn from `token_ids` (n,), for --mock-data."""
+        raise ValueError("--mock-data has no rows with labels: give rows")
+
+    def encode(self, samples: Sequence[Any]) -> pa.RecordBatch:
+        """The columns of tokenized rows."""
+        return pa.RecordBatch.from_pylist([self.make_row(tokens) for tokens in samples], schema=self.schema)
+
+    def report(self, counts: Counts, task: Task) -> Iterator[str]:
+        """Lines on the targets, for the terminal. Default: their number."""
+        yield format_count("targets", counts.num_loss_counted_tokens)
+
+    def draw(self, counts: Counts, task: Task) -> Bars:
+        """The chart of the targets. Default: their number."""
+        return Bars("Targets", {"targets": counts.num_loss_counted_tokens}, None)
+
+    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
+        """The figure of the targets: its label and value. Default: their number."""
+        return "targets", f"{counts.num_loss_counted_tokens:,}"
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        """The sidecar's entries on what the data is for."""
+        return {"objective": task.objective}
+
+
+def check_sample(columns: Columns, sample: Sample, row: RowFacts) -> None:
+    """ValueError for a row that is not what its objective's columns promise."""
+    check_aligned(sample, [name for name in ("input_ids", "labels") if name in sample], row)
+    input_ids = sample["input_ids"]
+    if input_ids.min() < 0 or input_ids.max() >= row.vocab_size:
+        raise ValueError(f"{row.where}: token ids beyond the model's vocabulary of {row.vocab_size}")
+    if LENGTHS_COLUMN in sample and (sample[LENGTHS_COLUMN].min() < 1 or sample[LENGTHS_COLUMN].sum() != row.length):
+        raise ValueError(f"{row.where}: {LENGTHS_COLUMN} are {sample[LENGTHS_COLUMN].tolist()} and len {row.length}")
+    columns.check(sample, row)
+
+
+def check_aligned(sample: Sample, names: Sequence[str], row: RowFacts) -> None:
+    """ValueError if one of the columns has not one value for each token."""
+    if any(len(sample[name]) != row.length for name in names):
+        counts = ", ".join(f"{len(sample[name])} {name}" for name in names)
+        raise ValueError(f"{row.where}: {counts} and len {row.length}")
+
+
+def check_numbers(sample: Sample, name: str, row: RowFacts, *, most: float = np.inf) -> None:
+    """ValueError if an optional column is there, and has not a number from 0 to `most` for each token."""
+    values = sample.get(name)
+    if values is not None and not (len(values) == row.length and values.min() >= 0 and values.max() <= most):
+        bounds = "from 0" if most == np.inf else f"from 0 to {most}"
+        raise ValueError(f"{row.where}: {name} has to hold {row.length} numbers {bounds}")
+
+
+def format_count(label: str, count: int, whole: int | None = None) -> str:
+    """A line of a report, with the share of `whole` if there is one."""
+    return f"  {label:<24}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")

@@ -1,0 +1,52 @@
+"""Which kinds of data there are: the one place that names them all, and what a sidecar says of one."""
+
+from typing import Any, get_args
+
+from mini_trainer.data.columns.base import (
+    CAUSAL_LM,
+    FEEDBACK,
+    PREFERENCE,
+    SEQUENCES,
+    TOKENS,
+    VISION,
+    Columns,
+    LabelType,
+    Task,
+)
+from mini_trainer.data.columns.label_columns import SequenceColumns, TokenColumns
+from mini_trainer.data.columns.preference_columns import FeedbackColumns, PreferenceColumns
+from mini_trainer.data.columns.token_columns import PicturedColumns, TextColumns
+
+COLUMNS: dict[str, Columns] = {
+    CAUSAL_LM: TextColumns(),
+    VISION: PicturedColumns(),
+    SEQUENCES: SequenceColumns(),
+    TOKENS: TokenColumns(),
+    PREFERENCE: PreferenceColumns(),
+    FEEDBACK: FeedbackColumns(),
+}
+
+
+def describe_task(task: Task) -> str:
+    """What a data set for the task teaches, in words."""
+    return COLUMNS[task.objective].describe(task)
+
+
+def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
+    """What a data set with this sidecar is for. ValueError, which begins with `named`, for what cannot be."""
+    sidecar = {} if sidecar is None else sidecar
+    objective = sidecar.get("objective", CAUSAL_LM)
+    if objective not in COLUMNS:
+        raise ValueError(f"{named}: made for the objective {objective!r}; known are {', '.join(COLUMNS)}")
+    if not COLUMNS[objective].has_labels:
+        return Task(objective)
+    label_type, names = sidecar.get("label_type"), sidecar.get("label_names")
+    if label_type not in get_args(LabelType):
+        raise ValueError(f"{named}: label_type is {label_type!r}; allowed: {', '.join(get_args(LabelType))}")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{named}: label_names is {names!r}, expected a list of names")
+    num_labels = sidecar.get("num_labels", 1) if label_type == "regression" else len(names)
+    is_known = bool(names) != (label_type == "regression") and len(set(names)) == len(names)
+    if not is_known or not isinstance(num_labels, int) or num_labels < 1:
+        raise ValueError(f"{named}: {label_type} labels with the names {names!r}; tokenize the data again")
+    return Task(objective, label_type, tuple(names), num_labels)

@@ -1,0 +1,268 @@
+"""Columns of rows, and keys of messages, that change the objective of a row.
+
+Such a column must be read by the row's format or ignored by the user (`--ignore-columns`); otherwise the file is
+refused: a row that is marked as a bad answer must not be trained as a good one. Other unread columns are counted for
+the report.
+"""
+
+import re
+import reprlib
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+from mini_trainer.data.chat.conversation import ASSISTANT, Message
+
+Fields = dict[str, Any]
+
+WEIGHING = "which parts of a row are trained, and how much they count"
+PROMPTING = "what the model sees before its answer"
+VISION_MODELS = "what the model sees or hears"
+ASKING = "what the answer is to"
+# Patterns of names by their meaning for the row; names are matched in lower case, with underscores between words.
+MEANINGS = {
+    "which of several answers is better": (
+        *("chosen*", "*_chosen", "rejected*", "*_rejected", "preferred*", "non_preferred*", "dispreferred*"),
+        *("preference*", "margin*", "winner*", "loser*", "positive_messages", "negative_messages"),
+    ),
+    "whether an answer is good or bad": (
+        *("label", "labels", "kto*", "desirable*", "undesirable*", "thumb", "thumbs", "thumb_*", "thumbs_*"),
+        *("feedback", "correct", "is_correct", "is_good", "is_bad", "is_chosen", "is_rejected", "is_preferred"),
+    ),
+    "how good an answer is": ("score*", "reward*", "rating*", "rank", "ranks", "ranking*", "advantage*"),
+    WEIGHING: (
+        *("loss*", "weight*", "*_weight", "*_weights", "mask", "masks", "mask_*", "*_mask", "*_masks", "unmask"),
+        *("train", "trainable", "training", "train_on_*", "train_detail", "training_detail"),
+        *("*_train_detail", "*_training_detail"),
+    ),
+    PROMPTING: ("system", "system_prompt", "tools", "functions", "history", "chat_template", "chat_template_kwargs"),
+    ASKING: ("prompt", "question", "instruction", "input", "context", "query"),
+    VISION_MODELS: ("image", "images", "video", "videos", "audio", "audios"),
+}
+OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, ASKING, VISION_MODELS))
+HINTS = {
+    "chosen": "--format preference reads chosen and rejected answers",
+    "rejected": "--format preference reads chosen and rejected answers",
+    "label": "--format classification reads labels",
+    "labels": "--format classification reads labels",
+    "image": "--images reads images of chats",
+    "images": "--images reads images of chats",
+    "system": "a system prompt can be a message of its own",
+    "system_prompt": "a system prompt can be a message of its own",
+}
+TURNS = ("messages", "conversations")
+MARKS = ("train", "training", "weight", "loss", "loss_scale")  # keys of messages that are read
+NUM_COLUMNS_SHOWN = 30
+MAX_NUM_COLUMNS = 200  # further unread columns are counted together
+WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+
+
+class RefusedColumn(ValueError):
+    """An unread column that changes the objective of rows; the file is refused, even with --skip-invalid."""
+
+
+@lru_cache(maxsize=4096)
+def find_meaning(name: str) -> str | None:
+    """The meaning for training of a column or key with this name; None if it has none."""
+    normalized = WORD_BORDER.sub("_", name).strip("_").lower()
+    for meaning, patterns in MEANINGS.items():
+        if any(fnmatchcase(normalized, pattern) for pattern in patterns):
+            return meaning
+    return None
+
+
+def check_columns(
+    row: Fields,
+    *,
+    read: Collection[str],
+    paths: Collection[str] = (),
+    ignored: Collection[str] = (),
+    why: str,
+    meanings: Collection[str] = tuple(MEANINGS),
+    tally: Counter[str],
+) -> None:
+    """Counts the row's columns that are neither in `read` nor on one of the `paths`; null and empty values do not
+    count. RefusedColumn, with the reason `why`, if one of them has one of the `meanings`."""
+    refused = {}
+    for name, value in list_unread(row, read, paths):
+        if says_nothing(value):
+            continue
+        own_name = name if name in row else name.rpartition(".")[2]
+        if name not in ignored and find_meaning(own_name) in meanings:
+            refused[name] = value
+        count_column(tally, name)
+    if refused:
+        raise refuse_columns(refused, why)
+
+
+def says_nothing(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
+def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The unread columns; for an object that a path leads into, its unread keys, by their paths."""
+    for name, value in row.items():
+        if name in read or name in paths:
+            continue
+        inner = [path.removeprefix(f"{name}.") for path in paths if path.startswith(f"{name}.")]
+        if inner and isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in list_unread(value, (), inner))
+        else:
+            yield name, value
+
+
+def refuse_columns(refused: Mapping[str, Any], why: str) -> RefusedColumn:
+    """The error for unread columns that change the objective."""
+    found = [
+        f"{name!r} ({reprlib.repr(value)}), which says {find_meaning(name) or find_meaning(name.rpartition('.')[2])}"
+        for name, value in refused.items()
+    ]
+    hints = "".join(f"; {hint}" for hint in dict.fromkeys(HINTS[name] for name in refused if name in HINTS))
+    without = "it" if len(refused) == 1 else "them"
+    return RefusedColumn(
+        f"has {', and '.join(found)}. {why}, so the file is refused. Remove the rows that should not be trained as they"
+        f" are, and pass --ignore-columns {quote_names(refused)} to train on the others without {without}{hints}"
+    )
+
+
+def show_name(name: str) -> str:
+    """A column's name on one line; quoted if it is empty or cannot be printed."""
+    return name if name.strip() and name.isprintable() else repr(name)
+
+
+def quote_names(names: Iterable[str]) -> str:
+    """Column names as arguments of a shell command."""
+    return " ".join(shlex.quote(name) if name.isprintable() else f"${name!r}" for name in names)
+
+
+def count_column(tally: Counter[str], name: str, count: int = 1) -> None:
+    tally[name if name in tally or len(tally) < MAX_NUM_COLUMNS else "other columns"] += count
+
+
+def drop_ignored(row: Fields, ignored: Collection[str], tally: Counter[str]) -> Fields:
+    """The row without the `ignored` columns; counts these."""
+    if not ignored:
+        return row
+    for name in ignored:
+        if row.get(name) is not None:
+            count_column(tally, name)
+    return {name: value for name, value in row.items() if name not in ignored}
+
+
+def check_messages(
+    row: Fields,
+    ignored: Collection[str],
+    tally: Counter[str],
+    *,
+    marks: Collection[str] = MARKS,
+    meanings: Collection[str] = OF_MESSAGES,
+    also: Sequence[str] = (),
+) -> Fields:
+    """The row without the `ignored` keys of its messages and of their contents' parts. RefusedColumn for a key with one
+    of the `meanings`, except for the `marks`, which are read. `also`: other columns of messages."""
+    names = [name for name in TURNS if isinstance(row.get(name), list)][:1]
+    return row | {
+        name: [check_keys(turn, name, ignored, tally, marks=marks, meanings=meanings) for turn in row[name]]
+        for name in (*names, *also)
+    }
+
+
+def check_keys(
+    message: Any,
+    prefix: str,
+    ignored: Collection[str],
+    tally: Counter[str],
+    *,
+    marks: Collection[str],
+    meanings: Collection[str],
+) -> Any:
+    """The message without the `ignored` keys, which are named `prefix`.KEY; RefusedColumn as in `check_messages`."""
+    if not isinstance(message, dict):
+        return message
+    checked, refused = {}, {}
+    for key, value in message.items():
+        name = f"{prefix}.{key}"
+        if name in ignored:
+            count_column(tally, name)
+            continue
+        if key == "content" and isinstance(value, list):
+            value = [check_part_keys(part, name, ignored, tally) for part in value]
+        elif not says_nothing(value) and key not in marks and find_meaning(key) in meanings:
+            refused[name] = value
+        checked[key] = value
+    if refused:
+        raise refuse_columns(refused, "Such keys of messages are not read")
+    return checked
+
+
+def check_part_keys(part: Any, prefix: str, ignored: Collection[str], tally: Counter[str]) -> Any:
+    """The content's part without the `ignored` keys. RefusedColumn for a key that affects the part's training."""
+    if not isinstance(part, dict):
+        return part
+    names = {key: f"{prefix}.{key}" for key in part}
+    for name in set(names.values()) & set(ignored):
+        count_column(tally, name)
+    kept = {key: value for key, value in part.items() if names[key] not in ignored}
+    refused = {names[key]: value for key, value in kept.items() if value is not None and find_meaning(key) == WEIGHING}
+    if refused:
+        raise refuse_columns(refused, "Such keys of a content's parts are not read")
+    return kept
+
+
+def translate_marks(message: Message) -> Message:
+    """The message with other trainers' marks as `train` and `weight`.
+
+    ms-swift's `loss` and `loss_scale` apply to the assistant's messages only, and a false `loss` overrides the scale.
+    Axolotl's `training` is `train`.
+    """
+    if message.keys().isdisjoint(("loss", "loss_scale", "training")):
+        return message
+    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for ours, others in (("train", ("training", "loss")), ("weight", ("loss_scale",))):
+        given = [key for key in (ours, *others) if key in marks]
+        if len(given) > 1:
+            raise ValueError(f"has both {given[0]!r} and {given[1]!r}, which mean the same: leave one out")
+    translated = {key: value for key, value in message.items() if key not in ("training", "loss", "loss_scale")}
+    if "training" in marks:
+        translated["train"] = read_switch("training", marks["training"])
+    is_trained = read_switch("loss", marks["loss"]) if "loss" in marks else None
+    scale = read_scale(marks["loss_scale"]) if "loss_scale" in marks else None
+    if message.get("role") != ASSISTANT:
+        return translated
+    if is_trained is not None:
+        translated["train"] = is_trained
+    if scale is not None and is_trained is not False:
+        translated["weight"] = scale
+    return translated
+
+
+def read_switch(key: str, value: Any) -> bool:
+    if isinstance(value, list | dict | str) or value not in (True, False):
+        raise ValueError(f"has {key!r}: {value!r}, allowed: true, false")
+    return bool(value)
+
+
+def read_scale(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(
+            f"has 'loss_scale': {value!r}, allowed: numbers from 0 to 1; divide those of all messages by the"
+            " largest one"
+        )
+    return value
+
+
+def describe_unread(tally: Counter[str], ignored: Collection[str]) -> list[str]:
+    """A note on unread columns. ValueError for an `ignored` column that no row has."""
+    unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
+    missing = [name for name in ignored if name not in tally]
+    if missing:
+        others = f"; unread columns: {', '.join(map(show_name, unread))}" if unread else ""
+        raise ValueError(f"--ignore-columns {quote_names(missing)}: no row has a value there{others}")
+    if not unread:
+        return []
+    shown = [f"{show_name(name)} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in unread.items()]
+    more = f" and {len(shown) - NUM_COLUMNS_SHOWN} more" if len(shown) > NUM_COLUMNS_SHOWN else ""
+    return [f"unread columns: {', '.join(shown[:NUM_COLUMNS_SHOWN])}{more}"]

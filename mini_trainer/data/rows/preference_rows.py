@@ -1,0 +1,283 @@
+"""Converts rows of preferences to `Preference`: a prompt with a chosen and a rejected answer.
+
+| keys                                             | becomes                                                |
+|--------------------------------------------------|--------------------------------------------------------|
+| prompt, chosen, rejected: texts                  | text and two completions, without a chat template      |
+| prompt, chosen, rejected: messages, or both      | two chats with the prompt's messages in common         |
+| chosen, rejected: whole chats                    | two chats; their common beginning is the prompt        |
+| chosen, rejected: "Human: ... Assistant: ..."    | the same (Anthropic's HH)                              |
+| question or instruction, input, system; answers  | two chats of a user's message and an answer            |
+| messages or conversations, chosen, rejected      | two chats (ShareGPT, LLaMA-Factory)                    |
+
+Answers may also be called chosen_response and rejected_response. Optional: tools, margin, weight.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message
+from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedPair, pair_up
+from mini_trainer.data.rows.column_names import (
+    ASKING,
+    PROMPTING,
+    TURNS,
+    VISION_MODELS,
+    WEIGHING,
+    RefusedColumn,
+    check_columns,
+    check_keys,
+    drop_ignored,
+)
+from mini_trainer.data.rows.files import Chunk, iterate_rows
+from mini_trainer.data.rows.formats import (
+    TEMPLATE_ARGS,
+    Fields,
+    build_chat,
+    look_up,
+    parse_row,
+    quote,
+    read_system,
+    read_turn,
+    refuse_images,
+    require_text,
+)
+from mini_trainer.data.rows.turn_texts import ANSWERS, check_ends, leave_untrained, parse_turns
+from mini_trainer.data.stores.json_lines import Row
+
+PREFERENCE = "preference"  # the format of rows with a chosen and a rejected answer
+PROMPTS = ("prompt", "question", "instruction", *TURNS)
+CHOSEN = ("chosen", "chosen_response")
+REJECTED = ("rejected", "rejected_response")
+NUMBERS = ("margin", "weight")
+BESIDE = ("system", "tools", "input", TEMPLATE_ARGS, *NUMBERS)  # columns that are read beside prompt and answers
+SPEAKERS = re.compile(r"\n\n(Human|Assistant):")  # of a whole chat in one text
+ROLES = {"Human": "user", "Assistant": ASSISTANT}
+
+
+@dataclass(frozen=True)
+class PreferenceFields:
+    """Names of the columns; None: those of the table above."""
+
+    prompt: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A chosen and a rejected answer to one prompt. Chats: messages of the prompt are not trained."""
+
+    prompt: str | list[Message]
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+    margin: float | None = None  # by which the chosen answer is to be better
+    weight: float | None = None  # of the pair in the mean loss
+
+
+def read_preferences(
+    chunk: Chunk, fields: PreferenceFields, tally: Counter[str]
+) -> Iterator[tuple[Row, Preference | ValueError | None]]:
+    """Yields the chunk's rows, each with its preference, the error that makes it unusable, or None for a blank line.
+
+    Unread columns are counted in `tally`; one that weights the row or belongs to the prompt raises RefusedColumn.
+    """
+    for row in iterate_rows(chunk):
+        try:
+            values = parse_row(row.value, chunk.encoding)
+            yield row, None if values is None else read_preference(values, fields, tally)
+        except RefusedColumn as error:
+            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
+        except ValueError as error:
+            yield row, error
+
+
+def read_preference(values: Fields, fields: PreferenceFields, tally: Counter[str]) -> Preference:
+    """The row's preference. Raises ValueError for missing or equal answers, and answers to different prompts."""
+    named = [name for name in (fields.prompt, fields.chosen, fields.rejected) if name is not None]
+    values = parse_turns(drop_ignored(values, fields.ignored, tally), (*ANSWERS, *named))
+    chosen_name = find_name(values, fields.chosen, CHOSEN, option="--chosen-field")
+    rejected_name = find_name(values, fields.rejected, REJECTED, option="--rejected-field")
+    chosen, rejected = look_up(values, chosen_name), look_up(values, rejected_name)
+    is_whole = is_whole_chat(chosen) and is_whole_chat(rejected)
+    prompt_name = None if is_whole else find_name(values, fields.prompt, PROMPTS, option="--prompt-field")
+    # With whole chats, `prompt` and `messages` repeat what is in them.
+    read = {chosen_name, rejected_name, *BESIDE, *((*PROMPTS, fields.prompt) if is_whole else (prompt_name,))} - {None}
+    check_columns(
+        values,
+        read=read,
+        paths=read,
+        ignored=fields.ignored,
+        why="Preferences do not read such columns",
+        meanings=(WEIGHING, PROMPTING, ASKING, VISION_MODELS),
+        tally=tally,
+    )
+    numbers = {name: read_number(values, name) for name in NUMBERS}
+    if (
+        isinstance(chosen, str)
+        and isinstance(rejected, str)
+        and not is_whole
+        and prompt_name == (fields.prompt or "prompt")
+    ):
+        prompt = values if prompt_name == "prompt" else {"prompt": look_up(values, prompt_name)}
+        if isinstance(prompt["prompt"], str):
+            refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
+            return read_texts(require_text(prompt, "prompt"), chosen, rejected, numbers)
+    if is_whole:
+        refuse_unread(values, ("input",), "whole chats")
+        beginning = read_system(values)
+        sides = [[*beginning, *read_whole_chat(side, name, tally, fields.ignored)]
+                 for side, name in ((chosen, chosen_name), (rejected, rejected_name))]  # fmt: skip
+    else:
+        beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, fields.ignored)]
+        sides = [[*beginning, *read_answer(side, name, tally, fields.ignored)]
+                 for side, name in ((chosen, chosen_name), (rejected, rejected_name))]  # fmt: skip
+    return build_preference(*sides, values, numbers)
+
+
+def find_name(values: Fields, given: str | None, choices: Sequence[str], *, option: str) -> str:
+    """The name of the row's column: `given`, or the only one of `choices` that the row has."""
+    found = [name for name in ([given] if given else choices) if look_up(values, name) is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: name one with {option}")
+    names = " or ".join(repr(name) for name in ([given] if given else choices))
+    raise ValueError(f"{names} is missing or empty; the row has {quote(sorted(values))} ({option})")
+
+
+def read_number(values: Fields, name: str) -> float | None:
+    value = values.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name!r} is {quote(value)}, allowed: numbers from 0")
+    if name == "weight" and value == 0:
+        raise ValueError("'weight' is 0: remove the row, from which nothing would be learned")
+    return float(value)
+
+
+def refuse_unread(values: Fields, names: Sequence[str], where: str) -> None:
+    """Raises ValueError for one of the columns, which are read only where prompts are messages."""
+    given = [name for name in names if values.get(name)]
+    if given:
+        raise ValueError(f"has {given[0]!r}, which {where} does not read: make it part of the prompt")
+
+
+def read_texts(prompt: str, chosen: str, rejected: str, numbers: dict[str, float | None]) -> Preference:
+    sides = {"chosen": chosen, "rejected": rejected}
+    for name in sides:
+        require_text(sides, name)
+    if chosen == rejected:
+        raise ValueError("the chosen and the rejected answer are equal: there is nothing to prefer")
+    return Preference(prompt, Completion(prompt, chosen), Completion(prompt, rejected), **numbers)
+
+
+def is_whole_chat(side: Any) -> bool:
+    """Whether an answer comes with its prompt: messages that do not begin with the assistant's, or a text of turns."""
+    if isinstance(side, str):
+        return SPEAKERS.match(side) is not None and "\n\nAssistant:" in side
+    first = side[0] if isinstance(side, list) and side else None
+    return isinstance(first, dict) and normalize(first, 1).get("role") != ASSISTANT
+
+
+def normalize(message: Any, number: int) -> Any:
+    """A message; a turn of ShareGPT becomes one."""
+    return read_turn(message, number) if isinstance(message, dict) and "from" in message else message
+
+
+def read_messages(value: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+    """The messages of a list, or of a single object."""
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{name!r} is {quote(value)}, expected text or messages")
+    checked = [
+        check_keys(message, name, ignored, tally, marks=("train", "training", "weight"), meanings=(WEIGHING,))
+        for message in messages
+    ]
+    return [normalize(message, number) for number, message in enumerate(checked, start=1)]
+
+
+def read_whole_chat(side: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+    if not isinstance(side, str):
+        return read_messages(side, name, tally, ignored)
+    pieces = SPEAKERS.split(side)[1:]  # speaker, text, speaker, text, ...
+    turns = list(zip(pieces[::2], pieces[1::2], strict=True))
+    return [{"role": ROLES[speaker], "content": text.strip()} for speaker, text in turns]
+
+
+def read_prompt(values: Fields, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+    """The prompt's messages; a text is the user's, followed by a non-empty `input` after a blank line."""
+    prompt, extra = look_up(values, name), values.get("input") or ""
+    if isinstance(prompt, str):
+        text = require_text({name: prompt}, name)
+        return [{"role": "user", "content": f"{text}\n\n{require_text(values, 'input')}" if extra else text}]
+    refuse_unread(values, ("input",), "a prompt of messages")
+    return read_messages(prompt, name, tally, ignored)
+
+
+def read_answer(side: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+    """The answer's messages; a text is the assistant's."""
+    if isinstance(side, str):
+        return [{"role": ASSISTANT, "content": require_text({name: side}, name)}]
+    return read_messages(side, name, tally, ignored)
+
+
+def build_preference(
+    chosen: list[Any], rejected: list[Any], values: Fields, numbers: dict[str, float | None]
+) -> Preference:
+    """The preference between two chats, whose common beginning is not trained."""
+    tools = {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values}
+    chats = [build_chat(messages, tools) for messages in (chosen, rejected)]
+    first, second = (chat.messages for chat in chats)
+    num_common = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    if len(first) == len(second) == num_common:
+        raise ValueError("the chosen and the rejected answer are equal: there is nothing to prefer")
+    if num_common == 0:
+        raise ValueError("the answers have no prompt in common: their first messages differ")
+    for chat, name in zip(chats, ("chosen", "rejected"), strict=True):
+        refuse_images(chat)
+        own = chat.messages[num_common:]
+        if not own or own[0]["role"] != ASSISTANT:
+            has = f"the role {own[0]['role']!r}" if own else "nothing"
+            raise ValueError(
+                f"the answers are not to the same prompt: after the {num_common} messages in common, the {name} side"
+                f" has {has}, expected an assistant's message"
+            )
+        check_ends(chat.messages, num_common, f"the {name} side")
+    prompt = first[:num_common]
+    sides = [leave_untrained(chat, num_common) for chat in chats]
+    return Preference(prompt, *sides, **numbers)
+
+
+def mask_preferences(masker: ChatMasker, rows: Sequence[Preference]) -> list[TokenizedPair | ValueError]:
+    """Each row's two sequences with their masks, or the error that makes it unusable."""
+    sides = masker.mask([side for row in rows for side in (row.chosen, row.rejected)], divides=True)
+    return [join_sides(row, *sides[2 * i : 2 * i + 2]) for i, row in enumerate(rows)]
+
+
+def join_sides(
+    row: Preference, chosen: TokenizedChat | ValueError, rejected: TokenizedChat | ValueError
+) -> TokenizedPair | ValueError:
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if isinstance(side, ValueError):
+            return ValueError(f"{name}: {side}")
+        if side.is_weighted:
+            return ValueError(f"{name}: a message has a weight; a pair is weighted as a whole, by the row's 'weight'")
+        if side.num_loss_counted_tokens == 0:
+            return ValueError(f"{name}: no token is trained")
+    starts = [side.spans[0].start for side in (chosen, rejected)]
+    if min(starts) == 0 or chosen.input_ids[: starts[0]] != rejected.input_ids[: starts[1]]:
+        return ValueError(
+            "the two sides do not have the same tokens before their answers: the template or the tokenizer writes the"
+            f" prompt differently ({starts[0]} and {starts[1]} tokens)"
+        )
+    if chosen.input_ids == rejected.input_ids:
+        return ValueError("the chosen and the rejected answer have the same tokens: there is nothing to prefer")
+    return pair_up(chosen, rejected, margin=row.margin, weight=row.weight)

@@ -1,0 +1,98 @@
+"""Tensors in a model's safetensors files: shape, dtype, a function that reads each, and a check that all are finite."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mini_trainer.data.stores.model_files import list_weights
+
+
+def check_finite(tensor: Tensor, name: str, *, where: object) -> Tensor:
+    """Returns `tensor`; ValueError, with its name and `where` it is from, unless all its numbers are finite."""
+    if not tensor.is_floating_point() or tensor.numel() == 0 or is_finite(tensor):
+        return tensor
+    numbers = tensor.float()
+    num_nan, num_inf = int(numbers.isnan().sum()), int(numbers.isinf().sum())
+    found = " and ".join(f"{count:,} {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count)
+    raise ValueError(
+        f"{where}: {name} has {found} among {tensor.numel():,} numbers: the weights are damaged, or from a training run"
+        " that diverged; use others"
+    )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite: checks their sum, in one pass without a copy, then each if the sum overflows."""
+    if tensor.itemsize == 1:  # torch cannot sum float8
+        tensor = tensor.float()
+    return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(tensor.isfinite().all())
+
+
+Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that has not been read."""
+
+    read: Reader
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name: F32, BF16, F8_E4M3, U8
+
+
+class StoredFiles:
+    """The weight files of a model directory.
+
+    Opening a file parses all its names and shapes: for a hundred experts that become one tensor, `kept_open` does so
+    once. Otherwise a file is closed after each tensor, which releases its pages.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.opened: dict[str, Any] | None = None  # by name; None outside `kept_open`
+
+    def find(self) -> dict[str, Stored]:
+        """All tensors by their names in the files."""
+        stored = {}
+        for name in list_weights(self.path):
+            with safe_open(self.path / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    part = file.get_slice(key)
+                    read = functools.partial(self.read, name, key)
+                    stored[key] = Stored(read, tuple(part.get_shape()), part.get_dtype())
+        return stored
+
+    def read(self, name: str, key: str) -> Tensor:
+        """Reads a memory-mapped tensor: its pages are read on use, and released with it."""
+        if self.opened is None:
+            return read_tensor(self.path / name, key)
+        if name not in self.opened:
+            self.opened[name] = safe_open(self.path / name, framework="pt")
+        return self.opened[name].get_tensor(key)
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Keeps files open once they have been opened, inside this block."""
+        self.opened = {}
+        try:
+            yield
+        finally:
+            self.opened = None
+
+
+def find_stored(path: Path) -> dict[str, Stored]:
+    """All tensors of a model directory by their names in the files."""
+    return StoredFiles(path).find()
+
+
+def read_tensor(path: Path, key: str) -> Tensor:
+    """Reads a memory-mapped tensor: its pages are read on use, and released with it."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(key)

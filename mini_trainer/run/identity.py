@@ -1,0 +1,315 @@
+"""What a run is and where it stands, beside its checkpoints: whose directory this is, and what it was started with."""
+
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.stores.disk import hash_json, is_part, read_fields, written_aside
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.order import PERMUTATION, name_rule
+from mini_trainer.distributed.devices import describe_device
+from mini_trainer.distributed.ending import EXIT_FILE, log
+from mini_trainer.distributed.lock import OWN_FILES
+from mini_trainer.distributed.messages import hide_in
+from mini_trainer.distributed.world import World
+from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
+from mini_trainer.options import (
+    DATA_SETS,
+    TrainOptions,
+    flatten_options,
+    iterate_fields,
+    list_defaults,
+    list_identifying_options,
+    list_shared_options,
+    list_unchangeable_options,
+)
+from mini_trainer.options.urls import is_url
+from mini_trainer.run.file_names import PARAMS_FILE
+from mini_trainer.run.raw_rows import flatten_with_urls
+
+# In a run's identity.
+OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
+ORDER = "order of the samples"
+
+
+def identify_run(
+    options: TrainOptions,
+    *,
+    model_dir: str,
+    data: Mixture,
+    data_sources: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    others: dict[str, Any],
+    compute_dtype: torch.dtype,
+    num_steps: int | None,
+) -> dict[str, Any]:
+    """Everything that decides a run's numbers: a checkpoint only fits a run with the same identity.
+
+    `data_sources` is what the sidecars say of the files that the data was made from, `others` are digests of further
+    files by name; `num_steps` is None unless the learning rate depends on it.
+    """
+    values = flatten_options(options) | {"batch_size": options.data.samples_per_step}
+    digests = [
+        fingerprint_data(source.path, source=made_from, lengths=source.lengths, kept=source.kept)
+        for source, made_from in zip(data.sources, data_sources, strict=True)
+    ]
+    return {
+        "data": digests[0] if len(digests) == 1 else hash_json(digests),
+        "tokenizer": fingerprint_tokenizer(tokenizer),
+        "chat template": fingerprint_chat_template(tokenizer),
+        "model": fingerprint_model(model_dir),
+        ORDER: name_rule([len(kept) for kept in data.kept_of]),
+        "compute-dtype": str(compute_dtype).removeprefix("torch."),
+        "number of steps": num_steps,
+        **others,
+        **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
+    }
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON returns it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """ValueError if the run could not write there."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ValueError(f"--output-dir {output_dir} is a file")
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"--output-dir {output_dir}: no permission to write in {existing}")
+
+
+def check_unused(options: TrainOptions, identity: dict[str, Any]) -> None:
+    """ValueError if a run that starts from zero would write into another one.
+
+    Its own beginning, by a start that was ended before the first checkpoint, is no other run (unless --resume is none).
+    Nor is its data, which may lie there.
+    """
+    output_dir, resume = Path(options.output_dir), options.checkpoints.resume
+    data = list_data_in(output_dir, options)
+    entries = [
+        entry
+        for entry in (output_dir.iterdir() if output_dir.exists() else ())
+        if not is_own_file(entry) and not any(entry.name == name or entry.name.startswith(f"{name}.") for name in data)
+    ]
+    if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
+        return
+    advice = "name a new one, or remove that run"
+    if not (output_dir / PARAMS_FILE).exists():
+        raise ValueError(f"--output-dir {output_dir} is not an empty directory: {advice}")
+    try:
+        params = read_params(output_dir)
+    except ValueError as error:
+        raise ValueError(f"--output-dir {output_dir} is not an empty directory, and {error}; {advice}") from None
+    changes = find_changes(params["identity"], identity)
+    if resume == "none" or params["finished"]:
+        state = "a finished run" if params["finished"] else "a run, which --resume none does not go on with"
+        raise ValueError(f"--output-dir {output_dir} is not an empty directory: it holds {state}: {advice}")
+    if changes:
+        raise ValueError(
+            f"--output-dir {output_dir} is not an empty directory: it holds a run without a checkpoint, and other"
+            f" {', '.join(changes.values())}: {advice}"
+        )
+
+
+def read_params(output_dir: Path) -> dict[str, Any]:
+    """Content of training_params.json; ValueError naming the file if train.py has not written it so."""
+    kinds = {"options": dict, "identity": dict, "starts": list, "versions": dict, "finished": str | None}
+    return read_fields(output_dir / PARAMS_FILE, kinds, written_by="train.py")
+
+
+def list_data_in(output_dir: Path, options: TrainOptions) -> set[str]:
+    """Names of entries of `output_dir` that are the run's data sets and OSFT's cache, or directories that hold them.
+
+    Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
+    """
+    values, root = flatten_options(options), output_dir.absolute()
+    given = (values[name] for name in (*DATA_SETS, "osft_cache_dir"))
+    paths = [path for value in given for path in ((value,) if isinstance(value, str) else value or ())]
+    inside = [Path(path).expanduser().absolute() for path in paths if not is_url(path)]
+    cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
+    return {*cached, *(path.relative_to(root).parts[0] for path in inside if root in path.parents)}
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a start that was ended before it wrote its options, or a killed write, may have left this file."""
+    return path.name in OWN_FILES or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}")) or is_part(path)
+
+
+def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
+    """Whether the checkpoint lies where the run of this directory writes them."""
+    return checkpoint is not None and checkpoint.absolute().parent == (output_dir / "checkpoints").absolute()
+
+
+def check_same_run(
+    checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, allow_changes: bool, needs_model: bool
+) -> list[str]:
+    """What differs from the run that wrote the checkpoint; ValueError if something does that is not allowed to.
+
+    With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others.
+    """
+    changes = find_changes(state["identity"], identity)
+    fixed = choose_changes(changes, [OF_METHOD, ORIGIN, *list_unchangeable_options()], needs_model=needs_model)
+    if fixed and allow_changes:
+        raise ValueError(
+            f"{checkpoint} was made with other {', '.join(fixed)}: it holds what was made by them, so not even"
+            " --allow-changed-options changes them: give what it was made with, or start from an export in a new"
+            " --output-dir"
+        )
+    if changes and not allow_changes:
+        raise ValueError(
+            f"{checkpoint} was made with other {', '.join(changes.values())}: give what it was made with, name a new"
+            " --output-dir, or go on all the same with --allow-changed-options"
+        )
+    return list(changes.values())
+
+
+def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, needs_model: bool) -> None:
+    """ValueError if a run that starts with the checkpoint's weights and optimizer state would use them as something
+    else; `needs_model`: see `check_same_run`."""
+    changes = find_changes(state["identity"], identity)
+    fixed = choose_changes(changes, [OF_METHOD, "tokenizer", *list_shared_options()], needs_model=needs_model)
+    if fixed:
+        raise ValueError(
+            f"--continue-from {checkpoint}: was made with other {', '.join(fixed)}: a run with its weights and"
+            " optimizer state needs the same: give what it was made with, or start from an export"
+            " (--model-name-or-path)"
+        )
+
+
+def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bool) -> list[str]:
+    """The changes of these parts of an identity, in words; with `needs_model`, also those of the model."""
+    keys = [*map(name_in_identity, names), *(["model"] if needs_model else [])]
+    return [changes[key] for key in keys if key in changes]
+
+
+def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """What of a run's identity is no longer as it was, in words by name.
+
+    What an older version did not note down counts as the options' defaults, and cannot be compared if it is no option.
+    """
+    defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()}
+    defaults |= {ORIGIN: None, ORDER: PERMUTATION}
+    changes = {}
+    for name in sorted(before.keys() | now.keys()):
+        if name not in before and name not in defaults:
+            continue
+        old, new = before.get(name, defaults.get(name)), now.get(name)
+        if isinstance(new, list) and not isinstance(old, list):  # an older version took one value, or None
+            old = [] if old is None else [old]
+        if old != new:
+            is_digest = name in (OF_METHOD, ORIGIN) or (isinstance(old, str) and len(old) == 64)
+            changes[name] = name if is_digest else f"{name} ({old} before, now {new})"
+    return changes
+
+
+def name_in_identity(option: str) -> str:
+    return option.replace("_", "-")
+
+
+def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, Any], start: dict[str, Any]) -> None:
+    """Writes training_params.json: the options of this start, and each start.
+
+    `start` is what `describe_start` says of this one; without `resumed_from`, earlier starts belong to another run.
+    """
+    starts = []
+    if start["resumed_from"] and (output_dir / PARAMS_FILE).exists():  # else the checkpoint is from another directory
+        try:
+            starts = read_params(output_dir)["starts"]
+        except ValueError as error:
+            log.warning(f"warning: {error}; writing a new one, without the earlier starts")
+    starts.append(start)
+    write_params(
+        output_dir,
+        {
+            "options": hide_in(flatten_with_urls(options)),
+            "identity": identity,
+            "finished": None,
+            **start,
+            "starts": starts,
+        },
+    )
+
+
+def describe_start(
+    world: World,
+    *,
+    first_step: int,
+    resumed_from: Path | None,
+    continued_from: Path | None,
+    changes: list[str],
+    auto_settings: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """When, from where and on what a run is started, as JSON.
+
+    `auto_settings`: what was chosen for options that were auto, and the measurements.
+    """
+    return {
+        "started": timestamp(),
+        "first_step": first_step,
+        "resumed_from": str(resumed_from) if resumed_from else None,
+        "continued_from": str(continued_from) if continued_from else None,
+        "changed_options": changes,
+        "auto_settings": auto_settings,
+        "world_size": world.world_size,
+        "device": describe_device(world.device),
+        "versions": read_versions(),
+        "git_commit": read_git_commit(),
+        "command": hide_in(sys.argv),
+    }
+
+
+def record_end(output_dir: Path) -> None:
+    """Notes in training_params.json that the run has come to its end."""
+    params = read_params(output_dir)
+    write_params(output_dir, params | {"finished": timestamp()})
+
+
+def write_params(output_dir: Path, params: dict[str, Any]) -> None:
+    path = output_dir / PARAMS_FILE
+    try:
+        with written_aside(path) as (aside,):
+            aside.write_text(json.dumps(params, indent=2) + "\n")
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error}") from None
+
+
+def timestamp() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def read_git_commit() -> str | None:
+    """The commit of the checkout that this file is in; None where it is in none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
+
+
+def describe_run(options: TrainOptions, world: World) -> str:
+    """The console's first lines: versions, devices, and the options that are not at their defaults."""
+    values = flatten_with_urls(options)
+    changed = [
+        f"{option.name}={value}"
+        for option, _ in iterate_fields(type(options))
+        if (value := values[option.name]) != option.default
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in read_versions().items())
+    return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"
+
+
+@functools.cache
+def read_versions() -> dict[str, str]:
+    names = ("torch", "transformers", "datasets", "numba", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}

@@ -1,0 +1,166 @@
+"""Models for inference: a directory, a hub name, or a LoRA adapter with its base; checked first, loaded later."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.columns.base import SEQUENCES, TOKENS
+from mini_trainer.data.stores.disk import hash_file, read_object
+from mini_trainer.data.stores.model_files import find_model, find_weights, naming_config, verify_weights
+from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.messages import say_note, shows_progress
+from mini_trainer.model.config import load_generation_file, read_config
+from mini_trainer.model.fingerprints import fingerprint_model
+from mini_trainer.model.methods.adapter_files import (
+    ADAPTER_CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    add_adapter,
+    check_adapter,
+    find_base,
+    find_beside,
+    hash_adapter,
+    is_adapter,
+    read_generation_config,
+    verify_adapter,
+)
+from mini_trainer.model.stored_tensors import check_finite
+from mini_trainer.objectives.families.text import TextFamily
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model whose files have been checked, but whose weights have not been loaded."""
+
+    name: str  # as given by the user
+    base_name: str  # the model itself; differs from `name` if that is an adapter
+    directory: str
+    adapter: Path | None
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    trust_remote_code: bool
+
+    @property
+    def generation_dir(self) -> Path:
+        """Directory whose generation_config.json applies, if it has one: the adapter's own, or the model's."""
+        return find_beside(self.adapter, GENERATION_CONFIG) or Path(self.directory)
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Directory of the tokenizer and its chat template: the adapter's own, or the model's."""
+        return find_beside(self.adapter, TOKENIZER_CONFIG) or Path(self.directory)
+
+    @property
+    def classifies(self) -> str | None:
+        """A classifier's objective, according to its config or its adapter; None for other models."""
+        if self.adapter is not None:
+            task = read_object(self.adapter / ADAPTER_CONFIG).get("task_type")
+            return {"SEQ_CLS": SEQUENCES, "TOKEN_CLS": TOKENS}.get(task)
+        endings = {"ForSequenceClassification": SEQUENCES, "ForTokenClassification": TOKENS}
+        found = [endings[end] for name in self.config.architectures or () for end in endings if name.endswith(end)]
+        return found[0] if found else None
+
+    def verify(self) -> None:
+        """Checks its files against the hashes recorded at their export; ValueError for other weights."""
+        verify_weights(self.directory, say_note)
+        if self.adapter is not None:
+            verify_adapter(self.adapter, say_note)
+
+    def identify(self) -> dict[str, Any]:
+        """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""
+        identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
+        identity |= {"tokenizer": fingerprint_tokenizer(self.tokenizer)}
+        identity |= {"chat_template": fingerprint_chat_template(self.tokenizer)}
+        generation = self.generation_dir / GENERATION_CONFIG
+        identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
+        if self.adapter is not None:
+            identity |= {"adapter": str(self.adapter), "adapter_sha256": hash_adapter(self.adapter)}
+        return identity
+
+
+def find_answering_model(
+    name: str,
+    *,
+    adapter: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    flag: str = "--model",
+) -> FoundModel:
+    """Finds the model of `flag`, with its adapter if any. ValueError or OSError for errors that a user can fix."""
+    base_name, adapter_dir = name, None if adapter is None else Path(adapter)
+    if adapter is None and is_adapter(Path(name)):
+        adapter_dir = Path(name)
+        base_name, revision = find_base(adapter_dir, flag=flag)
+    if adapter_dir is not None:
+        check_adapter(adapter_dir, flag=flag if adapter is None else "--adapter")
+    base_flag = flag if base_name == name else f"{flag} {name}: its base model"
+    directory = find_model(base_name, revision=revision, trust_remote_code=trust_remote_code, flag=base_flag)
+    find_weights(base_name, directory)
+    config = read_config(directory, flag=base_flag, trust_remote_code=trust_remote_code)
+    tokenizer_dir = find_beside(adapter_dir, TOKENIZER_CONFIG) or directory
+    tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code, flag=flag)
+    read_generation_config(adapter_dir)  # refused here if it cannot be used
+    return FoundModel(name, base_name, directory, adapter_dir, config, tokenizer, trust_remote_code)
+
+
+def check_answering(found: FoundModel) -> None:
+    if found.classifies is not None:
+        raise ValueError(
+            f"--model {found.name}: is a classifier ({found.classifies}), which cannot generate: use evaluate_model.py"
+            " --data to measure it on a tokenized data set"
+        )
+
+
+def check_num_rows(found: FoundModel, num_rows: int) -> None:
+    """ValueError if the tokenizer, such as an adapter's, has more entries than the model has embeddings."""
+    if len(found.tokenizer) > num_rows:
+        raise ValueError(
+            f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
+            " merge the adapter with mini-trainer merge-adapter, which adds the missing ones"
+        )
+
+
+def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
+    """The given dtype, or for "auto" the one in which the weights are stored."""
+    return (config.dtype or torch.float32) if given == "auto" else DTYPES[given]
+
+
+def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Loads the model and its adapter, unmerged, onto `device`; ValueError if the files do not match the config."""
+    check_answering(found)
+    family = TextFamily()
+    with naming_config(found.directory):
+        obstacle = family.check_config(found.config, trust_remote_code=found.trust_remote_code)
+    if obstacle is not None:
+        raise ValueError(f"--model {found.name}: {obstacle}")
+    if not shows_progress():
+        transformers.utils.logging.disable_progress_bar()
+    if Path(found.directory, GENERATION_CONFIG).is_file():
+        load_generation_file(found.directory)  # refused by its name
+    try:
+        with naming_config(found.directory):
+            model, report = family.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--model {found.name}: cannot load the weights: {error}") from None
+    problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
+    if problems:
+        raise ValueError(f"--model {found.name}: the weights do not fit the config: {'; '.join(problems)}")
+    check_num_rows(found, model.get_input_embeddings().weight.shape[0])
+    if found.adapter is not None:
+        model.generation_config = read_generation_config(found.adapter) or model.generation_config
+        try:
+            model = add_adapter(model, found.adapter)
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            problem = f"--adapter {found.adapter}: does not fit the model: {str(error).splitlines()[0]}"
+            raise ValueError(problem) from None
+    for name, param in model.named_parameters():
+        check_finite(param.detach(), name, where=f"--model {found.name}")
+    return model.to(device).eval()
