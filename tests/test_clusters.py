@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 from heavy import need
+from program import list_sources
 
 from mini_trainer.options import ProcessDataOptions, TrainOptions
 from mini_trainer.options.command_line import parse_options
@@ -47,8 +48,8 @@ def test_the_image_installs_the_dependencies_of_the_extras_and_has_every_file_of
         extras = [project["optional-dependencies"][name] for name in given.split(",") if name]
         assert done.stdout.split("\n")[:-1] == sum(extras, project["dependencies"])
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert not {name.removeprefix("mini_trainer.").replace(".", "/") for name in packages} & set(ignored)
+    files = {name.partition("/")[0] for name in list_sources()}
+    assert {"mini_trainer", "train.py"} <= files and not files & set(ignored)
 
 
 def test_a_task_of_the_array_makes_its_part(tmp_path):

@@ -118,6 +118,8 @@ class Shell:
 
     def run_program(self, program: str, folder: str, words: list[str]) -> int:
         """Exit code of one of the project's scripts, in one process."""
+        if words[:2] == ["-m", "mini_trainer"]:
+            program, words = "mini-trainer", words[2:]
         if program == "mini-trainer":
             _, words = split_options(words)
             words = [find_script(PROGRAMS[words[0]][0]), *words[1:]]
@@ -181,7 +183,7 @@ def belongings(tmp_path_factory) -> Path:
         "output_dir": "runs/x",
     }
     (path / "axolotl.yaml").write_text(json.dumps(axolotl | {"optimizer": "adamw_torch", "lr_scheduler": "cosine"}))
-    (path / "recipes").symlink_to(ROOT / "examples" / "recipes")
+    (path / "examples").symlink_to(ROOT / "examples")
     shell = Shell(path, tmp_path_factory.mktemp("tools") / "bin")
     shell.run(
         "python process_data.py --model-name-or-path M --input-file chats.jsonl --output-file chats.arrow"

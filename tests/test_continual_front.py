@@ -25,7 +25,7 @@ def read_chats(path: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["continual", "continual_small"])
 def test_every_method_is_accepted_and_shows_answers_as_the_start_model_has_seen_them(name):
-    methods = read_settings(ROOT / "recipes" / f"{name}.yaml")
+    methods = read_settings(ROOT / "examples" / "recipes" / f"{name}.yaml")
     assert {task.name for task in methods[0].tasks} == {verb.lower() for verb in TASKS}
     rounds = [one.self_distillation for one in methods if one.self_distillation is not None]
     assert all(one.demonstration == DEMONSTRATION for one in rounds)

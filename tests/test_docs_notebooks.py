@@ -1,4 +1,4 @@
-"""The notebooks of docs/ run from the first cell to the last; what they promise is asserted in their cells."""
+"""The notebooks of examples/ run from the first cell to the last; what they promise is asserted in their cells."""
 
 import shutil
 from pathlib import Path

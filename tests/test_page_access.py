@@ -110,11 +110,11 @@ def photograph(browser: Browser, name: str) -> None:
 
 
 PAGES: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
-    "plots/curves.html": write_curves,
-    "plots/board.html": serve_board,
-    "evaluation/results.html": write_results,
-    "continual/page.html": write_continual,
-    "corpus/preview.html": write_data,
+    "mini_trainer/use/plots/curves.html": write_curves,
+    "mini_trainer/use/plots/board.html": serve_board,
+    "mini_trainer/use/evaluation/results.html": write_results,
+    "mini_trainer/continual/page.html": write_continual,
+    "mini_trainer/use/pages/preview.html": write_data,
 }
 
 

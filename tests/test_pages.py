@@ -12,12 +12,14 @@ import pytest
 from mini_trainer.osft import OSFT
 
 from mini_trainer.objectives.teachers import VALUES
+from mini_trainer.root_files import NAMES
 from mini_trainer.run.metrics import SourceMetrics, StepMetrics
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")] + sorted(DOCS.rglob("*.md"))
 ARCHITECTURE = DOCS / "architecture.md"
+PACKAGE = "mini_trainer/"
 THREE_SCREENS = 120  # lines
 # In backquotes, but no names of our modules: words of Python and torch, the package, columns of a data set.
 NO_NAMES = {"None", "auto", "pass", "requires_grad", "mini_trainer"}
@@ -46,10 +48,11 @@ def find_broken_links(page: Path, text: str) -> list[str]:
 
 
 def find_missing_modules(text: str, files: set[str]) -> list[str]:
-    """Modules named in backquotes, by their path or by their name alone, that are not there."""
+    """Modules named in backquotes, by their path (from the root or the package) or name alone, that are not there."""
     names = {name.rpartition("/")[2] for name in files}
+    paths = files | {name.removeprefix(PACKAGE) for name in files}
     named = set(re.findall(r"`([\w/]+\.(?:py|sbatch|yaml|toml))`", text))
-    return sorted(name for name in named if name not in (files if "/" in name else names))
+    return sorted(name for name in named if name not in (paths if "/" in name else names))
 
 
 def find_defined_names(sources: list[str]) -> set[str]:
@@ -70,11 +73,10 @@ def test_links_and_modules_of_a_page_are_there(page):
 
 def test_a_broken_link_and_a_missing_module_are_found():
     page = DOCS / "README.md"
-    text = (
-        "[a](data.md) [b](data.md#files) [c](gone.md) [d](data.md#gone) [e](https://x.y/z) `osft.py` `gone.py` `a/b.py`"
-    )
+    text = "[a](data.md) [b](data.md#files) [c](gone.md) [d](data.md#gone) [e](https://x.y/z)"
     assert find_broken_links(page, text) == ["gone.md", "data.md#gone"]
-    assert find_missing_modules(text, {"osft.py", "c/b.py"}) == ["a/b.py", "gone.py"]
+    text = "`osft.py` `gone.py` `a/b.py` `run/step.py` `mini_trainer/run/step.py`"
+    assert find_missing_modules(text, {"osft.py", "c/b.py", "mini_trainer/run/step.py"}) == ["a/b.py", "gone.py"]
     assert find_defined_names(["class A:\n    b: int\n\n    def c(self, d): self.e = 'f'"]) == set("Abcde") | {
         "self",
         "int",
@@ -96,15 +98,20 @@ def test_every_name_in_the_architecture_exists():
     assert sorted(named - find_defined_names(sources)) == []
 
 
-def test_the_architecture_has_every_room_and_every_module_of_the_root():
-    outside = {"tests", "benchmarks", "quickstart", "docs", "clusters"}
-    parts = {name.partition("/")[::2] for name in list_files() if name.endswith(".py")}
-    rooms = {f"{room}/" if rest else room for room, rest in parts} - {f"{name}/" for name in outside}
-    assert {"train.py", "chat/"} <= rooms
+def test_the_architecture_has_every_room_and_every_file_of_the_root():
+    ours = {name.removeprefix(PACKAGE) for name in list_files() if name.startswith(PACKAGE) and name.endswith(".py")}
+    folders = {f"{name.rpartition('/')[0]}/" for name in ours if "/" in name}  # rooms, and rooms in rooms
+    filled = {f"{name.rpartition('/')[0]}/" for name in ours if "/" in name and not name.endswith("/__init__.py")}
+    files = {f"{name}.py" for name in NAMES}
+    assert {"data/", "data/chat/", "tools/"} <= folders and {"data/chat/", "tools/"} <= filled and "data/" not in filled
     text = ARCHITECTURE.read_text()
-    layers = re.search(r"^## Layers$.*?```(.*?)```", text, flags=re.MULTILINE | re.DOTALL).group(1).split()
-    assert sorted(room for room in rooms if f"| `{room}` |" not in text) == []
-    assert sorted(rooms - {"__init__.py"} - set(layers)) == []
+    tables = text[text.index("## Rooms") : text.index("## Layers")]
+    listed = re.findall(r"^\| `([\w/.]+)` \|", tables, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(folders | files)
+    alone = {name for name in ours if "/" not in name}
+    assert sorted(name for name in alone if f"`{name}`" not in text) == []
+    layers = re.search(r"^## Layers$.*?```text(.*?)```", text, flags=re.MULTILINE | re.DOTALL).group(1).split()
+    assert set(layers) - {"<", "with"} == (filled | files | alone) - {"__init__.py", "root_files.py"}
 
 
 def test_the_first_page_fits_three_screens():

@@ -18,15 +18,12 @@ UNUSED = {
     *("torch._inductor.compile_fx", "trl", "vllm", "wandb"),
 }
 SLOW = {"datasets", "numba", "numpy", "pandas", "pyarrow", "scipy", "sympy", "tokenizers", "torch", "transformers"}
+# Modules that no other program needs.
 OWN = {
-    "continual",
-    "evaluation",
-    "importers",
-    "inference",
-    "lifecycle",
-    "plots",
-    "sweep",
-}  # rooms that no other program needs
+    f"mini_trainer.{name}"
+    for name in ("continual.sequence", "use.evaluation.results", "tools.importers.rules", "use.inference.prompts",
+                 "run.start", "use.plots.figure", "tools.sweep.search", "api.launch")
+}  # fmt: skip
 MOST_COLLECTIONS = 2  # of all objects; without a pause there are eight in train.py
 
 
@@ -69,23 +66,10 @@ def test_a_first_step_imports_only_what_it_uses(inputs, tmp_path):
     words = flags(**inputs, output_dir=tmp_path / "run", batch_size=8, max_tokens_per_gpu=64, learning_rate=1e-3,
                   max_steps=1)  # fmt: skip
     found = run_and_list(tmp_path / "report.json", "train.py", *words)
-    assert not find_loaded(
-        found,
-        UNUSED
-        | {
-            "evaluation",
-            "importers",
-            "inference",
-            "mini_trainer.data.packers.images",
-            "mini_trainer.run.plan.planner",
-            "plots",
-        },
-    )
-    assert find_loaded(found, {"mini_trainer.data.packers.texts", "torch", "lifecycle"}) == {
-        "mini_trainer.data.packers.texts",
-        "torch",
-        "lifecycle",
-    }
+    unused = OWN - {"mini_trainer.run.start"} | {"mini_trainer.data.packers.images", "mini_trainer.run.plan.planner"}
+    assert not find_loaded(found, UNUSED | unused)
+    used = {"mini_trainer.data.packers.texts", "torch", "mini_trainer.run.start"}
+    assert find_loaded(found, used) == used
     assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
 
 
@@ -98,13 +82,15 @@ def test_a_tokenized_row_and_an_answer_import_only_what_they_use(inputs, tmp_pat
     words = flags(input_file=chat, output_file=tmp_path / "data.arrow", model_name_or_path=model)
     found = run_and_list(report, "process_data.py", *words, "--chat-template", "chatml")
     # transformers' tokenizers import torch, which this program does not.
-    assert not find_loaded(found, UNUSED | OWN | {"model", "numba", "scipy", "sympy", "torch.distributed.tensor"})
+    assert not find_loaded(
+        found, UNUSED | OWN | {"mini_trainer.model.build", "numba", "scipy", "sympy", "torch.distributed.tensor"}
+    )
     assert found["collects"]
     words = flags(model=model, prompts=chat, output=tmp_path / "answers.jsonl", max_new_tokens=1)
     found = run_and_list(report, "generate.py", *words)
-    assert not find_loaded(
-        found, UNUSED | {"mini_trainer.data.tokenized.reader", "evaluation", "lifecycle", "numba", "optim", "scoring"}
-    )
+    others = ("data.tokenized.reader", "model.optim.optimizers", "model.scoring.data_scores")
+    unused = {f"mini_trainer.{name}" for name in others} | OWN - {"mini_trainer.use.inference.prompts"}
+    assert not find_loaded(found, UNUSED | unused | {"numba"})
     assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
 
 

@@ -1,4 +1,4 @@
-"""recipes/trace.yaml: each task trains and is measured as the recipe says, on invented rows of TRACE's format."""
+"""The recipe for TRACE: each task trains and is measured as it says, on invented rows of the benchmark's format."""
 
 import json
 from pathlib import Path

@@ -2,8 +2,9 @@
 
     python docs/site/build_site.py
 
-Gathers the pages of docs/, the README and the files that they link to, adds the reference, which is generated from the
-code, and runs Zensical with every broken link or anchor as an error. Needs Zensical (the extra `docs`), and no torch.
+Gathers the pages of docs/, the notebooks, the README and the files that they link to, adds the reference, which is
+generated from the code, and runs Zensical with every broken link or anchor as an error. Needs Zensical (the extra
+`docs`), and no torch.
 """
 
 import json
@@ -25,6 +26,7 @@ import option_reference
 OUT = ROOT / "build" / "docs"
 # Pages outside of docs/, and where the site has them.
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
+NOTEBOOKS = Path("examples/notebooks")
 LEFT_OUT = {Path("docs/README.md")}  # GitHub's list of pages: the site has its navigation
 # The theme loads a script from a server that lets the search run in pages opened as files; the site has a copy.
 SHIM = OUT / "site" / "assets" / "iframe-worker.js"
@@ -56,7 +58,7 @@ def gather_pages(out: Path) -> None:
         path = source.relative_to(ROOT)
         if path not in LEFT_OUT:
             write(out / place(path), move_links(source.read_text(), path, copy=lambda file: copy_file(file, out)))
-    for notebook in sorted((ROOT / "docs").rglob("*.ipynb")):
+    for notebook in sorted((ROOT / NOTEBOOKS).glob("*.ipynb")):
         path = notebook.relative_to(ROOT)
         text = move_links(convert_notebook(notebook), path, copy=lambda file: copy_file(file, out))
         write((out / place(path)).with_suffix(".md"), text)
@@ -70,6 +72,8 @@ def place(path: Path) -> Path:
     """Where the site has a file of the repository."""
     if str(path) in OUTSIDE:
         return Path(OUTSIDE[str(path)])
+    if path.parent == NOTEBOOKS:
+        return Path("notebooks") / path.name
     return path.relative_to("docs") if path.parts[0] == "docs" else Path("files") / path
 
 

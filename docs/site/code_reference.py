@@ -95,7 +95,7 @@ def describe_type(kind: ast.expr) -> str:
 def read_constants() -> dict[str, str]:
     """Texts named by constants of the modules that declare columns."""
     found = {}
-    for path in [*(ROOT / "objectives").glob("*.py"), *(ROOT / "families").glob("*.py")]:
+    for path in (ROOT / "mini_trainer" / "data" / "columns").glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.Assign):
                 continue
@@ -109,7 +109,7 @@ def read_constants() -> dict[str, str]:
 
 def describe_python() -> str:
     """Everything that `from mini_trainer import ...` offers."""
-    (names,) = (node.value for node in parse("__init__.py").body if is_assignment_to(node, "__all__"))
+    (names,) = (node.value for node in parse("mini_trainer/__init__.py").body if is_assignment_to(node, "__all__"))
     lines = ["# Python", "", "How to use these: [the Python API](../python_api.md).", ""]
     for name in sorted(ast.literal_eval(names), key=lambda name: (name[0].isupper(), name)):
         path = next(path for path in API if any(getattr(node, "name", "") == name for node in parse(path).body))

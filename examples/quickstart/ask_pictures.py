@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 from PIL import Image
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 from mini_trainer.distributed.ending import exit_with_message
 
 

@@ -148,14 +148,14 @@ def make_start_model(options: ContinualDataOptions, directory: Path) -> None:
     shape = {"hidden_size": options.hidden_size, "num_layers": options.num_layers}
     save_tiny_model(directory / "random", tokenizer, seed=options.seed, **shape)
     rows, data = directory / "pretraining.jsonl", directory / "pretraining.arrow"
-    run("process-data", {"input_file": rows, "output_file": data, "model_name_or_path": directory / "random"})
+    run("process_data.py", {"input_file": rows, "output_file": data, "model_name_or_path": directory / "random"})
     own = {"model_name_or_path": directory / "random", "data_path": data, "output_dir": directory / "pretraining"}
-    run("train", own | PRETRAINING)
+    run("train.py", own | PRETRAINING)
 
 
 def run(program: str, options: dict[str, object]) -> None:
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    subprocess.run([sys.executable, str(ROOT / "__main__.py"), program, *words], check=True)
+    subprocess.run([sys.executable, str(ROOT / program), *words], check=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whatever must be equal on all ranks, compared once by hash: options, code, libraries, environment, inputs."""
+"""The comparison of all ranks by hash: options, code, libraries, environment and inputs must be equal."""
 
 import hashlib
 import json

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains with examples/clusters/multi_node.sbatch on the SLURM of start.sh, warns it, kills a node of it, and prints what it sees.
-# Ends with 1 if a promise was not kept. See README.md.
+# Trains with examples/clusters/multi_node.sbatch on the SLURM of start.sh, warns it, kills a node of it, and prints
+# what it sees. Ends with 1 if a promise was not kept. See README.md.
 #   try.sh [warned] [killed] [dead] [cancelled]
 set -uo pipefail
 
@@ -14,8 +14,8 @@ FAILED=0
 submit() { # output_dir, sbatch's options... -> job id
     local output_dir=$1
     shift
-    sbatch --parsable --gpus-per-node=1 --cpus-per-task=1 --output="$output_dir.log" "$@" examples/clusters/multi_node.sbatch \
-        --config "$WORK/options.yaml" --output-dir "$output_dir"
+    sbatch --parsable --gpus-per-node=1 --cpus-per-task=1 --output="$output_dir.log" "$@" \
+        examples/clusters/multi_node.sbatch --config "$WORK/options.yaml" --output-dir "$output_dir"
 }
 
 state() { scontrol show job "$1" | grep -oP 'JobState=\K\w+'; }
@@ -111,9 +111,10 @@ cancelled() {
 }
 
 echo "== data and model, in $WORK"
-python examples/quickstart/make_data.py --output-dir "$WORK" >"$WORK/prepare.log" 2>&1 || { cat "$WORK/prepare.log"; exit 1; }
-python examples/quickstart/make_tiny_model.py --messages-file "$WORK/train.jsonl" --output-dir "$WORK/model" --vocab-size 1024 \
-    >>"$WORK/prepare.log" 2>&1
+python examples/quickstart/make_data.py --output-dir "$WORK" >"$WORK/prepare.log" 2>&1 ||
+    { cat "$WORK/prepare.log"; exit 1; }
+python examples/quickstart/make_tiny_model.py --messages-file "$WORK/train.jsonl" --output-dir "$WORK/model" \
+    --vocab-size 1024 >>"$WORK/prepare.log" 2>&1
 python process_data.py --input-file "$WORK/train.jsonl" --output-file "$WORK/data.arrow" \
     --model-name-or-path "$WORK/model" >>"$WORK/prepare.log" 2>&1 || { cat "$WORK/prepare.log"; exit 1; }
 cat >"$WORK/options.yaml" <<YAML

@@ -318,7 +318,7 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | PREFERENCE_RULES | {
     "pure_bf16": needless("weights stay in float32; --master-weights bfloat16 holds them in 16 bits"),
     "use_dft_loss": set_if_true(loss_weighting="dft"),
     "use_eaft_loss": convert_entropy_weighting,
-    "plot_loss": needless("tools/plot_metrics.py draws every metric"),
+    "plot_loss": needless("mini-trainer plot-metrics draws every metric"),
     "compute_accuracy": needless("validations report token accuracy"),
     "interleave_probs": lambda to, key, value: set_option("data_weights")(to, key, read_names(key, value)),
     "mix_strategy": lambda to, key, value: NEEDLESS if value == "concat"
