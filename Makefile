@@ -1,7 +1,8 @@
 # make quickstart   sets up and runs the main job on a small data set of its own
 # make test         sets up and runs the tests, in 8 minutes on 2 cores: without those that take long, and skips the few
 #                   that need a package of the extra test-all
-# make test-all     sets up and runs these, too, with every such package
+# make test-rest    sets up and runs these, with every such package
+# make test-all     both
 # make docs         builds the documentation: build/docs/site/index.html
 # make lint         checks lint rules and formatting
 
@@ -13,7 +14,7 @@ NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 NUM_PROCESSES := $(if $(filter 0,$(NUM_GPUS)),2,$(NUM_GPUS))
 PYTEST = HF_HOME=$(CURDIR)/.venv/hf $(BIN)/python -m pytest $(shell sed -n 's/^flags = //p' tox.ini) --durations=30
 
-.PHONY: quickstart test test-all docs lint clean
+.PHONY: quickstart test test-rest test-all docs lint clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/installed-quickstart
@@ -32,8 +33,10 @@ test: .venv/installed-test
 	$(PYTEST)
 
 # Without such a package its tests fail here.
-test-all: .venv/installed-test-all
-	MINI_TRAINER_TEST_ALL=1 $(PYTEST) -m "not wide"
+test-rest: .venv/installed-test-all
+	MINI_TRAINER_TEST_ALL=1 $(PYTEST) -m "(long or heavy) and not wide"
+
+test-all: test test-rest
 
 docs: .venv/installed-zensical
 	$(BIN)/python docs/site/build_site.py

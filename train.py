@@ -32,7 +32,6 @@ if __name__ == "__main__":
 import time
 
 import torch.distributed as dist
-from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
 
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.devices import peak_flops
@@ -63,6 +62,7 @@ from mini_trainer.run.start import open_inputs
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.run.validation import Validations
+from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
 
 
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:

@@ -13,22 +13,20 @@ batch (grouped), which makes other batches of them: the gradient is no longer th
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import paths
 import pyarrow as pa
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+ROOT = paths.ROOT
 from harness import describe_versions, make_options, open_objective, read_clock
-from mini_trainer.sampler import iterate_batches, prefetch
 
 from mini_trainer.data.columns.label_columns import SequenceColumns
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -39,6 +37,7 @@ from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.sampler import iterate_batches, prefetch
 
 CONFIG = dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
               max_position_embeddings=512, num_labels=4, hidden_dropout_prob=0.0,

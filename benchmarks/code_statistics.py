@@ -15,7 +15,7 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LEFT_OUT = ("tests", "benchmarks", "quickstart")
+LEFT_OUT = ("tests", "benchmarks", "examples")
 MANY_LINES, MANY_PARAMETERS, LARGE_MODULE = 25, 8, 500  # more lines; as many parameters; more lines
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

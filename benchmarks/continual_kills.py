@@ -31,8 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
+import paths
+
+ROOT = paths.ROOT
 
 import yaml
 from make_tiny_model import save_tiny_model, train_tokenizer
@@ -121,7 +122,7 @@ class Driver:
     def __post_init__(self) -> None:
         with self.log.open("a") as log:
             self.start_of_log = log.tell()
-            command = [sys.executable, str(ROOT / "__main__.py"), "continual", str(self.settings)]
+            command = [sys.executable, "-m", "mini_trainer", "continual", str(self.settings)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=ENV, stdin=subprocess.DEVNULL)
 
     @property

@@ -19,25 +19,21 @@ import json
 import platform
 import shutil
 import statistics
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from multiprocessing import get_context
 from pathlib import Path
 
+import paths
 import torch
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 from continual_tasks import make_tasks
 from harness import build, build_state, count_state_bytes, make_options, time_call
 from make_tiny_model import save_tiny_model, train_tokenizer
-from mini_trainer.osft import OSFT
-from mini_trainer.process_data import process_data
-from mini_trainer.sampler import Batch, iterate_batches
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -57,8 +53,11 @@ from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.teachers import make_taught
 from mini_trainer.options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.osft import OSFT
+from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, export_model
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.sampler import Batch, iterate_batches
 
 KL = dict(teacher_model="self", teacher_weight=0.5)  # --teacher-divergence forward-kl
 MASKED_KL = KL | dict(teacher_divergence="masked-kl")

@@ -5,12 +5,10 @@ Nothing is downloaded. The docstrings are those of the Python that runs this.
 
 import ast
 import random
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "quickstart"))
 from make_data import make_chats
 
 MIN_CHARACTERS, MAX_CHARACTERS = 120, 1200  # of a docstring that is used

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import paths
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 from harness import build_state, describe_versions, make_batch, make_options
 from make_tiny_model import train_tokenizer
 from op_recording import OpRecorder, WaitRecorder

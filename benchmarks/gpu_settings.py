@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paths
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
+ROOT = paths.ROOT
 
 EXPECTED = ROOT / "benchmarks" / "gpu_expected.json"
 SMALL, LARGE = "qwen2.5-1.5b", "llama-3.1-8b"  # shapes of train_step.py

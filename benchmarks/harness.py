@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from mini_trainer.sampler import Batch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +32,7 @@ from mini_trainer.options import TrainOptions, group_options, replace_options
 from mini_trainer.run.choosing import choose_objective, choose_settings
 from mini_trainer.run.export_weights import StoredTensor
 from mini_trainer.run.step import TrainState
+from mini_trainer.sampler import Batch
 
 
 def make_options(**options: object) -> TrainOptions:

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import paths
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
+ROOT = paths.ROOT
 
 from make_tiny_model import save_tiny_model, train_tokenizer
 from tiny_data import write_jsonl
@@ -103,8 +103,8 @@ def measure(checkout: Path, work: Path, words: tuple[str, ...]) -> tuple[str, fl
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(checkout / "__main__.py"), *words]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-m", "mini_trainer", *words]
     start = time.monotonic()
     with open(work / "said.txt", "w+") as said:
         child = subprocess.Popen(command, cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said,

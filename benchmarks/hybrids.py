@@ -10,21 +10,19 @@ agree.
 """
 
 import argparse
-import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
+import paths
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Lfm2Config, NemotronHConfig, PreTrainedConfig, Qwen3_5TextConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+ROOT = paths.ROOT
 from harness import build, describe_versions, make_options, pack_sequences, time_call
-from mini_trainer.batch_packer import pack_batch
 
+from mini_trainer.batch_packer import pack_batch
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.distributed.world import init_world, setup_logging
 

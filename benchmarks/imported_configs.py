@@ -8,13 +8,13 @@ notes name one of the field's keys.
 """
 
 import argparse
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import paths
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = paths.ROOT
 from mini_trainer.options import ProcessDataOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_value, read_yaml
 from mini_trainer.options.problems.finding import find_problems

@@ -22,14 +22,13 @@ assumed that
 import argparse
 import sys
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 
 import numpy as np
+import paths
 import torch
 from transformers import LlamaConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "benchmarks")]
+ROOT = paths.ROOT
 from harness import describe_versions
 from scaling import GPUS_PER_NODE, Communication, Costs, Network, Simulated, assume_costs, simulate_step
 

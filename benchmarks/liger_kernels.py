@@ -18,8 +18,9 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
+import paths
+
+ROOT = paths.ROOT
 
 import numpy as np
 import triton

@@ -14,13 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import paths
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 import numpy as np
 from harness import build_state, count_state_bytes, make_batch, make_options, write_random_data
 from train_step import LORA_RANK, SHAPES, make_config, make_method, save_random_model

@@ -24,10 +24,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import paths
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 import pyarrow as pa
 from harness import write_random_data
 from make_tiny_model import train_tokenizer

@@ -26,21 +26,18 @@ and prints the bytes of both by the plan's simulation of a larger model.
 import argparse
 import contextlib
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
+import paths
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = paths.ROOT
 from harness import build_state, count_state_bytes, make_batch, make_options, read_clock, time_call
-from mini_trainer.osft import OSFT, OSFTLinear
-from mini_trainer.sampler import Batch
 
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.build import choose_compute_dtype
@@ -48,9 +45,11 @@ from mini_trainer.model.methods.osft_subspaces import count_kept, make_subspace
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions
+from mini_trainer.osft import OSFT, OSFTLinear
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.simulation import SHARDED, Load, Ranks, lay_out_model, simulate_step
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.sampler import Batch
 
 MODELS = {
     "Qwen2.5 1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,

@@ -25,10 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import paths
 from numba import njit
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = paths.ROOT
 
 from mini_trainer.batch_packer import cost_samples, pack_batch, sum_step_costs
 

@@ -18,8 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "benchmarks")]
+import paths
+
+ROOT = paths.ROOT
 
 from tokenization import generate_messages, train_tokenizer
 

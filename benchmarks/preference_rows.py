@@ -5,11 +5,11 @@ OMP_NUM_THREADS=1 python benchmarks/preference_rows.py --work-dir /tmp/rows
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
+import paths
+
+ROOT = paths.ROOT
 from bad_preference_rows import BAD_FEEDBACK, BAD_PAIRS
 from forked import run_forked
 from processes import flags

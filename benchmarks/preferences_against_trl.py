@@ -11,13 +11,12 @@ into several micro-batches; its gradient is AdamW's first moment with a beta of 
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
+import paths
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 from harness import describe_versions
 from plain_preferences import measure_plainly
 from preference_cases import CASES, NUM_ROWS, Case, Inputs, Measured, make_inputs, run_script

@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import paths
 import pyarrow as pa
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 from harness import describe_versions
 from tiny_models import save_tokenizer
 

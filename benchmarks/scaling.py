@@ -27,18 +27,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import paths
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "benchmarks")]
+ROOT = paths.ROOT
 from harness import build, describe_versions, make_options, time_call, write_random_data
 from make_tiny_model import train_tokenizer
-from mini_trainer.batch_packer import pack_batch
 from packing import DISTRIBUTIONS, draw_lengths
 from train_step import SHAPES, make_config, open_world, save_random_model
 
+from mini_trainer.batch_packer import pack_batch
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData

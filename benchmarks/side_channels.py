@@ -31,8 +31,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import paths
+
+ROOT = paths.ROOT
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as init_world sets it, for ranks that are processes
 

@@ -15,9 +15,9 @@ kills are aimed at that until it is done; before half of the later starts the sc
 run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
 
 With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
-ranks are forked from a process that has imported everything (tests/forked.py), and there is no torchrun: when a rank is
-killed, the others have to end by themselves. Only before the ranks are tied together nothing but torchrun could end
-them, and a SIGTERM is sent in its place.
+ranks are forked from a process that has imported everything (tests/runs/forked.py), and there is no torchrun: when a
+rank is killed, the others have to end by themselves. Only before the ranks are tied together nothing but torchrun could
+end them, and a SIGTERM is sent in its place.
 """
 
 import argparse
@@ -38,8 +38,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
+import paths
+
+ROOT = paths.ROOT
 
 import numpy as np
 from forked import ForkedJob

@@ -20,8 +20,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "quickstart")]
+import paths
+
+ROOT = paths.ROOT
 PROGRAMS = [
     *("train.py", "process_data.py", "generate.py", "evaluate_model.py", "mini_trainer/tools/score_data.py"),
     *(

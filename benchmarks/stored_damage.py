@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
+import paths
+
+ROOT = paths.ROOT
 
 from make_tiny_model import save_tiny_model, train_tokenizer
 from tiny_data import write_jsonl

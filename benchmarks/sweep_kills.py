@@ -26,8 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart"), str(ROOT / "tests")]
+import paths
+
+ROOT = paths.ROOT
 
 import yaml
 from fork_server import share_server, start_server, use_server

@@ -20,13 +20,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import paths
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 from harness import build, build_state, describe_versions, make_options, time_call, watch_memory
-from mini_trainer.sampler import Batch, iterate_batches
 from preferences_cost import SHAPE, make_sides, to_row, write_data
 from tiny_models import save_tokenizer
 
@@ -45,6 +44,7 @@ from mini_trainer.objectives.teachers import make_taught
 from mini_trainer.options import DataOptions, TrainOptions
 from mini_trainer.run.other_models import SELF, add_scores
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.sampler import Batch, iterate_batches
 
 NUM_ROWS, BATCH_SIZE, TOP_K = 32, 8, 32
 NUM_ROUNDS, NUM_MEMORY_STEPS = 5, 2  # after a first step that is not counted; steps of a process that is watched

@@ -25,7 +25,6 @@ import os
 import random
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,18 +35,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+import paths
+
+ROOT = paths.ROOT
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 import datasets
 from make_tiny_model import read_contents, train_tokenizer
-from mini_trainer.process_data import process_data
 from transformers import AutoTokenizer
 
 from mini_trainer.data.chat.masking import Chat, ChatMasker
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 
 CHUNK_ROWS = 1000
 NUM_GENERATED = 7473  # as many as GSM8K has for training, and about as long

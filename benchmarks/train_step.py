@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train.py does, before importing torch
+import paths
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,11 +46,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 from harness import build_state, describe_versions, make_options, write_random_data
 from make_tiny_model import train_tokenizer
-from mini_trainer.sampler import draw_samples, iterate_batches, pin_memory, prefetch
 from packing import DISTRIBUTIONS, draw_lengths
 
 from mini_trainer.data.columns.base import IGNORED, Sample
@@ -67,6 +66,7 @@ from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import LoRAOptions, TrainOptions
 from mini_trainer.run.step import train_step
+from mini_trainer.sampler import draw_samples, iterate_batches, pin_memory, prefetch
 
 METHODS = {
     "ours": "train.py's step: packed, trained rows reach the head, one gradient per global batch",

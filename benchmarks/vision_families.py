@@ -18,7 +18,6 @@ import io
 import json
 import logging
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +26,11 @@ import torch
 from architectures import ROOT, compare, describe, judge_apart, make_parser, make_tiny_model
 from architectures_multimodal import CHANGES, SIZES, find_fault
 from harness import describe_versions, make_options
+from tiny_vision import VISION_MODELS, make_rows, save_vision_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
-from mini_trainer.process_data import process_data
-from tiny_vision import VISION_MODELS, make_rows, save_vision_model
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -50,6 +46,7 @@ from mini_trainer.objectives.next_tokens import VisionLanguage
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ProcessDataOptions, group_options
 from mini_trainer.options.problems.packages import is_installed
+from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, export_model
 
 RESULTS = ROOT / "benchmarks/results/vision_families.txt"

@@ -14,22 +14,19 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import paths
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, TrainerCallback
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+ROOT = paths.ROOT
 from harness import describe_versions, make_options, open_objective, read_clock
 from make_pictures import TEMPLATE, ask_questions, choose_shapes, draw_picture, make_row, save_vision_model
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
-from mini_trainer.sampler import iterate_batches, prefetch
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -39,7 +36,9 @@ from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.sampler import iterate_batches, prefetch
 
 LEARNING_RATE = 1e-4
 ROLES = ("user", "assistant")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import heavy
 import pytest
 from fork_server import measure_server, share_server, silence, start_server, use_server
 from hypothesis import settings
@@ -72,9 +73,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         pack_batch([2, 1], 2, 1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` does not choose are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that take long come first, whole, so that all workers have done everything at about the same time: those
     with slow tests, then those with many."""
+    for item in items:
+        if any(getattr(value, "__module__", None) in heavy.MODULES for value in vars(item.module).values()):
+            item.add_marker("heavy")
     slow, counts = {item.path for item in items if item.get_closest_marker("slow")}, Counter(i.path for i in items)
 
     def find_place(item: pytest.Item) -> tuple:

@@ -7,6 +7,9 @@ from types import ModuleType
 import pytest
 
 
+MODULES = ("heavy", "range_server", "s3_server")  # whose names only modules import that have such tests
+
+
 def need(name: str) -> ModuleType:
     """Imports a package, or skips the test or module that calls; where everything has to run, its absence fails."""
     if os.environ.get("MINI_TRAINER_TEST_ALL"):

@@ -12,8 +12,6 @@ from breadth import wide
 from exports import export
 from forked import run_forked
 from in_process import train_here
-from mini_trainer.generate import generate
-from mini_trainer.process_data import process_data
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from processes import flags
 from scored_data import TOP_K, score_here, write_data
@@ -23,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
+from mini_trainer.generate import generate
 from mini_trainer.model.scoring.score_files import ScoreFile
 from mini_trainer.options import GenerateOptions, MergeAdapterOptions, ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.tools.merge_adapter import merge_adapter
 
 NEW = 12

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from breadth import wide
 from forked import run_forked
-from mini_trainer.process_data import process_data
-from mini_trainer.sampler import RunPosition
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from safetensors.torch import save_file
 from tiny_data import make_samples, write_samples
@@ -44,8 +42,10 @@ from mini_trainer.options import (
     group_options,
     list_identifying_options,
 )
+from mini_trainer.process_data import process_data
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.start_checks import describe_inputs, describe_start
+from mini_trainer.sampler import RunPosition
 
 NUM_RANKS = 1024
 

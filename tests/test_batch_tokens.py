@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import train_here, train_on
-from mini_trainer.sampler import RunPosition, StreamTokens, TokenBatches, choose_batching, count_steps, draw_batches
 from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import write_samples
 from tiny_models import save_tokenizer
@@ -23,6 +22,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import DataOptions, EndOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.due import find_due, list_export_steps
+from mini_trainer.sampler import RunPosition, StreamTokens, TokenBatches, choose_batching, count_steps, draw_batches
 
 SEED, NUM_POSITIONS = 5, 400
 STEPS, BATCH_TOKENS = 7, 150

@@ -3,7 +3,7 @@
     python -m pytest tests/test_chat_templates.py -s -k table     # prints the table of families and properties
 
 Templates named `trl:` are read from the package trl, which ships them as files (tests skip them without it); the
-others lie in tests/chat_templates. Each family gets a small tokenizer of its style with its special tokens.
+others lie in tests/rows/chat_templates. Each family gets a small tokenizer of its style with its special tokens.
 """
 
 import re
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat.masking import Chat, ChatMasker, split_by_training
 
-HERE = Path(__file__).parent / "chat_templates"
+HERE = Path(__file__).parent / "rows" / "chat_templates"
 TRL = find_spec("trl")
 
 
@@ -77,7 +77,7 @@ NOT_KNOWN = {  # what templates do with what they do not know
 class Family:
     """A template with its tokenizer's style and special tokens, and the text of each trained run in each case."""
 
-    template: str  # trl:NAME, or the name of a file in tests/chat_templates
+    template: str  # trl:NAME, or the name of a file in tests/rows/chat_templates
     eos: str
     trained: dict[str, list[str] | Refused]
     special: tuple[str, ...] = ()

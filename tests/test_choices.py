@@ -7,13 +7,11 @@ from typing import Any, get_origin
 
 import pytest
 import torch
-from mini_trainer.evaluate_model import evaluate
-from mini_trainer.generate import generate
-from mini_trainer.process_data import process_data
-from mini_trainer.sampler import RunPosition
 
 from mini_trainer import options as all_options
 from mini_trainer.data.rows.rows import IMPLEMENTED_ROWS
+from mini_trainer.evaluate_model import evaluate
+from mini_trainer.generate import generate
 from mini_trainer.options import (
     BoardOptions,
     ContinualOptions,
@@ -34,8 +32,10 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.choices import check_choices, list_choices
 from mini_trainer.options.fields import iterate_fields
+from mini_trainer.process_data import process_data
 from mini_trainer.run.choosing import IMPLEMENTED
 from mini_trainer.run.start import open_inputs
+from mini_trainer.sampler import RunPosition
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.merge_adapter import merge_adapter

@@ -8,7 +8,6 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import train_on
-from mini_trainer.sampler import draw_samples
 from safetensors.torch import load_file
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_models import FAMILIES
@@ -17,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.sampler import draw_samples
 
 NUM_SAMPLES, BATCH_SIZE, STEPS, LEARNING_RATE, SEED = 24, 7, 3, 1e-3, 5
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=STEPS, learning_rate=LEARNING_RATE, seed=SEED,

@@ -16,7 +16,6 @@ import pytest
 from forked import run_forked
 from make_encoder import train_word_pieces
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 from processes import flags
 from tiny_data import write_jsonl
 from tokenizers import normalizers
@@ -30,6 +29,7 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions, RowOptions, group_options, replace_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import process_data
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']
 REVIEWS = [

@@ -12,7 +12,6 @@ from forked import run_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 from tiny_data import write_jsonl
 
 from mini_trainer.data.chat.masking import ChatMasker
@@ -20,6 +19,7 @@ from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.column_names import RefusedColumn, check_messages, find_meaning
 from mini_trainer.data.rows.formats import read_marks, read_messages
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 
 ASK, ANSWER = {"role": "user", "content": "How many are 12 and 30?"}, {"role": "assistant", "content": "42"}

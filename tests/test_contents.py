@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from in_process import train_here
-from mini_trainer.evaluate_model import evaluate
-from mini_trainer.generate import generate
 from safetensors.torch import load_file
 from scored_data import score_here, write_data
 from small_runs import OPTIONS
@@ -23,6 +21,8 @@ from mini_trainer.data.stores.contents import check_recorded, hash_once, sign
 from mini_trainer.data.stores.disk import hash_file, locked
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar, verify_data
 from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.evaluate_model import evaluate
+from mini_trainer.generate import generate
 from mini_trainer.model.methods.osft_bases import open_bases
 from mini_trainer.model.methods.osft_calibration import open_statistics
 from mini_trainer.model.methods.osft_subspaces import read_subspace

@@ -8,7 +8,6 @@ import pytest
 import torch
 from breadth import long
 from in_process import print_plan, train_on
-from mini_trainer.sampler import draw_samples
 from small_runs import OPTIONS, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -21,6 +20,7 @@ from mini_trainer.distributed.world import World
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.checkpointing import NoValidCheckpoint
+from mini_trainer.sampler import draw_samples
 
 STEPS, BATCH_SIZE = 3, 4  # of each of two rounds
 SIZE = STEPS * BATCH_SIZE

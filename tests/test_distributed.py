@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedTorchrun, run_forked
-from mini_trainer.sampler import draw_samples
 from processes import ROOT, flags, free_port, name_node
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.sampler import draw_samples
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from forked import ForkedJob, ForkedTorchrunJob, run_forked
-from mini_trainer.sampler import draw_samples
 from processes import RAISING_RANK, Job, flags, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
@@ -21,6 +20,7 @@ from transformers import LlamaConfig
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.sampler import draw_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mini_trainer.process_data import process_data
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -17,6 +16,7 @@ from mini_trainer.objectives.kto import Feedback
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.preferences import Preferences
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.run.plan.packing import count_row_tokens
 
 # Two layers, of which one has a window shorter than the sequences.

@@ -10,7 +10,6 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pytest
-from mini_trainer.process_data import process_data
 from stock_templates import make_tokenizer
 from tiny_data import write_jsonl
 from trait_templates import TRAITS
@@ -18,6 +17,7 @@ from trait_templates import TRAITS
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.layout import find_fault
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.use.inference.prompts import read_prompts
 
 CHATS = [

@@ -9,13 +9,13 @@ import pytest
 import torch
 from breadth import long
 from forked import run_forked
-from mini_trainer.generate import generate, open_model
 from peft import LoraConfig, get_peft_model
 from processes import flags
 from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
+from mini_trainer.generate import generate, open_model
 from mini_trainer.options import GenerateOptions, SamplingOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.use.inference.engine import Request

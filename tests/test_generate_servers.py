@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
-from mini_trainer.generate import generate
 from openai_standin import Server, serve
 from processes import ENV, ROOT, flags
 from stock_templates import make_tokenizer
@@ -20,6 +19,7 @@ from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.generate import generate
 from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.use.inference.engines import open_engine

@@ -11,7 +11,6 @@ import pytest
 from data_runs import chat, options_for, write_rows
 from heavy import need
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 from range_server import RangeServer
 
 from mini_trainer.data.chat import pictures
@@ -21,6 +20,7 @@ from mini_trainer.data.tokenized import fetched
 from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets
 from mini_trainer.options import replace_options
 from mini_trainer.options.urls import RefusedRedirect, check_redirect, remove_query
+from mini_trainer.process_data import process_data
 
 ELSEWHERE = {
     "this machine": ("http://localhost:1/a.jsonl", "127.0.0.1: not a public address"),

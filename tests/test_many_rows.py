@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from in_process import train_here
-from mini_trainer.sampler import StreamTokens, choose_batching, count_steps, draw_samples, iterate_batches
 from small_runs import OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import save_tokenizer
@@ -30,6 +29,7 @@ from mini_trainer.model.scoring import score_files
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.soft_targets import make_record_type
 from mini_trainer.options import DataOptions, EndOptions
+from mini_trainer.sampler import StreamTokens, choose_batching, count_steps, draw_samples, iterate_batches
 
 VOCAB_SIZE, STEPS = 160, 5
 ENDINGS = (".arrow", ".parquet", ".jsonl")

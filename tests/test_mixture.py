@@ -9,7 +9,6 @@ import pytest
 import torch
 from hand_made import read_triple
 from in_process import train_here, train_on
-from mini_trainer.sampler import StreamTokens, count_drawn, draw_samples
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -19,6 +18,7 @@ from mini_trainer.data.tokenized.mixture import Mixture, interleave
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.sampler import StreamTokens, count_drawn, draw_samples
 
 SIZES, WEIGHTS = dict(a=30, b=11, c=5), (0.5, 0.3, 0.2)
 STEPS = 6

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 import torch
 from in_process import print_plan, train_on
-from mini_trainer.sampler import draw_samples
 from small_runs import make_inputs
 from tiny_models import VOCAB_SIZE
 from torch import Tensor
@@ -31,6 +30,7 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
 from mini_trainer.objectives.specs import KINDS, Kind, make_text_family
 from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
+from mini_trainer.sampler import draw_samples
 
 NAME, WEIGHT = "pairs", 1e-2
 NUM_SAMPLES = 24

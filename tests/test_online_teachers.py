@@ -8,7 +8,6 @@ import pytest
 import torch
 from breadth import long
 from in_process import print_plan, train_on
-from mini_trainer.sampler import RunPosition, draw_samples, iterate_batches
 from scored_data import write_data
 from small_runs import read_rows
 from tiny_data import make_samples, read_lines, write_samples
@@ -24,6 +23,7 @@ from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.run_model import build_run_model
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.step import run_backward
+from mini_trainer.sampler import RunPosition, draw_samples, iterate_batches
 
 BATCH_SIZE, NUM_SAMPLES, CAP = 8, 24, 160
 

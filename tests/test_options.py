@@ -423,7 +423,7 @@ def find_declared_flags() -> set[str]:
 def read_texts() -> dict[str, list[str]]:
     """What our modules and pages say: of a module the strings, docstrings among them."""
     paths = [path.relative_to(ROOT) for depth in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(depth)]
-    outside = {"tests", "benchmarks", "quickstart", "docs"}
+    outside = {"tests", "benchmarks", "examples", "docs"}
     texts = {}
     for path in paths:
         if not (path.parts[0] in outside or path.parts[0].startswith(".") or path.parts[0] in ("build", "dist")):

@@ -8,7 +8,6 @@ import torch
 from breadth import wide
 from hand_made import pack_samples
 from in_process import train_here, train_on
-from mini_trainer.osft import OSFT, OSFTLinear, fill_layer, measure_leak, project_gradients, project_updates
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, check, compile_by, make_osft, save_model, save_tokenizer
@@ -30,6 +29,7 @@ from mini_trainer.model.methods.osft_subspaces import (
 from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, OptimizationOptions, OSFTOptions
+from mini_trainer.osft import OSFT, OSFTLinear, fill_layer, measure_leak, project_gradients, project_updates
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}

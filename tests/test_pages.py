@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from mini_trainer.osft import OSFT
 
 from mini_trainer.objectives.teachers import VALUES
+from mini_trainer.osft import OSFT
 from mini_trainer.root_files import NAMES
 from mini_trainer.run.metrics import SourceMetrics, StepMetrics
 

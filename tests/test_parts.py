@@ -16,7 +16,6 @@ from forked import ForkedRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 from processes import ROOT
 
 from mini_trainer.data.rows import files as data_files
@@ -27,6 +26,7 @@ from mini_trainer.distributed.process import find_task
 from mini_trainer.options import ProcessDataOptions, replace_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import process_data
 
 COUNT = 3
 SMALL_SECTIONS = ROOT / "tests" / "workers" / "small_sections.py"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from ask_pictures import exchange, guess_best
 from make_pictures import COLOURS, CORNER, CORNERS, ask_questions, choose_shapes, draw_picture
-from mini_trainer.process_data import process_data
 from PIL import Image
 from processes import ROOT, run
 from tiny_data import write_jsonl
@@ -19,6 +18,7 @@ from mini_trainer.data.chat.pictures import ImageExpander, load_processor, open_
 from mini_trainer.data.chat.token_spans import Located
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.use.pages.preview import THUMBNAIL_SIDE
 
 

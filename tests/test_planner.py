@@ -12,7 +12,6 @@ import torch
 from breadth import long, wide
 from forked import run_forked
 from in_process import print_plan, train_here
-from mini_trainer.process_data import process_data
 from processes import flags
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
@@ -33,6 +32,7 @@ from mini_trainer.objectives.specs import KINDS, make_objective
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import process_data
 from mini_trainer.run.choosing import choose_method, choose_settings
 from mini_trainer.run.export import ExportParts
 from mini_trainer.run.exports import Exports

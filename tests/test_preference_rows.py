@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from bad_preference_rows import ASKED, BAD, BAD_FEEDBACK, BAD_PAIRS, FEEDBACK, GOOD, PAIR, USER, say
 from forked import run_forked
-from mini_trainer.process_data import process_data
 from processes import flags
 from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
@@ -16,6 +15,7 @@ from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.process_data import process_data
 
 CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"

@@ -9,7 +9,6 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import train_on
-from mini_trainer.sampler import draw_samples
 from op_recording import OpRecorder
 from small_runs import read_rows
 from tiny_models import FAMILIES, balance_plainly, save_model, save_tokenizer
@@ -26,6 +25,7 @@ from mini_trainer.objectives.token_loss import TrainedTokens
 from mini_trainer.options import ScoreDataOptions, group_options
 from mini_trainer.run.identity import find_changes
 from mini_trainer.run.other_models import split_rows
+from mini_trainer.sampler import draw_samples
 from mini_trainer.tools.score_data import score
 
 BATCH_SIZE, BETA = 8, 0.3

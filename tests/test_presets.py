@@ -8,7 +8,6 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import train_here
-from mini_trainer.process_data import process_data
 from refusals import refuse
 from small_runs import make_inputs
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
@@ -23,6 +22,7 @@ from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import PRESETS, ProcessDataOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import describe_options, parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, check_export
 from mini_trainer.tools.sweep.settings import read_train
 

@@ -20,7 +20,6 @@ from breadth import long, wide
 from data_runs import chat, command_for, options_for, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
-from mini_trainer.process_data import process_data
 from processes import run_unread
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -33,6 +32,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions, replace_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import process_data
 
 ROOT = Path(__file__).parent.parent
 

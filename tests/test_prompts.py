@@ -12,8 +12,6 @@ from breadth import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults
-from mini_trainer.generate import open_model
-from mini_trainer.process_data import process_data
 from stock_templates import TEMPLATES, make_tokenizer
 from tiny_data import read_lines, write_jsonl
 from tiny_models import SHAPE, save_model
@@ -27,7 +25,9 @@ from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.formats import find_format, read_example
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
+from mini_trainer.generate import open_model
 from mini_trainer.options import GenerateOptions, ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.use.evaluation.likelihood import encode_choices
 from mini_trainer.use.inference.engine import Request
 from mini_trainer.use.inference.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts

@@ -22,7 +22,6 @@ from pathlib import Path
 import pytest
 import tyro
 from breadth import wide
-from mini_trainer.process_data import process_data as run_process_data
 from processes import ENV, is_alive, list_children
 from program import list_sources
 from tiny_data import make_samples, write_counting_chats, write_samples
@@ -66,6 +65,7 @@ from mini_trainer.distributed.children import find_last_words
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, RunError
 from mini_trainer.options import ProcessDataOptions, TrainOptions, flatten_options, group_options, iterate_fields
 from mini_trainer.options.urls import RefusedRedirect
+from mini_trainer.process_data import process_data as run_process_data
 from mini_trainer.run.checkpointing import NoValidCheckpoint
 from mini_trainer.run.stages import Stopped
 from mini_trainer.tools.importers.rules import Refusal

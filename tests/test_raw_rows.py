@@ -13,7 +13,6 @@ import pytest
 from hub_standin import Hub
 from in_process import train_here
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 from small_runs import read_rows
 from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
@@ -22,6 +21,7 @@ from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions, RowOptions, TrainOptions, group_options, parse_subset
+from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 
 ROOT = Path(__file__).parent.parent

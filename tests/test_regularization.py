@@ -6,7 +6,6 @@ import pytest
 import torch
 from hand_made import read_triple
 from in_process import train_here, train_on
-from mini_trainer.sampler import draw_samples
 from small_runs import OPTIONS, make_inputs, read_rows
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
 from transformers import AutoModelForCausalLM
@@ -16,6 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.embedding_noise import derive_noise_seed
+from mini_trainer.sampler import draw_samples
 
 ALPHA, SMOOTHING, STEPS, SEED = 15.0, 0.1, 3, 42
 REGULARIZED = dict(neftune_alpha=ALPHA, label_smoothing=SMOOTHING)

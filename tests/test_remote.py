@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from data_runs import chat, options_for, write_rows
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 from range_server import RangeServer
 from s3_server import KEY, serve_bucket
 
@@ -19,6 +18,7 @@ from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.stores import remote
 from mini_trainer.data.tokenized.cache import identify_source, name_rows
 from mini_trainer.options import RowOptions, replace_options
+from mini_trainer.process_data import process_data
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from breadth import long, wide
 from forked import run_forked
 from hand_made import read_triple
 from in_process import train_here, train_on
-from mini_trainer.sampler import draw_samples
 from processes import flags
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
@@ -26,6 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.sampler import draw_samples
 
 pytestmark = pytest.mark.slow
 

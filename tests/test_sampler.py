@@ -10,14 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hand_made import pack_samples
-from mini_trainer.sampler import (
-    choose_batching,
-    collect_garbage_between,
-    count_steps,
-    draw_samples,
-    iterate_batches,
-    prefetch,
-)
 from tiny_data import make_samples, write_samples
 
 from mini_trainer.data.columns.base import IGNORED
@@ -26,6 +18,14 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.row_group import Place
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, EndOptions
+from mini_trainer.sampler import (
+    choose_batching,
+    collect_garbage_between,
+    count_steps,
+    draw_samples,
+    iterate_batches,
+    prefetch,
+)
 
 VOCAB_SIZE = 160
 NUM_SAMPLES = 50

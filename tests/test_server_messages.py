@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
-from mini_trainer.generate import generate
 from openai.types.chat import ChatCompletion, ChatCompletionAssistantMessageParam
 from openai_standin import Server, repeat, serve
 from processes import flags
@@ -16,6 +15,7 @@ from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.continual.rounds import replace_answer
 from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.generate import generate
 from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
 from mini_trainer.use.inference.engines import open_engine
 from mini_trainer.use.inference.prompts import Prompt, as_protocol

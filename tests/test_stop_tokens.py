@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
-from mini_trainer.process_data import process_data
 from tiny_data import write_jsonl
 from tiny_vision import make_image, save_vision_model
 from trait_templates import CLOSED_BY_THE_NEXT_TURN, CLOSED_ON_A_NEW_LINE, DESCRIBED
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 
 # What begins the next turn ends the last one, as in GLM 4.6 and GLM 4.7: a user's turn a text, a tool's result a call.
 ENDED_BY_THE_NEXT_TURN = (

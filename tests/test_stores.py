@@ -13,8 +13,6 @@ import pytest
 import torch
 from data_runs import chat, write_rows
 from in_process import train_forked
-from mini_trainer.process_data import choose_part, process_data
-from mini_trainer.train import train
 from range_server import RangeServer
 from s3_server import KEY, SECRET, read_bucket, serve_bucket
 from tiny_models import FAMILIES, save_model, save_tokenizer
@@ -29,9 +27,11 @@ from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_each_node
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import choose_part, process_data
 from mini_trainer.run import uploads as uploads_module
 from mini_trainer.run.raw_rows import make_data_local
 from mini_trainer.run.uploads import REGULAR, WRITTEN_LAST, Store, Uploads
+from mini_trainer.train import train
 
 ROWS = [chat(i) for i in range(40)]
 

@@ -16,7 +16,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from mini_trainer.process_data import process_data
 from stock_templates import make_tokenizer
 from tiny_data import write_jsonl
 from trait_templates import TRAITS
@@ -29,6 +28,7 @@ from mini_trainer.data.rows.labelled import FieldNames, check_values
 from mini_trainer.data.rows.pictured import read_column
 from mini_trainer.data.rows.preference_rows import PreferenceFields, read_preference
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 from mini_trainer.use.inference.prompts import read_prompts
 
 USER = {"role": "user", "content": "Weather?"}

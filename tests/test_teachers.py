@@ -9,7 +9,6 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import print_plan, train_on
-from mini_trainer.sampler import draw_samples
 from peft import LoraConfig, PeftModel, get_peft_model
 from scored_data import TOP_K, score_here, write_data
 from small_runs import read_rows
@@ -29,6 +28,7 @@ from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.identity import find_changes
+from mini_trainer.sampler import draw_samples
 
 R, V, K = 9, 23, 6
 BATCH_SIZE = 8

@@ -4,11 +4,11 @@ import random
 from functools import partial
 
 import pytest
-from mini_trainer.sampler import RunPosition
 
 from mini_trainer.options import ValidationOptions
 from mini_trainer.run.due import count_validations, is_validation_due
 from mini_trainer.run.training_log import TimeLeft
+from mini_trainer.sampler import RunPosition
 
 BATCH_SIZE = 8
 

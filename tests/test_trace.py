@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 from evaluations import evaluate_here, list_means
-from mini_trainer.process_data import process_data
 from program import ROOT
 from tiny_data import read_lines
 from tiny_models import FAMILIES, save_model, save_tokenizer
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import process_data
 from mini_trainer.use.evaluation.metrics import score_answer
 from mini_trainer.use.inference.prompts import read_prompts
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from forked import run_forked
 from in_process import train_on
-from mini_trainer.sampler import draw_samples
 from processes import flags
 from small_runs import read_rows
 from tiny_data import read_lines
@@ -40,6 +39,7 @@ from mini_trainer.objectives.specs import KINDS, Kind, Settings, make_text_famil
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.sampler import draw_samples
 from mini_trainer.use.pages.preview import format_figures, format_targets
 
 NAME, TAU = "triplet", 0.5

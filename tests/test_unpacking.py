@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 from data_runs import options_for
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.hub_rows import find_dataset
@@ -15,6 +14,7 @@ from mini_trainer.data.stores import parquet
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, TooLong
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import RowOptions
+from mini_trainer.process_data import process_data
 
 MOST_BYTES = 100 << 20  # of Arrow's memory, for rows of 8 MiB
 OF_ALL_TYPES = {

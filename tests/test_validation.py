@@ -10,7 +10,6 @@ import torch
 from forked import run_forked
 from hand_made import read_triple
 from in_process import train_here, train_on
-from mini_trainer.sampler import RunPosition
 from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, make_inputs, read_rows
@@ -22,6 +21,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.start import open_inputs
+from mini_trainer.sampler import RunPosition
 
 STEPS, SIZES = 6, dict(held_out=13, other=5)
 

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
-from mini_trainer.process_data import process_data
 from tiny_data import write_jsonl
 from transformers import AutoTokenizer
 
@@ -28,6 +27,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions, group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.process_data import process_data
 
 SHARE = 0.3
 TEXTS = st.text(min_size=1).filter(lambda text: text.strip() and not any("\ud800" <= c <= "\udfff" for c in text))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import print_plan, train_here, train_on
-from mini_trainer.osft import OSFTLinear
 from PIL import Image
 from processes import flags
 from safetensors.torch import load_file
@@ -47,6 +46,7 @@ from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLangu
 from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
 from mini_trainer.options import LoRAOptions, MergeAdapterOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.osft import OSFTLinear
 from mini_trainer.run.raw_rows import find_data
 from mini_trainer.tools.merge_adapter import merge_adapter
 

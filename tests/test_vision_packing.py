@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from in_process import print_plan, train_on
-from mini_trainer.sampler import RunPosition
 from small_runs import OPTIONS, read_rows
 from tiny_models import load_source
 from tiny_vision import exact_families, load, make_image, make_rows, save_vision_model, tokenize
@@ -29,6 +28,7 @@ from mini_trainer.objectives.next_tokens import VisionLanguage
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from mini_trainer.run.start import open_inputs
+from mini_trainer.sampler import RunPosition
 
 FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "gemma3")
 NUM_TOKENS, NUM_TRAINED = 600, 300

@@ -11,7 +11,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-from mini_trainer.sampler import iterate_batches
 from tiny_models import build
 
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -23,6 +22,7 @@ from mini_trainer.model.optim.reduction import reduce_step
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions
 from mini_trainer.run.step import run_backward
+from mini_trainer.sampler import iterate_batches
 
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
 tiling.LEAST_TOKENS = 8

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from mini_trainer.sampler import Batch
 from small_runs import make_samples_of
 from tiny_models import build
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -25,6 +24,7 @@ from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.sampler import Batch
 
 NUM_STEPS, LENGTHS = 3, (17, 6, 9)
 model_dir, num_micro_batches, output, *cases = sys.argv[1:]

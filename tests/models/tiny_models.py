@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from make_tiny_model import train_tokenizer
-from mini_trainer.osft import OSFT
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -47,6 +46,7 @@ from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.token_loss import sum_chunk_loss
 from mini_trainer.options import OSFTOptions, TrainOptions, group_options
+from mini_trainer.osft import OSFT
 
 VOCAB_SIZE = 288
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mini_trainer.process_data import process_data
 from PIL import Image
 from tiny_data import write_jsonl
 from tiny_models import SHAPE, save_tokenizer
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.process_data import process_data
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16)
 QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

@@ -1,6 +1,6 @@
 """Records the signatures of functions that only run on a GPU, from the releases themselves, in signatures.json.
 
-    python tests/record_signatures.py
+    python tests/models/record_signatures.py
 
 Downloads each release with pip, one at a time, reads its files without importing them, and deletes it. Of torch the
 wheel for macOS: its Python files and operator schemas are those of every platform, in an eighth of the size.

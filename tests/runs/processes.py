@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PATHS = (ROOT, ROOT / "tests", ROOT / "examples" / "quickstart", ROOT / "benchmarks")
+ROOT = Path(__file__).parents[2]
+HELPERS = [ROOT / "tests", *(ROOT / "tests" / name for name in ("models", "rows", "runs", "servers"))]
+PATHS = (ROOT, *HELPERS, ROOT / "examples" / "quickstart", ROOT / "benchmarks")
 PYTHONPATH = os.pathsep.join(filter(None, [*map(str, PATHS), os.environ.get("PYTHONPATH")]))
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
 
