@@ -13,7 +13,7 @@ import numpy as np
 
 
 class SampleLoad(NamedTuple):
-    """What samples are in addition to one sequence of tokens each: images, or several sequences."""
+    """The load of samples in addition to one sequence of tokens each: images, or several sequences."""
 
     patches: np.ndarray | None = None  # (n,) int64 that enter the vision tower, of all images of a sample
     costs: np.ndarray | None = None  # (n,) float64: of the images, in the unit of a sample's own cost

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.tokenized.fetched import bring_here
+from mini_trainer.data.tokenized.fetched import download_data_sets
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
@@ -45,7 +45,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     require("scipy", flag="evaluate_model.py")
     may_differ = ("config", "output_dir", "data_cache_dir")
     compare_ranks(world, lambda: describe_program(options, world, may_differ=may_differ))
-    data = bring_here({"data": options.data}, world, cache_dir=options.data_cache_dir)
+    data = download_data_sets({"data": options.data}, world, cache_dir=options.data_cache_dir)
     options = replace(options, **data)
     models = list_models(options.model, options.run)
     names = name_files([*options.task, *options.data])

@@ -33,7 +33,7 @@ from mini_trainer.options.command_line import parse_options
 if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
+from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.rows.column_names import describe_unread
 from mini_trainer.data.rows.files import Folder, Source, check_folder, describe_skipped, find_sources
 from mini_trainer.data.rows.hub_rows import find_dataset
@@ -56,8 +56,8 @@ from mini_trainer.data.rows.parts import (
 )
 from mini_trainer.data.rows.preparing import Prepared, changes_tokenizer, choose_paths, count_workers, prepare
 from mini_trainer.data.rows.random_rows import make_random_source
+from mini_trainer.data.rows.refusals import check_kept, check_rejected, check_sides
 from mini_trainer.data.rows.report import (
-    DROPPED,
     Totals,
     add_up,
     check_stops,
@@ -362,57 +362,6 @@ def make_cutter(side: str, *, eos_token_id: int | None, block_size: int | None) 
 
 def num_samples_shown(options: ProcessDataOptions) -> int:
     return max(options.preview, NUM_PAGE_SAMPLES if options.preview_html is not None else 0)
-
-
-def check_rejected(totals: Totals, reasons: list[tuple[str, str]], *, skip_invalid: bool) -> None:
-    """Refuses invalid rows, listing the first, unless they are to be skipped."""
-    if reasons and not skip_invalid:
-        more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
-        raise ValueError(
-            f"{totals.rows['invalid']:,} of {totals.rows['in']:,} rows cannot be used{more}:{list_below(reasons)}\n"
-            "fix them, or pass --skip-invalid to skip them"
-        )
-
-
-def list_below(reasons: list[tuple[str, str]]) -> str:
-    """Lines that say each reason once, with the first row that has it and the places of the others."""
-    places: dict[str, list[str]] = {}
-    for place, reason in reasons:
-        places.setdefault(reason, []).append(place)
-    lines = []
-    for reason, (first, *others) in places.items():
-        lines += [f"\n  {first}: {reason}", *([f"\n    also {', '.join(others)}"] if others else [])]
-    return "".join(lines)
-
-
-def check_kept(
-    totals: Totals,
-    reasons: list[tuple[str, str]],
-    *,
-    sources: Sequence[Source],
-    max_sample_num_tokens: int | None,
-) -> None:
-    """Refuses a data set without samples."""
-    if totals.rows["in"] == 0:
-        raise ValueError(f"{describe_sources(sources)}: has no rows")
-    if totals.rows["kept"] == 0:
-        dropped = ", ".join(f"{totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
-        hint = f"; raise --max-sample-num-tokens {max_sample_num_tokens}" if totals.rows["too_long"] else ""
-        raise ValueError(
-            f"{describe_sources(sources)}: no row is left of {totals.rows['in']:,}: {dropped}{hint}"
-            f"{list_below(reasons)}"
-        )
-
-
-def check_sides(sides: Sequence[Totals], *, share: float) -> None:
-    """Refuses a split with nothing on one side."""
-    num_kept = sum(side.rows["kept"] for side in sides)
-    for name, totals, change in zip(SIDES, sides, ("smaller", "larger"), strict=True):
-        if totals.rows["kept"] == 0:
-            raise ValueError(
-                f"--validation-share {share}: of {num_kept:,} kept rows, none is left for {name}; use a {change} share,"
-                " or more rows (rows with the same text always fall on the same side)"
-            )
 
 
 def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:

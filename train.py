@@ -11,7 +11,7 @@ The script reads top to bottom: what is refused early, the model, the loop.
 
 import os
 
-from mini_trainer.distributed.ending import leave
+from mini_trainer.distributed.ending import exit_process
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.process import pause_collector, resume_collector
 from mini_trainer.options import TrainOptions, parse_duration, replace_options
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     if options.plan.dry_run:
         from mini_trainer.run.plan.planner import plan_run
 
-        leave(plan_run(options))
+        exit_process(plan_run(options))
     control = RunControl(hang_timeout=options.end.hang_timeout, max_seconds=parse_duration(options.end.max_time))
     control.start()
     pause_collector()

@@ -357,7 +357,7 @@ def write_table(results: dict[str, Result], title: str) -> str:
 def judge_all(
     model_types: list[str], judge_type: Callable[[str, Path], Result], *, processes: int, seconds: float
 ) -> dict[str, Result]:
-    """Each type in a process of its own, several at a time; told as they come."""
+    """Each type in a process of its own, several at a time; reported as they come."""
     results = {}
 
     def judge_one(model_type: str) -> tuple[str, Result]:

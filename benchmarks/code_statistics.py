@@ -1,4 +1,4 @@
-"""Counts what a style can be told by: sizes of modules and functions, signatures, comments, docstrings.
+"""Counts what a style shows in: sizes of modules and functions, signatures, comments, docstrings.
 
     python benchmarks/code_statistics.py            # of this tree
     python benchmarks/code_statistics.py OTHER_TREE --also tests

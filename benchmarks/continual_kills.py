@@ -140,7 +140,7 @@ class Driver:
         return None
 
     def wait_until(self, condition: Callable[[], object], *, seconds: float = SECONDS_TO_MOMENT) -> bool:
-        """Whether the condition came true while the experiment went on."""
+        """Whether the condition came true while the experiment ran."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             if condition():

@@ -483,7 +483,7 @@ def suffer(run: Run, fault: Fault) -> tuple[str, list[str]]:
 
 
 def suffer_all(run: Run, faults: list[Fault], table: Table) -> None:
-    """One start after the other; a row is done when the next start has said what it goes on from."""
+    """One start after the other; a row is done when the next start has said what it continues from."""
     pending = None
     for fault in [*faults, None]:
         rows, expected = len(read_steps(run.output_dir)), newest_checkpoint(run.output_dir)
@@ -507,7 +507,7 @@ def suffer_all(run: Run, faults: list[Fault], table: Table) -> None:
                 has_stepped = not pending[0].endswith(("while loading", "are started"))
                 table.add(*pending[:4], rows - resumed if has_stepped else 0, pending[4])
                 pending = None
-        if pending is not None:  # this start was ended before it said so, or goes on from an older checkpoint
+        if pending is not None:  # this start was ended before it said so, or continues from an older checkpoint
             table.add(*pending[:4], "-", pending[4])
         pending = (fault.name if fault else "to the end", run.num_ranks, run.seconds, outcome, problems)
         run.seconds = 0.0

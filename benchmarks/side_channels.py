@@ -190,7 +190,7 @@ class Simulation:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         lifeline.SECONDS_TO_CONNECT = SECONDS_TO_CONNECT
         meeting.open_store = lambda *args, **others: self.store
-        monitor.leave, monitor.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
+        monitor.exit_process, monitor.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
         monitor.dump_stacks = self.count_stacks
         traceback.print_exc = lambda: None  # of the SystemExit that ends a monitor here
         init_group, start, run, send = (

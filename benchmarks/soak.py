@@ -335,7 +335,7 @@ class Soak:
         return [job.process.pid] if num_ranks == 1 else list_children(job.process.pid)
 
     def check_start(self, job: Job | ForkedJob, tally: Tally, *, expected: int, begun: int) -> None:
-        """The start must have gone on from the newest checkpoint there was, unless it was killed before it said so."""
+        """The start must have continued from the newest checkpoint there, unless it was killed before it said so."""
         text = job.log.read_text(errors="replace")
         found = re.search(TIED, text, re.MULTILINE)
         resumed = int(found[2] or 0) if found else None
@@ -426,7 +426,7 @@ def says(job: Job | ForkedJob, pattern: str) -> bool:
 def wait_until(
     job: Job | ForkedJob, condition: Callable[[], object], *, seconds: float = SECONDS_TO_MOMENT, pause: float = 0.01
 ) -> bool:
-    """Whether `condition` came true, while the run went on and within `seconds`."""
+    """Whether `condition` came true, while the run lasted and within `seconds`."""
     deadline = time.monotonic() + seconds
     while job.process.poll() is None and time.monotonic() < deadline:
         if condition():

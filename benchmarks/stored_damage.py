@@ -1,4 +1,4 @@
-"""Damages each thing that is stored, in five ways, and tells who notices, and how.
+"""Damages each thing that is stored, in five ways, and reports who notices, and how.
 
     OMP_NUM_THREADS=1 python benchmarks/stored_damage.py
 

@@ -44,7 +44,8 @@ import datasets
 from make_tiny_model import read_contents, train_tokenizer
 from transformers import AutoTokenizer
 
-from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.options import ProcessDataOptions, group_options
 from mini_trainer.process_data import process_data

@@ -26,11 +26,8 @@ class RootFiles(MetaPathFinder):
             return None
         if package:
             return importlib.util.spec_from_file_location(fullname, ROOT / f"{name}.py")
-        found = PathFinder.find_spec(name)
-        if found is None or found.origin is None or Path(found.origin).resolve() != ROOT / f"{name}.py":
-            return found
-        found = PathFinder.find_spec(name, [entry for entry in sys.path if Path(entry).resolve() != ROOT])
-        if found is None:
+        found = PathFinder.find_spec(name, [entry for entry in sys.path if not is_checkout(Path(entry))])
+        if found is None and PathFinder.find_spec(name) is not None:
             raise ModuleNotFoundError(f"No module named {name!r}; did you mean 'mini_trainer.{name}'?", name=name)
         return found
 

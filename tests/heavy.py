@@ -6,7 +6,6 @@ from types import ModuleType
 
 import pytest
 
-
 MODULES = ("heavy", "range_server", "s3_server")  # whose names only modules import that have such tests
 
 

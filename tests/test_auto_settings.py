@@ -79,7 +79,7 @@ def test_what_has_room_is_on_the_line_through_the_last_probes():
     assert find_largest(probes, least=8_011, most=20_000) == 8_010  # too little
     probes.append(Probe(9_000, 0, excess_bytes=990_000, activation_bytes=0))
     assert find_largest(probes, least=500, most=20_000) == 8_000 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
-    too_large = Probe(9_000, 0, excess_bytes=990_000, activation_bytes=0, bytes_per_token=slope)  # tells by itself
+    too_large = Probe(9_000, 0, excess_bytes=990_000, activation_bytes=0, bytes_per_token=slope)  # shows it by itself
     assert find_largest([too_large], least=500, most=9_000) == 8_000 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
 
 

@@ -16,18 +16,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat import rendering as chat_rendering
-from mini_trainer.data.chat.masking import (
-    Chat,
-    ChatMasker,
-    Completion,
-    Document,
-    TokenizedChat,
-    fingerprint_chat_template,
-    fingerprint_tokenizer,
-    load_stop_token_ids,
-    split_by_training,
-)
-from mini_trainer.data.chat.token_spans import DIVIDED, Remark
+from mini_trainer.data.chat.conversation import Chat, Completion, Document
+from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
+from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.token_spans import DIVIDED, Remark, TokenizedChat, split_by_training
 from mini_trainer.data.chat.tokens import find_token
 from mini_trainer.data.columns.base import IGNORED
 
@@ -485,7 +477,7 @@ def test_generation_markers_are_used(base_tokenizer):
     messages = [SYSTEM, QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Or six."}]
     assert trained_texts(masker, messages) == ["Five.<|im_end|>", "Or six.<|im_end|>"]
     assert trained_texts(masker, [QUESTION, ANSWER], unmask=True) == ["How many?<|im_end|>", "Five.<|im_end|>"]
-    # they hold what a text of the template alone would not tell
+    # they hold what a text of the template alone would not show
     changing = MARKED_TEMPLATE.replace(
         "m['content'] + '<|im_end|>\n' }}{% endgen", "'So: ' + m['content'] + '<|im_end|>\n' }}{% endgen"
     )
@@ -783,12 +775,12 @@ def test_scaffold_that_speaks_of_thinking_is_not_trained(base_tokenizer):
 
 def test_ids_and_arguments_share_a_skeleton(base_tokenizer):
     masker = with_template(base_tokenizer, TOOL_TEMPLATE)
-    before = len(masker.skeletons)
+    before = len(masker.finder.skeletons)
     for i in range(20):
         result = {"role": "tool", "content": f"sum: {i}", "tool_call_id": f"call_{i}"}
         rows = [QUESTION, calls({"x": i, "y": f"is {i}"}, ids=(f"call_{i}",)), result, ANSWER]
         assert len(trained_with_tools(masker, rows)) == 2
-    assert len(masker.skeletons) == before + 1
+    assert len(masker.finder.skeletons) == before + 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from make_tiny_model import CHATML_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.chat.masking import Chat, ChatMasker, split_by_training
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.token_spans import split_by_training
 
 HERE = Path(__file__).parent / "rows" / "chat_templates"
 TRL = find_spec("trl")
@@ -506,7 +508,7 @@ def test_trained_text(name, case):
 def test_users_cannot_unmask_anything(name):
     """A user who writes the template's own delimiters and the answer, word for word, and the placeholder."""
     masker = make_masker(name)
-    (text,) = masker.render([[user(), assistant()]])
+    (text,) = masker.renderer.render([[user(), assistant()]])
     messages = [user(text + "Five. xQ00001Qx"), assistant(), user(text), assistant("Six.")]
     assert trained_texts(masker, messages) == FAMILIES[name].trained["several"]
 

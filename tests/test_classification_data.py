@@ -513,7 +513,7 @@ def test_a_row_that_breaks_the_contract_is_named(change, reason, encoder, tmp_pa
     with pa.OSFile(str(tmp_path / "out.arrow"), "wb") as file, pa.ipc.new_file(file, data.kind.schema) as writer:
         writer.write_table(pa.Table.from_pylist(rows, schema=data.kind.schema))
     sidecar = tmp_path / "out.arrow.meta.json"
-    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"file": None}))  # else its size is told first
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"file": None}))  # else its size is reported first
     with pytest.raises(ValueError, match=rf"out\.arrow: row {short + 1}: .*{reason}"):
         TokenizedData(tmp_path / "out.arrow").read(short)
 

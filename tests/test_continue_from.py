@@ -1,4 +1,4 @@
-"""A run in rounds is the run in one piece: each round has other data, and the weights, moments and schedule go on."""
+"""A run in rounds is the run in one piece: each round has other data, and weights, moments and schedule continue."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Training goes on from an adapter: what has to train as a whole does, and the export is peft's model to the logit."""
+"""Training continues from an adapter: what has to train as a whole does, the export is peft's model to the logit."""
 
 import json
 from pathlib import Path

@@ -30,9 +30,9 @@ from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
 from mini_trainer.model.methods.lora_layers import list_others
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.class_scores import choose_class_weights
-from mini_trainer.options.command_line import check_yaml, read_yaml
+from mini_trainer.options.option_files import check_yaml, read_yaml
 from mini_trainer.run.checkpoint_files import chunk_range, find_shards
-from mini_trainer.run.checkpointing import group_state
+from mini_trainer.run.checkpoint_tensors import group_state
 
 HOST = socket.gethostname()
 DEEP = "[" * 100_000

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_trainer.data.chat.masking import Chat, Completion, Document
+from mini_trainer.data.chat.conversation import Chat, Completion, Document
 from mini_trainer.data.rows import files as data_files
+from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.files import Chunk, find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import detect_format, parse_row, read_example, read_examples
 
@@ -305,7 +306,7 @@ def test_a_list_is_split_as_it_would_be_parsed(values, indent, ascii_only, block
             return super().read(block_bytes)
 
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass")
-    pieces = list(data_files.split_json_list(Blocks(text)))
+    pieces = list(data_lines.split_json_list(Blocks(text)))
     assert [json.loads(piece) for _, piece in pieces] == values
     lines = text.splitlines()
     assert all(lines[number - 1].strip().startswith(piece[:1]) for number, piece in pieces) or indent is None
@@ -313,7 +314,7 @@ def test_a_list_is_split_as_it_would_be_parsed(values, indent, ascii_only, block
 
 @pytest.mark.wide
 def test_rows_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_files, "MAX_ROW_BYTES", 3 << 20)
+    monkeypatch.setattr(data_lines, "MAX_ROW_BYTES", 3 << 20)
     long = json.dumps({"text": "a" * (30 << 20)})
     (tmp_path / "in.jsonl").write_text(f'{long}\n{{"text": "b"}}\n{long}')
     (tmp_path / "in.json").write_text(f'[{long},\n{{"text": "b"}},\n{long}]')

@@ -71,7 +71,7 @@ UNDER_TORCHRUN = ("killed_rank", "killed_torchrun", "terminated")  # which torch
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request) -> dict[str, Result]:
-    """Every fault, in a run that would go on for ever; a few at a time, since those under torchrun mostly import."""
+    """Every fault, in a run that would never end; a few at a time, since those under torchrun mostly import."""
     root = tmp_path_factory.mktemp("faults")
     is_wide = any(item.function is test_a_killed_rank for item in request.session.items)
     names = [name for name in FAULTS if is_wide or name != "killed_rank"]

@@ -101,7 +101,7 @@ def test_other_errors_stay_what_they_are(number, tmp_path):
 
 def test_only_runs_leave_room_to_spare(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("disk.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("mini_trainer.data.stores.disk.shutil.disk_usage", lambda path: usage)
     make_aside(tmp_path / "mixed", 1000, what="the model", spare_bytes=0)
     with pytest.raises(
         OSError, match=r"no room for the model .*: it needs 1,001 bytes, the disk has 1,000 free; free some"

@@ -18,7 +18,8 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.generate import generate
 from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
@@ -255,7 +256,7 @@ class LLM:
 
 
 def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
-    """By a stand-in for the package: that its own names are these, only a machine that has it can tell."""
+    """By a stand-in for the package: that its own names are these, only a machine that has it can show."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "vllm.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))

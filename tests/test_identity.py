@@ -10,7 +10,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.options import (
     PATH_OPTIONS,
     WITHOUT_NUMBERS,
@@ -114,7 +114,7 @@ def test_nothing_left_to_train_shows_before_any_decomposition(inputs, world, tmp
 @pytest.mark.parametrize(
     ("published", "has_own_template", "expected"),
     [
-        (2, False, [3, 2]),  # the model's own goes on ending generation
+        (2, False, [3, 2]),  # the model's own still ends generation
         ([2, 5], False, [3, 2, 5]),
         (3, False, 3),
         ([5, 3], False, [5, 3]),

@@ -12,7 +12,7 @@ from mini_trainer.distributed.lifeline import Connection, Lifeline
 
 
 class Ears:
-    """A rank's lifeline, and what it has told so far."""
+    """A rank's lifeline, and what it has reported so far."""
 
     def __init__(self, rank: int, world_size: int):
         self.met, self.messages, self.lost = [], [], []

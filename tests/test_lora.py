@@ -11,16 +11,7 @@ from breadth import wide
 from forked import run_forked
 from hand_made import read_triple
 from peft import AutoPeftModelForCausalLM, PeftModel
-from peft_runs import (
-    CONFIGS,
-    STEPS,
-    TABLE,
-    load_with_adapter,
-    logits_of,
-    make_inputs,
-    run_beside_peft,
-    train,
-)
+from peft_runs import CONFIGS, STEPS, TABLE, load_with_adapter, logits_of, make_inputs, run_beside_peft, train
 from processes import flags
 from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, TIMES, make_micro_batch, read_rows
@@ -29,7 +20,7 @@ from tiny_models import SHAPE, VOCAB_SIZE, build, compile_by, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.model.methods.lora import NUM_COMPARED, LoRA
@@ -98,7 +89,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, world, tmp_pat
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
     assert read_rows(tmp_path / "whole")[2:] == read_rows_from(tmp_path / "resumed", 3)
 
-    # A checkpoint holds what trains and its moments, and goes on on two ranks.
+    # A checkpoint holds what trains and its moments, and continues on two ranks.
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     trained = load_with_adapter(inputs, exports[0] / "adapter")
     num_trained = sum(param.numel() for param in trained.parameters() if param.requires_grad)
@@ -113,7 +104,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, world, tmp_pat
 
 
 def read_rows_from(output_dir: Path, first: int) -> list[dict]:
-    """The rows of a run that went on from another one's checkpoint."""
+    """The rows of a run that continued from another one's checkpoint."""
     rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(first, STEPS + 1))
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]

@@ -41,7 +41,7 @@ from mini_trainer.data.columns.base import Sample
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.sharding import choose_dim
-from mini_trainer.objectives.families.family import Own
+from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import TokenLoss
@@ -276,7 +276,7 @@ def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_pat
 
 
 class DoubledLoss(TokenLoss):
-    def sum_own(self, own: Own, targets: Targets) -> torch.Tensor:
+    def sum_own(self, own: ReferenceForward, targets: Targets) -> torch.Tensor:
         return 2 * super().sum_own(own, targets)
 
 

@@ -28,7 +28,7 @@ from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
-from mini_trainer.objectives.specs import KINDS, Kind, make_text_family
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSpec, make_text_family
 from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
 from mini_trainer.sampler import draw_samples
 
@@ -70,8 +70,8 @@ def registered(monkeypatch) -> None:
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
-    kind = Kind(make_text_family, lambda settings, family, task, count_labels: PairLM(family, settings.noise))
-    patch.setitem(KINDS, NAME, kind)
+    kind = ObjectiveSpec(make_text_family, lambda settings, family, task, count_labels: PairLM(family, settings.noise))
+    patch.setitem(OBJECTIVE_SPECS, NAME, kind)
     patch.setitem(COLUMNS, NAME, PairColumns())
     patch.setitem(OBJECTIVES, NAME, ObjectiveFacts())
 

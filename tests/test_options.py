@@ -17,7 +17,7 @@ from refusals import refuse
 from mini_trainer import options
 from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.objectives.specs import KINDS
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS
 from mini_trainer.options import (
     GenerateOptions,
     ProcessDataOptions,
@@ -28,8 +28,8 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.options.choices import list_choices
-from mini_trainer.options.command_line import find_closest, parse_options
-from mini_trainer.options.names_elsewhere import NAMES_ELSEWHERE
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.names_elsewhere import NAMES_ELSEWHERE, find_closest
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems import packages
 from mini_trainer.options.problems.finding import find_problems, find_wrong_options
@@ -410,7 +410,7 @@ def find_declared_flags() -> set[str]:
     groups = [value for value in vars(options).values() if isinstance(value, type) and is_dataclass(value)]
     declared = {field.name.replace("_", "-") for group in groups for field in fields(group)}
     declared |= {f"no-{name}" for name in declared}
-    for path in (path for room in ("benchmarks", "quickstart", "clusters") for path in (ROOT / room).glob("*.py")):
+    for path in (path for room in ("benchmarks", "examples/quickstart", "examples/clusters") for path in (ROOT / room).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.AnnAssign) and path.parent.name == "quickstart":
                 declared.add(ast.unparse(node.target).replace("_", "-"))  # a field of a script's options
@@ -422,14 +422,10 @@ def find_declared_flags() -> set[str]:
 
 def read_texts() -> dict[str, list[str]]:
     """What our modules and pages say: of a module the strings, docstrings among them."""
-    paths = [path.relative_to(ROOT) for depth in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(depth)]
-    outside = {"tests", "benchmarks", "examples", "docs"}
     texts = {}
-    for path in paths:
-        if not (path.parts[0] in outside or path.parts[0].startswith(".") or path.parts[0] in ("build", "dist")):
-            nodes = ast.walk(ast.parse((ROOT / path).read_text()))
-            strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-            texts[str(path)] = strings
+    for path, source in list_sources().items():
+        nodes = ast.walk(ast.parse(source))
+        texts[path] = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return texts | {str(page.relative_to(ROOT)): [page.read_text()] for page in pages}
 
@@ -469,7 +465,7 @@ def test_without_the_reader_of_options_one_message_says_what_to_install(tmp_path
 
 
 def test_the_table_of_objectives_is_that_of_the_code_and_names_options_and_formats():
-    assert OBJECTIVES.keys() <= KINDS.keys()
+    assert OBJECTIVES.keys() <= OBJECTIVE_SPECS.keys()
     for facts in OBJECTIVES.values():
         assert {*facts.options, *facts.excluded} <= list_types(TrainOptions).keys()
         assert facts.row_format in (None, *list_choices(TrainOptions)["format"])
@@ -478,7 +474,7 @@ def test_the_table_of_objectives_is_that_of_the_code_and_names_options_and_forma
 def test_options_ask_for_no_objective_by_name():
     """A new objective is a row of the table; no other module of the room has to know it."""
     names = OBJECTIVES.keys() - list_choices(TrainOptions)["format"]  # "preference" is a format, too
-    rooms = {path: texts for path, texts in read_texts().items() if path.startswith("options/")}
+    rooms = {path: texts for path, texts in read_texts().items() if path.startswith("mini_trainer/options/")}
     asked = {path: found for path, texts in rooms.items() if (found := names.intersection(texts))}
     del asked["mini_trainer/options/objectives.py"]
     assert asked == {"mini_trainer/options/learning.py": {"causal-lm"}}  # the default

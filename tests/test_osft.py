@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.model.gathering import gather_all
 from mini_trainer.model.methods.osft_calibration import Statistics, prepare_statistics
+from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer
 from mini_trainer.model.methods.osft_subspaces import (
     count_kept,
     decompose,
@@ -29,7 +30,7 @@ from mini_trainer.model.methods.osft_subspaces import (
 from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, OptimizationOptions, OSFTOptions
-from mini_trainer.osft import OSFT, OSFTLinear, fill_layer, measure_leak, project_gradients, project_updates
+from mini_trainer.osft import OSFT, measure_leak, project_gradients, project_updates
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}

@@ -183,7 +183,7 @@ def test_another_project_in_the_same_folder_is_refused_by_its_name(name, site, e
 
 
 def test_no_message_or_page_names_the_namesakes_on_the_index():
-    """Nobody is told to install what is another project's."""
+    """No message says to install what is another project's."""
     texts = {path: (ROOT / path).read_text() for path in list_files() if path.suffix in {".py", ".md", ".yaml"}}
     del texts[Path("tests/test_package.py")]
     asking = {str(path) for path, text in texts.items() if re.search(r"pip install '?\"?mini.trainer", text)}

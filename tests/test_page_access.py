@@ -1,4 +1,4 @@
-"""Every page the project makes can be used without a mouse, and with a screen reader, as far as axe-core can tell."""
+"""Every page the project makes can be used without a mouse, and with a screen reader, as far as axe-core can see."""
 
 import base64
 import hashlib

@@ -19,6 +19,7 @@ from make_tiny_model import train_tokenizer
 from processes import ROOT
 
 from mini_trainer.data.rows import files as data_files
+from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.parts import Part, divide, list_parts, name_directory, read_results
 from mini_trainer.distributed.lock import RunLock
@@ -129,7 +130,7 @@ def test_each_line_is_in_one_part_with_its_number(files, count, section_bytes, m
         (directory / f"{number}.jsonl").write_bytes(b"\xef\xbb\xbf" * has_mark + content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_files, "SECTION_BYTES", section_bytes)
-        patch.setattr(data_files, "MAX_ROW_BYTES", max_row_bytes)
+        patch.setattr(data_lines, "MAX_ROW_BYTES", max_row_bytes)
         sources = find_sources([str(directory)])
         whole = [(source.name, row) for source in sources for row in number_rows(source)]
         chunks = [chunk for source in sources for chunk in read_chunks(source)]

@@ -500,9 +500,10 @@ def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, t
 def test_ctrl_c_while_a_run_is_read_is_one_message(tmp_path):
     path = write_run(tmp_path / "a", num_steps=2)
     code = f"""if True:
-        import os, runpy, signal, sys, use.plots.run_files
+        import os, runpy, signal, sys
+        from mini_trainer.use.plots import run_files
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        use.plots.run_files.open_runs = lambda paths: os.kill(os.getpid(), signal.SIGINT)
+        run_files.open_runs = lambda paths: os.kill(os.getpid(), signal.SIGINT)
         sys.argv = ["mini_trainer/tools/plot_metrics.py", {str(path)!r}, "--output", "x.html"]
         runpy.run_path(sys.argv[0], run_name="__main__")"""
     done = run([sys.executable, "-c", code])
@@ -595,7 +596,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
-    """Three runs: the first has everything, the second only its steps, the third an odd name, and goes on."""
+    """Three runs: the first has everything, the second only its steps, the third an odd name, and still runs."""
     folder = tmp_path_factory.mktemp("runs")
     first = write_run(folder / "first", num_steps=400, sources=("web", "code"), sets=("a", "b"), resumes=(100,))
     second = write_run(folder / "second", num_steps=300, seed=1, options={"learning_rate": 5e-4})

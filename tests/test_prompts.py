@@ -18,7 +18,8 @@ from tiny_models import SHAPE, save_model
 from trait_templates import ONLY_PARTS, PROMPTED_REASONING
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
 from mini_trainer.data.chat.rendering import Patience
 from mini_trainer.data.chat.token_spans import Remark, TokenizedChat

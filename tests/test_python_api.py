@@ -342,7 +342,7 @@ def test_errors_return_from_the_processes_of_a_pool():
         with pytest.raises(BadInputError, match="use_dolomite has no counterpart") as caught:
             future.result()
         assert caught.value.code == ExitCode.BAD_INPUT and caught.value.message == str(caught.value)
-        assert pool.submit(abs, -1).result() == 1  # the pool goes on
+        assert pool.submit(abs, -1).result() == 1  # the pool continues
 
 
 def make_errors() -> list[BaseException]:

@@ -84,7 +84,7 @@ def test_the_last_block_of_a_matrix_may_be_cut_off(scale_type, tmp_path, never_w
 
 
 def test_rows_of_4_bits_may_end_within_a_block(tmp_path, never_whole):
-    """bitsandbytes' kernel for processors misreads them, its own quantization does not: blocks go on over rows."""
+    """bitsandbytes' kernel for processors misreads them, its own quantization does not: blocks span rows."""
     save_bitsandbytes(tmp_path, QWEN3, load_in_4bit=True, bnb_4bit_quant_type="nf4")
     stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
     codes = stored[name].flatten()

@@ -32,7 +32,8 @@ def model(tmp_path_factory) -> Path:
 def no_waits(monkeypatch):
     monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0, 0))
     monkeypatch.setattr(remote, "FETCHED_BYTES", 2000)
-    monkeypatch.setattr("mini_trainer.data.rows.files.BLOCK_BYTES", 1000)
+    for module in ("files", "lines"):
+        monkeypatch.setattr(f"mini_trainer.data.rows.{module}.BLOCK_BYTES", 1000)
 
 
 @pytest.fixture

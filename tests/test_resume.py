@@ -125,7 +125,7 @@ def test_a_directory_is_replaced_without_a_moment_in_which_it_is_not_there(tmp_p
     stop.set()
     watcher.join()
     assert len(seen) > 10 and all(seen) and (target / "n").read_text() == "199"
-    monkeypatch.setattr("disk.exchange", lambda first, second: False)  # another system
+    monkeypatch.setattr("mini_trainer.data.stores.disk.exchange", lambda first, second: False)  # another system
     (tmp_path / "aside").mkdir()
     put_in_place(tmp_path / "aside", target)
     assert [path.name for path in tmp_path.iterdir()] == ["last"] and not list(target.iterdir())

@@ -17,7 +17,8 @@ from processes import ENV, ROOT, is_alive
 
 from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
 from mini_trainer.distributed.lock import Peer, RunLock, describe_hang, is_hanging, read_boot_id, write_exit_file
-from mini_trainer.distributed.monitor import BY_USER, STOPS, Flag, may_be_launcher, stop_reason
+from mini_trainer.distributed.process import may_be_launcher
+from mini_trainer.distributed.run_flags import BY_USER, STOPS, Flag, stop_reason
 from mini_trainer.options import parse_duration
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,8 @@ from stock_templates import make_tokenizer
 from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.continual.rounds import replace_answer
-from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.generate import generate
 from mini_trainer.options import EngineOptions, GenerateOptions, SamplingOptions, group_options
 from mini_trainer.use.inference.engines import open_engine

@@ -1,4 +1,4 @@
-"""The soak's own eyes: a killed run that ends as it should is told from one that does not."""
+"""The soak's own eyes: a killed run that ends as it should is distinguished from one that does not."""
 
 import dataclasses
 from collections import Counter

@@ -119,7 +119,7 @@ def test_single_turns_that_never_stop_are_refused_or_get_a_stop_token(name, mode
 
 @pytest.mark.parametrize("name", TRAITS)
 def test_inner_turns_and_what_follows_calls(name, models, tmp_path):
-    """What is appended is what the template itself writes where the same conversation goes on."""
+    """What is appended is what the template itself writes where the same conversation continues."""
     _, _, _, after_text, after_call = TRAITS[name]
     tokenizer = AutoTokenizer.from_pretrained(models[name])
     cases = [

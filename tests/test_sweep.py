@@ -155,7 +155,7 @@ def test_an_end_that_says_nothing_of_a_trial_is_no_result(code, begins, message,
 
 
 def test_a_pruned_trial_is_never_the_best(given, tmp_path):
-    """The trials that go on after the first rung fail: the others are reported, and none is called the best."""
+    """The trials that continue after the first rung fail: the others are reported, and none is called the best."""
     given = given | HALVING | {"output_dir": str(tmp_path / "sweep")}
     journal, root = tmp_path / "sweep" / "study.journal", tmp_path / "sweep"
     with pytest.raises(Killed):
@@ -247,7 +247,7 @@ def test_all_trials_failing_is_an_error(given, tmp_path):
 
 
 class ShellPool(Pool):
-    """Starts a line of shell in place of train.py, told its devices."""
+    """Starts a line of shell in place of train.py, with its devices."""
 
     script = "echo $CUDA_VISIBLE_DEVICES $(date +%s%N) > $0.devices; sleep 0.2; date +%s%N >> $0.devices"
 

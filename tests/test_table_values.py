@@ -20,10 +20,11 @@ from stock_templates import make_tokenizer
 from tiny_data import write_jsonl
 from trait_templates import TRAITS
 
+from mini_trainer.data.rows.chat_rows import build_chat
 from mini_trainer.data.rows.feedback_rows import FeedbackFields
 from mini_trainer.data.rows.feedback_rows import read_row as read_feedback
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import OWN_NAMES, build_chat, parse_row, read_example, read_fields
+from mini_trainer.data.rows.formats import OWN_NAMES, parse_row, read_example, read_fields
 from mini_trainer.data.rows.labelled import FieldNames, check_values
 from mini_trainer.data.rows.pictured import read_column
 from mini_trainer.data.rows.preference_rows import PreferenceFields, read_preference

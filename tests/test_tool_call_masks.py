@@ -16,8 +16,10 @@ from mask_oracle import find_faults, list_trained_texts
 from stock_templates import TEMPLATES, TRL, make_tokenizer
 from trait_templates import TRAITS
 
-from mini_trainer.data.chat.masking import Chat, ChatMasker, split_by_training
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import prepare_for
+from mini_trainer.data.chat.token_spans import split_by_training
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
 ANSWER = {"role": "assistant", "content": "Five of them."}
@@ -301,7 +303,9 @@ def test_long_conversations_cost_few_renderings():
     prepare_for(masker.tokenizer, [])  # finds out once what form the template reads
     rendered.clear()
     try:
-        masker.render([CASES["text"]])  # finds out in which form this tokenizer's template takes contents and calls
+        masker.renderer.render(
+            [CASES["text"]]
+        )  # finds out in which form this tokenizer's template takes contents and calls
         rendered.clear()
         results = masker.mask([make_row(num_rounds) for num_rounds in (20, 60, 100)])
     finally:
@@ -313,7 +317,7 @@ def test_long_conversations_cost_few_renderings():
 def test_calls_are_known_one_by_one(monkeypatch):
     """Two calls that were in other messages are not tried again where they are in one."""
     masker, rendered = make_masker.__wrapped__("trl:qwen3" if TRL else "content that may not be null"), []
-    render = masker.render
+    render = masker.renderer.render
 
     def count(conversations: list, **options: object) -> list[str]:
         rendered.extend(conversations)
@@ -325,7 +329,7 @@ def test_calls_are_known_one_by_one(monkeypatch):
 
     a, b, c = {"deep": True, "terms": "two"}, {"n": 2, "none": None}, {"terms": "", "wide": False}
     masker.mask([make_row(a, b), make_row(b, c)])
-    monkeypatch.setattr(masker, "render", count)
+    monkeypatch.setattr(masker.renderer, "render", count)
     (known,) = masker.mask([make_row(a, c)])
     assert not isinstance(known, ValueError)
     assert len(rendered) == 3, "the row, its outline, and once more with whitespace around the texts"

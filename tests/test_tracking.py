@@ -219,7 +219,7 @@ def test_secrets_are_hidden(monkeypatch):
 
 
 class Standin:
-    """A tracker that fails, hangs or is slow where it is told to."""
+    """A tracker that fails, hangs or is slow where the test says so."""
 
     def __init__(self, **troubles: object):
         self.troubles, self.logged, self.calls = troubles, [], 0
@@ -251,7 +251,7 @@ class Standin:
 
 @pytest.fixture
 def follow(tmp_path, monkeypatch, caplog):
-    """Tells stand-ins of steps; returns the warnings, and the seconds that telling and the end took."""
+    """Reports steps to stand-ins; returns the warnings, and the seconds that reporting and the end took."""
     monkeypatch.setattr(trackers, "SECONDS_TO_COLLECT", 0.01)
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.5)
     run = TrackedRun("name", None, tmp_path, 0, options={}, facts={}, read_earlier=lambda step: iter(()), known={},

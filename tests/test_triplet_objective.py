@@ -31,11 +31,11 @@ from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.families.family import Family, Own, Reader
+from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Loss, Objective, Scores
-from mini_trainer.objectives.specs import KINDS, Kind, Settings, make_text_family
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSpec, Settings, make_text_family
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
 from mini_trainer.options.problems.finding import find_problems
@@ -100,11 +100,11 @@ class TripletLoss(Loss):
         losses = softplus(differences / self.tau)
         return torch.stack([losses, (differences < 0).float(), torch.ones_like(losses)], dim=1)
 
-    def measure_row(self, reader: Reader, micro_batch: MicroBatch) -> Tensor:
+    def measure_row(self, reader: RowModel, micro_batch: MicroBatch) -> Tensor:
         targets, ends = micro_batch.targets, micro_batch.row.cu_seqlens[1:].long()
         return self.measure(reader.encode(micro_batch)[0, ends[targets.index] - 1], targets)
 
-    def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+    def sum(self, reader: RowModel, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
         sums = self.measure_row(reader, micro_batch)
         by_source = sum_by_source(sums.detach(), micro_batch.targets)
         reader.reports["triplet_sums"] = by_source.sum(0)
@@ -112,10 +112,10 @@ class TripletLoss(Loss):
             reader.reports["source_losses"] = by_source[:, 0]
         return sums[:, 0].sum()
 
-    def score(self, reader: Reader, micro_batch: MicroBatch) -> Scores:
+    def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
         return Scores(sum_by_source(self.measure_row(reader, micro_batch).double(), micro_batch.targets))
 
-    def sum_own(self, own: Own, targets: TripletTargets) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: TripletTargets) -> Tensor:
         return self.measure(own.hidden[0, -1:], targets)[:, 0].sum()
 
 
@@ -141,7 +141,7 @@ class Triplets(Objective):
     pipeline_tag = "feature-extraction"
     metrics = {"loss": False, "accuracy": True}  # noqa: RUF012
 
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """One sequence: an anchor alone."""
         return sample | {COUNTED: num_trained != 0}
 
@@ -179,7 +179,7 @@ def registered() -> Iterator[None]:
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(KINDS, NAME, Kind(make_text_family, make_triplets))
+    patch.setitem(OBJECTIVE_SPECS, NAME, ObjectiveSpec(make_text_family, make_triplets))
     patch.setitem(COLUMNS, NAME, TripletColumns())
     patch.setitem(OBJECTIVES, NAME, FACTS)
     option = ClassificationOptions.__dataclass_fields__["objective"]

@@ -19,7 +19,7 @@ from make_tiny_model import train_tokenizer
 from tiny_data import write_jsonl
 from transformers import AutoTokenizer
 
-from mini_trainer.data.chat.masking import Chat, Completion, Document
+from mini_trainer.data.chat.conversation import Chat, Completion, Document
 from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.rows.split import HASH_BYTES, falls_into_validation, hash_example
 from mini_trainer.data.tokenized.outputs import Outputs

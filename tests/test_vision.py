@@ -18,16 +18,7 @@ from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
 from tiny_models import compile_by, load_source, make_osft
-from tiny_vision import (
-    VISION_MODELS,
-    exact_families,
-    lacking,
-    load,
-    make_image,
-    make_rows,
-    save_vision_model,
-    tokenize,
-)
+from tiny_vision import VISION_MODELS, exact_families, lacking, load, make_image, make_rows, save_vision_model, tokenize
 from transformers import AutoConfig, PreTrainedModel
 
 from mini_trainer.data.chat.pictures import load_processor, open_image
@@ -39,6 +30,7 @@ from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.methods.osft_layers import OSFTLinear
 from mini_trainer.objectives.families.micro_batch import MicroBatch, pack_row
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts
@@ -46,7 +38,6 @@ from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLangu
 from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
 from mini_trainer.options import LoRAOptions, MergeAdapterOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.osft import OSFTLinear
 from mini_trainer.run.raw_rows import find_data
 from mini_trainer.tools.merge_adapter import merge_adapter
 

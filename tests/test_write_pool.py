@@ -96,7 +96,7 @@ def test_a_file_that_lacks_a_part_is_not_complete(pool, tmp_path):
 
 
 def test_the_first_error_surfaces_and_the_pool_can_go_on(pool, small_blocks, tmp_path, monkeypatch):
-    """A checkpointer goes on with the same pool after the disk was full."""
+    """A checkpointer continues with the same pool after the disk was full."""
     pwrite, sizes = os.pwrite, []
 
     def fail(descriptor: int, data: memoryview, start: int) -> int:

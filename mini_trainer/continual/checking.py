@@ -5,7 +5,8 @@ from mini_trainer.continual.data import Prepared, read_questions
 from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
-from mini_trainer.continual.settings import CHOICE_METRICS, LATER, Settings, Task, Values, complete_options
+from mini_trainer.continual.settings import Settings, Task, Values, complete_options
+from mini_trainer.continual.settings_file import CHOICE_METRICS, LATER
 from mini_trainer.options import EvaluateOptions, TrainOptions, group_options
 from mini_trainer.use.evaluation.tasks import open_task
 from mini_trainer.use.inference.prompts import Prompt

@@ -47,7 +47,7 @@ def check_comparable(experiments: Sequence[Experiment]) -> None:
 
 
 def find_differences(first: Experiment, other: Experiment) -> list[str]:
-    """What keeps the numbers of two experiments from being compared."""
+    """Differences that keep the numbers of two experiments from being compared."""
     found = []
     for what in ("tasks", "probes"):
         own, wanted = getattr(other, what), getattr(first, what)

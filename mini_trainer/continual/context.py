@@ -1,4 +1,4 @@
-"""What the stages of one sequence of tasks share, and what a task hands on to the next."""
+"""The state that the stages of one sequence of tasks share, and that a task hands to the next."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,8 +11,9 @@ from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import SetSettings, Settings, Task, splits_off
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion
 from mini_trainer.data.columns.base import CAUSAL_LM
+from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS
 from mini_trainer.data.rows.files import find_sources
-from mini_trainer.data.rows.formats import TEMPLATE_ARGS, Example, FieldPaths, read_examples
+from mini_trainer.data.rows.formats import Example, FieldPaths, read_examples
 from mini_trainer.data.rows.rows import read_formatted_chunks
 from mini_trainer.data.rows.split import falls_into_validation
 from mini_trainer.data.stores.disk import read_fields, read_object, written_aside

@@ -14,15 +14,8 @@ from mini_trainer.continual.measuring import describe_row, measure
 from mini_trainer.continual.page import write_page
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.sequence import run_sequence
-from mini_trainer.continual.settings import (
-    OF_METHODS,
-    SHARED_FOLDERS,
-    SetSettings,
-    Settings,
-    Task,
-    check_statistics,
-    draw_orders,
-)
+from mini_trainer.continual.settings import SetSettings, Settings, Task, draw_orders
+from mini_trainer.continual.settings_file import OF_METHODS, SHARED_FOLDERS, check_statistics
 from mini_trainer.data.stores.disk import read_fields
 from mini_trainer.distributed.messages import say
 from mini_trainer.run.file_names import PARAMS_FILE

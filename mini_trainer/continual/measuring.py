@@ -11,7 +11,8 @@ import numpy as np
 from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.matrix import Cell, Row
 from mini_trainer.continual.running import Runner
-from mini_trainer.continual.settings import CHOICE_METRICS, SetSettings, Settings, Values
+from mini_trainer.continual.settings import SetSettings, Settings, Values
+from mini_trainer.continual.settings_file import CHOICE_METRICS
 from mini_trainer.data.stores.disk import list_wrong, read_object
 from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.kept import read_lines

@@ -87,7 +87,7 @@ def find_scales(kind: str, experiments: Sequence[Experiment]) -> list[Shown]:
 
 
 def describe_front(name: str, kind: str, summaries: Sequence[Summary]) -> Shown | None:
-    """What was learnt against what was forgotten of tasks or probes; None if no experiment measured both."""
+    """Scores when learnt against what was forgotten of tasks or probes; None if no experiment measured both."""
     both = [(own.get(kind, {}).get(name), own.get(kind, {}).get("learnt")) for own in summaries]
     points = [None if None in pair else (pair[0].mean, pair[1].mean) for pair in both]
     if points == [None] * len(points):

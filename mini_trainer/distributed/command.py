@@ -48,13 +48,13 @@ def name_launch(word: str, num_processes: int) -> list[str]:
 
 
 def find_script(word: str) -> list[str]:
-    """What follows `python` in the command for a word: a script of the checkout, or this package."""
+    """The words after `python` in the command for a word: a script of the checkout, or this package."""
     script = ROOT / SCRIPTS.get(word, "")
     return [show_path(str(script))] if script.is_file() else ["-m", "mini_trainer", word]
 
 
 def name_script() -> list[str]:
-    """What follows `python` in this process's command: its script, or the module that `python -m` runs."""
+    """The words after `python` in this process's command: its script, or the module that `python -m` runs."""
     spec = sys.modules["__main__"].__spec__
     is_module = spec is not None and spec.name.startswith("mini_trainer.")
     return ["-m", spec.name] if is_module else [show_path(sys.argv[0])]

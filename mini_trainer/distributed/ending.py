@@ -216,7 +216,7 @@ def wait_forever() -> NoReturn:
         time.sleep(3600)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exits this process immediately.
 
     Not sys.exit: a rank must not wait for the others in an exit handler, and the interpreter's teardown races with

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from enum import IntFlag
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,7 +29,7 @@ from mini_trainer.distributed.ending import (
     choose_cause,
     describe_error,
     dump_stacks,
-    leave,
+    exit_process,
     wait_forever,
     within,
 )
@@ -50,9 +49,8 @@ from mini_trainer.distributed.lock import (
     write_exit_file,
 )
 from mini_trainer.distributed.messages import clean, leave_bars, print_as_is, say
-
-# Read at import, since this process is re-parented once torchrun has died.
-PARENT = os.getppid()
+from mini_trainer.distributed.process import PARENT, may_be_launcher
+from mini_trainer.distributed.run_flags import SIGNALS, Flag
 
 TICK = 0.25  # seconds between polls
 # From the first report of a failure to the verdict: a death noticed in this time explains other ranks' errors.
@@ -62,46 +60,7 @@ SECONDS_TO_TELL = 3.0  # Time limit for each final step: printing and writing, w
 SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun may both forward one SIGTERM: within this time it counts once.
 LARGEST_TEXT = 10_000  # maximum characters of a message (its first) or a traceback (its last)
 
-
-class Flag(IntFlag):
-    """Events seen by one rank that all must act on together; OR-ed over ranks in the step's reduction."""
-
-    SIGTERM = 1
-    SIGUSR1 = 2
-    SIGHUP = 4
-    MAX_TIME = 8
-    SIGINT = 16
-    STOP_FILE = 32
-    CHECKPOINT_DUE = 64
-    CHECKPOINT_UNDER_WAY = 128
-    EXPORT_DUE = 256
-    CALLBACK_STOP = 512
-    CALLBACK_FAILED = 1024
-
-
-BY_USER = Flag.SIGINT | Flag.STOP_FILE | Flag.CALLBACK_STOP
-STOPS = BY_USER | Flag.SIGTERM | Flag.SIGUSR1 | Flag.SIGHUP | Flag.MAX_TIME | Flag.CALLBACK_FAILED
-FLAG_NAMES = {
-    Flag.SIGINT: "Ctrl-C (SIGINT)",
-    Flag.STOP_FILE: "the stop file",
-    Flag.MAX_TIME: "--max-time",
-    Flag.CALLBACK_STOP: "a callback",
-    Flag.CALLBACK_FAILED: "an error in a callback",
-}
 ERRORS = set(ExitCode) - {ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER}
-SIGNALS = {getattr(signal, flag.name): flag for flag in Flag if flag.name.startswith("SIG")}
-
-
-def stop_reason(flags: int) -> tuple[ExitCode, str] | None:
-    """Exit code and description of the stop requested by `flags`; None if there is no stop request."""
-    stops = Flag(flags & STOPS)
-    if not stops:
-        return None
-    if stops & Flag.CALLBACK_FAILED:
-        code = ExitCode.FAILED
-    else:
-        code = ExitCode.STOPPED_BY_USER if stops & BY_USER else ExitCode.SAVED_AND_REQUEUE
-    return code, " and ".join(FLAG_NAMES.get(flag, flag.name) for flag in stops)
 
 
 @dataclass
@@ -253,7 +212,7 @@ class RunControl:
             try:
                 traceback.print_exc()
             finally:
-                leave(ExitCode.FAILED)
+                exit_process(ExitCode.FAILED)
 
     def _on_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -424,7 +383,7 @@ class RunControl:
         the code.
         """
         is_stop = self.goodbye is not None and code in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER)
-        leave(ExitCode.DONE if is_stop and self.has_torchrun and find_installed_command() is None else code)
+        exit_process(ExitCode.DONE if is_stop and self.has_torchrun and find_installed_command() is None else code)
 
     def _tell(self, cause: Cause) -> None:
         """Writes the cause to exit.json and prints it; only the first rank to write it prints."""
@@ -470,22 +429,3 @@ class RunControl:
         path = None if self.output_dir is None else self.output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
         with contextlib.suppress(OSError):
             within(SECONDS_TO_TELL, lambda: dump_stacks(head, path))
-
-
-def may_be_launcher(pid: int) -> bool:
-    """False if process `pid` has merely adopted this one, because torchrun died before this process read its parent.
-
-    torchrun is a Python program; a wrapper between it and this program has torchrun's environment variables.
-    """
-    process = Path(f"/proc/{pid}")
-    try:
-        if b"python" in (process / "cmdline").read_bytes().split(b"\0")[0].lower():
-            return True
-    except OSError:
-        return True  # Unknown; a false alarm would end a healthy run.
-    try:
-        # A process can change its name.
-        is_python = "python" in os.readlink(process / "exe").lower()
-        return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + (process / "environ").read_bytes()
-    except OSError:
-        return False  # another user's process, such as init

@@ -1,4 +1,4 @@
-"""This process: its number among those that were started together, its garbage collector, and its open files.
+"""This process: its parent, its number among those started together, its garbage collector, and its open files.
 
 Imports of torch and transformers make over half a million objects, which live as long as the process. The collector
 would scan them all eight times: over one CPU second of the six until a tiny model's first step
@@ -11,8 +11,11 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 NAMES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))  # torchrun's and srun's variables
+# Read at import, since this process is re-parented once torchrun has died.
+PARENT = os.getppid()
 
 
 def find_task() -> tuple[int, int] | None:
@@ -89,3 +92,22 @@ def check_open_files(world_size: int, group_sizes: Sequence[int] = ()) -> None:
     reason = find_missing_files(count_open_files(world_size, group_sizes), world_size) if world_size > 1 else None
     if reason is not None:
         raise ValueError(reason)
+
+
+def may_be_launcher(pid: int) -> bool:
+    """False if process `pid` has merely adopted this one, because torchrun died before this process read its parent.
+
+    torchrun is a Python program; a wrapper between it and this program has torchrun's environment variables.
+    """
+    process = Path(f"/proc/{pid}")
+    try:
+        if b"python" in (process / "cmdline").read_bytes().split(b"\0")[0].lower():
+            return True
+    except OSError:
+        return True  # Unknown; a false alarm would end a healthy run.
+    try:
+        # A process can change its name.
+        is_python = "python" in os.readlink(process / "exe").lower()
+        return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + (process / "environ").read_bytes()
+    except OSError:
+        return False  # another user's process, such as init

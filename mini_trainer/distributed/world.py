@@ -193,7 +193,7 @@ def call_on_each_node(world: World, function: Callable[[], None]) -> None:
 
 
 def attempt(function: Callable[[], Result]) -> Outcome:
-    """What `function` returns, or its ValueError or OSError, as data."""
+    """Calls `function`; its result, or its ValueError or OSError, as data."""
     try:
         return RETURNED, function()
     except (ValueError, OSError) as error:
@@ -202,7 +202,7 @@ def attempt(function: Callable[[], Result]) -> Outcome:
 
 
 def unwrap(outcome: Outcome) -> Any:
-    """What the function has returned; RunError in place of its error."""
+    """The function's result; RunError in place of its error."""
     kind, value = outcome
     if kind != RETURNED:
         raise RunError(kind, value)

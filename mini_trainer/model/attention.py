@@ -69,7 +69,7 @@ def register_backends() -> None:
 
 
 def list_functions() -> dict[str, Callable[..., Tensor]]:
-    """What computes the attention of each backend."""
+    """The attention function of each backend."""
     return {
         "flash_attn": attend_flash_attn,
         "varlen": attend_varlen,

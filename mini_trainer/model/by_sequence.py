@@ -82,7 +82,7 @@ def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) 
 
 @torch.compiler.disable  # kernels from packages may not be traceable
 def run_with_borders(forward: Callable, row: HeldRow, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """Runs a layer on a packed row (1, T, H) in one call; arguments `names` tell its kernels where sequences end."""
+    """Runs a layer on a packed row (1, T, H) in one call; arguments `names` give its kernels the ends of sequences."""
     micro_batch = row.micro_batch
     if micro_batch is None:  # the model's own forward pass over one sequence
         return forward(*args, **kwargs)

@@ -27,7 +27,7 @@ SMALL = 1e-2  # gradients are compared with this share of their block's, if they
 
 
 class Results(NamedTuple):
-    """What one form of a block computes."""
+    """Results of one form of a block."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]  # of the input, if it has one, and of the parameters that train
@@ -126,7 +126,7 @@ class BlockCheck:
 def run_form(
     function: Callable, params: list[Tensor], args: tuple, kwargs: dict[str, Any], *, has_gradient: bool
 ) -> tuple[Results, Any]:
-    """What one form of a block computes, and what it returns, without gradients."""
+    """Results of one form of a block, and its return value without gradients."""
     hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_(has_gradient)
     args, kwargs = ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})
     returned = function(*args, **kwargs)

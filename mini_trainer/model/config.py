@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.chat.rendering import one_line
 from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.model_files import GENERATION, check_model_dir, naming_config

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.family import Reader
+from mini_trainer.objectives.families.family import RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.token_loss import TrainedTokens
 
-Predict = Callable[[Reader, MicroBatch], TrainedTokens]
+Predict = Callable[[RowModel, MicroBatch], TrainedTokens]
 
 
 class OtherModel:
@@ -66,9 +66,9 @@ class StartWeights:
 
 
 def read_by(model: PackedModel, micro_batch: MicroBatch, predict: Predict, *, copies_head: bool) -> TrainedTokens:
-    """What the model predicts; with a copy of its head, where the head itself will be freed or changed."""
+    """The model's predictions; with a copy of its head, where the head itself will be freed or changed."""
 
-    def read(reader: Reader, micro_batch: MicroBatch) -> TrainedTokens:
+    def read(reader: RowModel, micro_batch: MicroBatch) -> TrainedTokens:
         tokens = predict(reader, micro_batch)
         if not copies_head:
             return tokens

@@ -43,7 +43,7 @@ class ClassLoss:
         raise ValueError(f"--label-type {self.label_type}: has no loss")
 
     def weigh(self, targets: Tensor) -> Tensor:  # (N, K) -> (N,) fp32
-        """What each target counts in the mean: its class's weight for cross-entropy, as in torch, else 1."""
+        """Each target's weight in the mean: its class's for cross-entropy, as in torch, else 1."""
         if self.label_type != "single" or self.weights is None:
             return torch.ones(len(targets), device=targets.device)
         return make_weights(self.weights, targets.device)[targets[:, 0].long()]
@@ -111,7 +111,7 @@ def summarize_classes(task: Task, targets: np.ndarray, logits: np.ndarray) -> di
 
 
 def predict_classes(task: Task, logits: np.ndarray) -> np.ndarray:  # (N, C) -> (N, K)
-    """What the logits say, as targets are: a class, a zero or one for each class, or values."""
+    """The logits' predictions in the form of targets: a class, a zero or one for each class, or values."""
     if task.label_type == "regression":
         return logits
     return (logits > 0).astype(int) if task.label_type == "multi" else logits.argmax(1)[:, None]

@@ -22,7 +22,7 @@ from mini_trainer.objectives.class_scores import (
 )
 from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
-from mini_trainer.objectives.families.family import Own
+from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
 from mini_trainer.options import ClassificationOptions
@@ -92,7 +92,7 @@ class HeadLoss(Loss):
         rows = torch.cat([targets.list_places(micro_batch.row).double(), values.double(), logits.double()], dim=1)
         return Scores(sums.index_add_(0, sources, scores), rows)
 
-    def sum_own(self, own: Own, targets: SequenceTargets | TokenClasses) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: SequenceTargets | TokenClasses) -> Tensor:
         logits = own.logits.reshape(-1, own.logits.shape[-1]).float()
         return self.of_target.measure(logits[targets.index], targets.list_values()).sum()
 
@@ -122,7 +122,7 @@ class Classification(Objective):
     def of_tokens(self) -> bool:
         return self.family.of_tokens
 
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """The first `num_trained` tokens get a class; a sequence gets a target unless that is 0."""
         token_ids, num_labels = sample["input_ids"], self.task.num_labels
         if self.of_tokens:

@@ -18,7 +18,7 @@ MOST_OF_TAIL = 1 - 1e-3
 
 
 class Top(NamedTuple):
-    """What a teacher's file says of a chunk's tokens."""
+    """A teacher's probabilities of a chunk's tokens, from its file."""
 
     ids: Tensor  # (R, K) int64
     log_q: Tensor  # (R, K + 1), of the K tokens and of all others together; sums to 1

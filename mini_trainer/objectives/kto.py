@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Sample
 from mini_trainer.data.columns.preference_columns import GOOD_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
-from mini_trainer.objectives.families.family import Family, Own
+from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
@@ -111,7 +111,7 @@ class KTOLoss(AnswerLoss):
         num_ranks = 1 if row_group is None else row_group.size
         return Scores(sum_by_source(sums / num_ranks, targets.numbers, targets.num_sources), rows)
 
-    def sum_own(self, own: Own, targets: FeedbackTargets) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: FeedbackTargets) -> Tensor:
         log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
         return self.measure(log_probs.sum()[None] - targets.reference[:, 0], 0.0, targets)[0]
 
@@ -134,9 +134,9 @@ class Feedback(CausalLM):
     def read_reference(self, sums: np.ndarray) -> np.ndarray:
         return (sums[:, :2] / sums[:, 2:]).astype(np.float32)
 
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """A good answer alone."""
-        sample = super().give_targets(sample, trainable, num_trained=num_trained)
+        sample = super().with_targets(sample, trainable, num_trained=num_trained)
         weight = np.array([0 if num_trained == 0 else 1], np.float32)
         return sample | {GOOD_COLUMN: ONE, PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: np.zeros(2, np.float32)}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, VISION, Sample
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN
 from mini_trainer.distributed.row_group import RowGroup
-from mini_trainer.objectives.families.family import Family, Own
+from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
@@ -67,7 +67,7 @@ class TokenLoss(Loss):
     weighting: str | None = None  # of each token's loss by the model's own probabilities (token_loss.WEIGHTINGS)
 
     def predict(self, reader: TextReader, micro_batch: MicroBatch) -> TrainedTokens:
-        """What the loss of the micro-batch's trained tokens is computed from."""
+        """The inputs of the loss of the micro-batch's trained tokens."""
         targets, hidden = micro_batch.targets, reader.encode(micro_batch)
         projection = reader.project(hidden[0, targets.index])  # (N, H)
         return TrainedTokens(
@@ -110,7 +110,7 @@ class TokenLoss(Loss):
         sums = scores.new_zeros(targets.num_sources, scores.shape[1])
         return sums.index_add_(0, targets.find_sources(), scores)
 
-    def sum_own(self, own: Own, targets: NextTokens) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: NextTokens) -> Tensor:
         logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
         losses = nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self.smoothing)
         if self.weighting is not None:
@@ -129,7 +129,7 @@ class CausalLM(Objective):
     name = CAUSAL_LM
     metrics = {"loss": False, "perplexity": False, "token_accuracy": True}  # noqa: RUF012
 
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         labels = np.where(trainable, sample["input_ids"], IGNORED)
         if num_trained is not None:
             labels[:] = IGNORED

@@ -16,7 +16,7 @@ from torch import Tensor
 from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.distributed.row_group import RowGroup
 from mini_trainer.objectives.embedding_noise import EmbeddingNoise
-from mini_trainer.objectives.families.family import Family, Own, Reader
+from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets, take_part
 
 SELF = "self"  # as a teacher: the model as the run starts
@@ -25,7 +25,7 @@ TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a validation learns from a micro-batch."""
+    """Validation results of one micro-batch."""
 
     sums: Tensor  # (num_sources, scores) fp64
     # (N, 2 + ...) fp64, of each target: the sequence of the micro-batch that it is of, the token there, and what it is
@@ -38,12 +38,12 @@ class Loss(ABC):
 
     looks_ahead: ClassVar[bool] = False  # whether `look_ahead` is called with all micro-batches before the first loss
 
-    def prepare(self, reader: Reader, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, reader: RowModel, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch with what is computed without gradients before its forward pass. Default: nothing more."""
         return micro_batch
 
     @abstractmethod
-    def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+    def sum(self, reader: RowModel, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
         """The loss summed over the micro-batch's targets: an fp32 scalar with gradients.
 
         May add to `reader.reports` and `reader.extra_losses`. `shared`: the sum over the global batch and all ranks of
@@ -51,21 +51,21 @@ class Loss(ABC):
         """
 
     @abstractmethod
-    def score(self, reader: Reader, micro_batch: MicroBatch) -> Scores:
-        """What a validation measures. No gradients."""
+    def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
+        """Validation results of the micro-batch. No gradients."""
 
     @abstractmethod
-    def sum_own(self, own: Own, targets: Targets) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: Targets) -> Tensor:
         """`sum` of the one sequence with these targets, from the logits of the model's own forward pass."""
 
-    def look_ahead(self, reader: Reader, micro_batch: MicroBatch) -> Tensor:
+    def look_ahead(self, reader: RowModel, micro_batch: MicroBatch) -> Tensor:
         """Sums over the micro-batch that every loss of the global batch needs, of the same shape on every rank."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """What is learned: which model, from which samples, by which loss."""
+    """A training objective: which model learns, from which samples, by which loss."""
 
     family: Family
     noise: EmbeddingNoise | None = None  # on the embeddings, while it trains
@@ -85,12 +85,12 @@ class Objective(ABC):
     # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
     reference_column: ClassVar[str | None] = None
     scores_name: str | None = None  # of files of a teacher's scores next to the data (see `with_scores`)
-    teacher_model: str | None = None  # a model that reads each micro-batch first, as `Reader.teacher`, or SELF
+    teacher_model: str | None = None  # a model that reads each micro-batch first, as `RowModel.teacher`, or SELF
 
     # What it learns from.
 
     @abstractmethod
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """The family's sample (L tokens) with targets for checks and measurements: at about `num_trained` of those of
         its tokens that are `trainable` (L,) bool, None: at all of them, 0: at none."""
 
@@ -99,8 +99,8 @@ class Objective(ABC):
         """The targets of the samples in their packed row."""
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
-        """What sums over the global batch are divided by, by name: `targets` the losses of its samples, and others
-        what `Reader.extra_losses` names. `num_tokens`: of all samples that have targets."""
+        """Divisors of sums over the global batch, by name: `targets` of its samples' losses, and others of
+        what `RowModel.extra_losses` names. `num_tokens`: of all samples that have targets."""
         return {TARGETS: num_targets, TOKENS: num_tokens}
 
     # The loss, and what it says.
@@ -111,7 +111,7 @@ class Objective(ABC):
 
     @abstractmethod
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
-        """What a validation reports of sums (scores,) and predictions (N, ...) of all ranks: `loss` among them.
+        """A validation's report, from sums (scores,) and predictions (N, ...) of all ranks: `loss` among them.
 
         Of `predictions`, each row as of `Scores` without its first two numbers.
         """
@@ -172,12 +172,12 @@ class Objective(ABC):
         return MicroBatch(row, targets, extras=extras)
 
     def make_idle_sample(self) -> Sample:
-        """What a rank without work trains on: two tokens, no target, so that it takes part in every collective."""
-        return self.give_targets({"input_ids": np.zeros(2, dtype=np.int64)}, np.ones(2, dtype=bool), num_trained=0)
+        """The sample of a rank without work: two tokens, no target, so that it takes part in every collective."""
+        return self.with_targets({"input_ids": np.zeros(2, dtype=np.int64)}, np.ones(2, dtype=bool), num_trained=0)
 
     def make_check_sample(self, token_ids: np.ndarray) -> Sample:
         """A sample with targets, of these tokens (L,), for the start check."""
-        return self.give_targets(*self.family.make_check_sample(token_ids))
+        return self.with_targets(*self.family.make_check_sample(token_ids))
 
     def make_probe(
         self, num_tokens: int, num_trained: int, *, longest: int, row_group: RowGroup | None = None
@@ -185,7 +185,7 @@ class Objective(ABC):
         """A micro-batch to measure with: sequences of `longest` tokens, and one with the rest; some of them trained."""
         lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
         samples = [
-            self.give_targets(sample, np.ones(length, dtype=bool), num_trained=-(-num_trained * length // num_tokens))
+            self.with_targets(sample, np.ones(length, dtype=bool), num_trained=-(-num_trained * length // num_tokens))
             for sample, length in zip(self.family.make_probes(lengths), lengths, strict=True)
         ]
         return self.pack(samples, row_group=row_group)

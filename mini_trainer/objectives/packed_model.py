@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mini_trainer.distributed.compilation import Compiled
-from mini_trainer.objectives.families.family import Reader
+from mini_trainer.objectives.families.family import RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.objective import Objective, Scores
 
@@ -18,7 +18,7 @@ LOSS, READER = "loss", "reader"  # who needs sums over the global batch
 
 
 class PackedModel(nn.Module):
-    """What is trained, sharded and validated. H hidden size, T tokens of a row, L of one sequence."""
+    """A model that is trained, sharded and validated. H hidden size, T tokens of a row, L of one sequence."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class PackedModel(nn.Module):
         return self.loss.prepare(self.reader, micro_batch)
 
     @torch.no_grad()
-    def predict(self, micro_batch: MicroBatch, predict: Callable[[Reader, MicroBatch], Any]) -> Any:
-        """What `predict` gives of this model's reader."""
+    def predict(self, micro_batch: MicroBatch, predict: Callable[[RowModel, MicroBatch], Any]) -> Any:
+        """Calls `predict` with this model's reader."""
         return predict(self.reader, micro_batch)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, PREFERENCE, Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
-from mini_trainer.objectives.families.family import Family, Own
+from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
@@ -56,7 +56,7 @@ class PreferenceLoss(AnswerLoss):
         return Pairs(logps, reference * self.kind.has_reference, targets.lengths, targets.numbers.margins)
 
     def measure(self, pairs: Pairs, targets: AnswerTargets) -> Tensor:  # (P, len(SUMS))
-        """What is summed over pairs; `loss` with gradients."""
+        """Sums over pairs; `loss` with gradients."""
         weights, beta = targets.numbers.weights, self.strength.beta
         rewards = beta * (pairs.ratios if self.kind.has_reference else pairs.mean_logps).detach()
         logps, counts = pairs.logps.detach(), (weights > 0).float()
@@ -96,7 +96,7 @@ class PreferenceLoss(AnswerLoss):
             sums = sums / micro_batch.row.row_group.size
         return Scores(sum_by_source(sums, micro_batch.targets.numbers, micro_batch.targets.num_sources))
 
-    def sum_own(self, own: Own, targets: AnswerTargets) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: AnswerTargets) -> Tensor:
         log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
         logps = log_probs.new_zeros(2).index_add(0, torch.zeros_like(targets.index), log_probs).view(1, 2)
         pairs = self.make_pairs(logps, targets)
@@ -127,9 +127,9 @@ class Preferences(CausalLM):
         columns = [SUMS.index("logps/chosen"), SUMS.index("logps/rejected")]
         return (sums[:, columns] / sums[:, [SUMS.index("pairs")]]).astype(np.float32)
 
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """A short sample is one sequence: a chosen answer alone; of longer ones each half is an answer."""
-        sample = super().give_targets(sample, trainable, num_trained=num_trained)
+        sample = super().with_targets(sample, trainable, num_trained=num_trained)
         weight = np.array([0 if num_trained == 0 else 1], np.float32)
         return sample | {PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: np.zeros(2, np.float32)}
 

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
-from mini_trainer.objectives.families.family import Own
+from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
 from mini_trainer.objectives.sequence_logps import (
@@ -80,7 +80,7 @@ class RewardLoss(Loss):
             sum_by_source(self.measure_row(reader, micro_batch).double(), targets.numbers, targets.num_sources)
         )
 
-    def sum_own(self, own: Own, targets: RewardTargets) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: RewardTargets) -> Tensor:
         rewards = torch.stack([own.logits[0, 0].float(), own.logits.new_zeros(()).float()])
         return self.measure(rewards, targets.numbers)[0, 0]
 
@@ -96,7 +96,7 @@ class Rewards(Objective):
     pipeline_tag = "text-classification"
     metrics = {"loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
 
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """One sequence: a chosen answer alone."""
         return sample | {PAIR_WEIGHT_COLUMN: np.array([0 if num_trained == 0 else 1], np.float32)}
 

@@ -59,7 +59,7 @@ def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) ->
 
 
 def weigh_samples(samples: Iterable[Sample]) -> float:
-    """What the sum over samples is divided by."""
+    """The divisor of the sum over samples."""
     return sum(float(sample.get(PAIR_WEIGHT_COLUMN, ONE)[0]) for sample in samples)
 
 

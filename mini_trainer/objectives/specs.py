@@ -23,7 +23,7 @@ from mini_trainer.options.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Settings:
-    """What options say of objectives and families. The defaults measure a model as it is."""
+    """Settings of objectives and families. The defaults measure a model as it is."""
 
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
     vision: VisionOptions = field(default_factory=VisionOptions)
@@ -36,7 +36,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ObjectiveSpec:
     """An objective before its data is known."""
 
     make_family: Callable[[Settings], Family]
@@ -86,17 +86,17 @@ def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
 
 
 # Those that are no value of --objective (options.objectives) follow from the data or other options.
-KINDS = {
-    CAUSAL_LM: Kind(make_text_family, make_language_model(CausalLM)),
-    VISION: Kind(make_vision_family, make_language_model(VisionLanguage)),
-    TAUGHT: Kind(make_text_family, make_pupil, data=CAUSAL_LM),
-    PREFERENCE: Kind(make_text_family, make_preference),
-    KTO: Kind(make_text_family, make_feedback, data=FEEDBACK),
-    REWARD: Kind(
+OBJECTIVE_SPECS = {
+    CAUSAL_LM: ObjectiveSpec(make_text_family, make_language_model(CausalLM)),
+    VISION: ObjectiveSpec(make_vision_family, make_language_model(VisionLanguage)),
+    TAUGHT: ObjectiveSpec(make_text_family, make_pupil, data=CAUSAL_LM),
+    PREFERENCE: ObjectiveSpec(make_text_family, make_preference),
+    KTO: ObjectiveSpec(make_text_family, make_feedback, data=FEEDBACK),
+    REWARD: ObjectiveSpec(
         lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed, labels=LABELS), make_rewards, data=PREFERENCE
     ),
-    SEQUENCES: Kind(lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
-    TOKENS: Kind(lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
+    SEQUENCES: ObjectiveSpec(lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
+    TOKENS: ObjectiveSpec(lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
 }
 
 
@@ -110,12 +110,12 @@ def list_metrics() -> dict[str, bool]:
 
 def find_data_kind(name: str) -> str:
     """The kind of data that the objective of this name learns from."""
-    return KINDS[name].data or name
+    return OBJECTIVE_SPECS[name].data or name
 
 
 def make_family(name: str, settings: Settings) -> Family:
-    """What reads rows for the objective of this name."""
-    return KINDS[name].make_family(settings)
+    """The model family of the objective of this name."""
+    return OBJECTIVE_SPECS[name].make_family(settings)
 
 
 def make_objective(
@@ -131,10 +131,10 @@ def make_objective(
             f" --objective causal-lm, or data that was tokenized for {find_data_kind(name)}"
         )
     if task.objective != find_data_kind(name):
-        options = [other for other in KINDS if other in OBJECTIVES or other == task.objective]
+        options = [other for other in OBJECTIVE_SPECS if other in OBJECTIVES or other == task.objective]
         fitting = [f"--objective {other}" for other in options if task.objective == find_data_kind(other)]
         raise ValueError(
             f"--objective {name}: the data was tokenized for {task.objective}: give {' or '.join(fitting)}, or tokenize"
             " the data again"
         )
-    return KINDS[name].make(settings, family, task, count_labels)
+    return OBJECTIVE_SPECS[name].make(settings, family, task, count_labels)

@@ -21,7 +21,7 @@ from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.row_group import RowGroup
 from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
 from mini_trainer.objectives.embedding_noise import EmbeddingNoise
-from mini_trainer.objectives.families.family import Family, Own
+from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextReader
 from mini_trainer.objectives.next_tokens import CausalLM, NextTokens, TokenLoss
@@ -213,7 +213,7 @@ class TaughtLoss(TokenLoss):
         return self.sum_by_source(reader, targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
-        """What a language model scores, VALUES and the number of targets that have a teacher.
+        """The scores of a language model, VALUES, and the number of targets that have a teacher.
 
         The weights of data sets are of those that train: here all targets count.
         """
@@ -225,7 +225,7 @@ class TaughtLoss(TokenLoss):
             taught = reader.reports["source_values"].double()
         return Scores(torch.cat([scores, taught], dim=1))
 
-    def sum_own(self, own: Own, targets: TaughtTargets) -> Tensor:
+    def sum_own(self, own: ReferenceForward, targets: TaughtTargets) -> Tensor:
         if targets.soft is None:
             return (1 - self.terms.weight) * super().sum_own(own, targets)
         logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
@@ -258,9 +258,9 @@ class Taught(CausalLM):
             f"{self.name} with {self.teacher_title} ({terms.divergence}, {weight}, temperature {terms.temperature:g})"
         )
 
-    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """A teacher that reads other rows gets the same one."""
-        sample = super().give_targets(sample, trainable, num_trained=num_trained)
+        sample = super().with_targets(sample, trainable, num_trained=num_trained)
         if self.reads_beside:
             return sample | {SEEN_COLUMN: sample}
         return sample if self.top_k is None else sample | {SOFT_COLUMN: self.make_even_records(sample["labels"])}

@@ -167,7 +167,7 @@ class ValidationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ContentOptions:
-    """What becomes of rows' texts (docs/data.md); process_data.py alone has these options."""
+    """Treatment of rows' texts (docs/data.md); process_data.py alone has these options."""
 
     control_tokens: Literal["keep", "as-text", "refuse"] = "keep"
     """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and such

@@ -1,4 +1,7 @@
-"""What options are called by other trainers."""
+"""Names that other trainers have for an option, and the option that an unknown name may stand for."""
+
+import difflib
+from collections.abc import Collection
 
 # Names that other trainers have for an option (docs/coming_from.md), where the closest one here would mislead; of
 # several the first that a program has.
@@ -37,3 +40,10 @@ NAMES_ELSEWHERE = {
     "packing": (),  # samples always are
     "sample_packing": (),
 }
+
+
+def find_closest(name: str, known: Collection[str]) -> str | None:
+    """The `known` option that an unknown `name` may stand for: the one that other trainers call so, or the closest."""
+    if name in NAMES_ELSEWHERE:
+        return next((option for option in NAMES_ELSEWHERE[name] if option in known), None)
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)

@@ -1,4 +1,4 @@
-"""What the options have to know of each objective before anything heavy is imported; its code is in objectives/."""
+"""Facts about each objective that the options need before anything heavy is imported; its code is in objectives/."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ CLASSIFIER = ObjectiveFacts(
     validation_modules=("sklearn",),
 )
 
-# The values of --objective. A new one has a row here, and its code a line in objectives.specs.KINDS.
+# The values of --objective. A new one has a row here, and its code a line in objectives.specs.OBJECTIVE_SPECS.
 OBJECTIVES: dict[str, ObjectiveFacts] = {
     "causal-lm": ObjectiveFacts(options=("label_smoothing", "loss_weighting", "teacher_weight")),
     "sequence-classification": CLASSIFIER,

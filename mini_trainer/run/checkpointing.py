@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from mini_trainer.data.stores.contents import FORMAT, write_json, write_manifest
 from mini_trainer.data.stores.disk import (
@@ -28,17 +28,14 @@ from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0, gather_rows
 from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import state_keys
-from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.run.checkpoint_files import (
     DAMAGED,
-    DTYPES,
     STATE,
     STEP_NAME,
     TensorReader,
     check_hash,
     check_links,
-    chunk_range,
     count_shards,
     find_checkpoints,
     read_manifest,
@@ -48,13 +45,21 @@ from mini_trainer.run.checkpoint_files import (
     step_of,
     write_tensors,
 )
+from mini_trainer.run.checkpoint_tensors import (
+    AVERAGE,
+    OPTIMIZER,
+    collect_tensors,
+    collect_weights,
+    describe_layout,
+    fill,
+    group_state,
+    make_state,
+)
 from mini_trainer.run.identity import is_checkpoint_of
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.write_pool import WritePool
 
 WAITING_BYTES = 256 << 20  # of a shard on its way from a GPU to the disk; a larger tensor waits alone
-OPTIMIZER = "optimizer"  # optimizer tensors are named optimizer/<state key>/<parameter>
-AVERAGE = "average"  # and those of --weight-average average/<parameter>
 Hidden = list[tuple[Path, int]]  # directories to remove, with the number of ranks that may have a file there
 
 
@@ -84,7 +89,7 @@ class Checkpointer:
     """Writes and reads the checkpoints of one run. All ranks call every method.
 
     With `is_async`, `save` returns as soon as the state has been copied to the CPU, and a thread writes the copy:
-    `is_writing` tells each rank whether its write is still in progress, and `finish` waits for it and commits it.
+    `is_writing` says on each rank whether its write is still in progress, and `finish` waits for it and commits it.
     `committed` is called with the directory of each checkpoint, once it is complete.
     """
 
@@ -99,6 +104,7 @@ class Checkpointer:
     ):
         self.directory, self.world, self.num_kept, self.is_async = directory, world, num_kept, is_async
         self.committed = committed
+        self.begun: set[Path] = set()  # see `make_aside`
         self.staging: dict[str, Tensor] = {}
         # The same threads for all writes: memory may be too low to start others later.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -120,7 +126,7 @@ class Checkpointer:
         self.layouts = {name: describe_layout(tensor) for name, tensor in tensors.items()}
         self.needed_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         self.aside = call_on_rank0(
-            self.world, lambda: make_aside(self.target, self.needed_bytes, what="the checkpoint")
+            self.world, lambda: make_aside(self.target, self.needed_bytes, what="the checkpoint", begun=self.begun)
         )
         shards = {
             name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -322,69 +328,6 @@ class Checkpointer:
             fill(train_state.average.values[name], f"{AVERAGE}/{name}", reader)
         if not held:
             log.info(f"{checkpoint.path} has no average of weights: --weight-average starts at its weights")
-
-
-def collect_tensors(state: TrainState) -> dict[str, Tensor]:
-    """All weights and their optimizer state, by name."""
-    tensors, optimizer = collect_weights(state.model, state.method), state.optimizer
-    for name, param in state.model.named_parameters():
-        for key, value in optimizer.state.get(param, {}).items():
-            tensors[f"{OPTIMIZER}/{key}/{name}"] = value
-    if state.average is not None:
-        tensors |= {f"{AVERAGE}/{name}": value for name, value in state.average.values.items()}
-    return tensors
-
-
-def group_state(names: Iterable[str]) -> dict[str, list[str]]:
-    """Keys of the optimizer state by parameter, in the order of the saved `names`."""
-    keys: dict[str, list[str]] = {}
-    for name in names:
-        kind, _, rest = name.partition("/")
-        if kind == OPTIMIZER:
-            key, _, param_name = rest.partition("/")
-            keys.setdefault(param_name, []).append(key)
-    return keys
-
-
-def collect_weights(model: PackedModel, method: Method) -> dict[str, Tensor]:
-    """The parameters and buffers that a checkpoint holds: all, or only trained parameters, depending on the method."""
-    params = {name: param.detach() for name, param in model.named_parameters()
-              if param.requires_grad or method.saves_frozen}  # fmt: skip
-    saved = model.state_dict().keys() if method.saves_frozen else ()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return {f"model/{name}": tensor for name, tensor in (params | buffers).items()}
-
-
-def describe_layout(tensor: Tensor) -> dict[str, Any]:
-    """A tensor's layout for the manifest: `dim` is the sharded dimension; None if rank 0 has the whole tensor."""
-    dim = None
-    if isinstance(tensor, DTensor):
-        *copies, placement = tensor.placements
-        assert all(copy.is_replicate() for copy in copies), f"cannot save a tensor that is placed as {copies}"
-        assert isinstance(placement, Shard), f"cannot save a tensor that is placed as {placement}"
-        dim = placement.dim
-    return {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype], "dim": dim}
-
-
-@torch.no_grad()
-def make_state(param: DTensor, layout: dict[str, Any]) -> Tensor:
-    """Zeros for optimizer state of `layout`, sharded like `param`, possibly shorter in the last dimension."""
-    dtype = next(dtype for dtype, text in DTYPES.items() if text == layout["dtype"])
-    if layout["dim"] is None:
-        return torch.zeros(layout["shape"], dtype=dtype, device=param.device)
-    return torch.zeros_like(param, dtype=dtype)[..., : layout["shape"][-1]].contiguous()
-
-
-@torch.no_grad()
-def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
-    """Fills `tensor`, or this rank's shard of it, with the values saved under `name`."""
-    offset = [0] * tensor.ndim
-    if isinstance(tensor, DTensor):
-        dim, mesh = tensor.placements[-1].dim, tensor.device_mesh["shard"]
-        offset[dim], _ = chunk_range(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
-        tensor = tensor.to_local()
-    reader.read(tensor, name, offset)
-    check_finite(tensor, name, where=reader.directory)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

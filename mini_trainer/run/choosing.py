@@ -24,7 +24,7 @@ from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.router_loss import ROUTER_LOSSES
 from mini_trainer.objectives.families.vision import FREEZABLE
 from mini_trainer.objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
-from mini_trainer.objectives.specs import KINDS, Settings
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS, Settings
 from mini_trainer.objectives.teachers import TAUGHT
 from mini_trainer.objectives.token_loss import WEIGHTINGS
 from mini_trainer.options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
@@ -49,7 +49,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "max_tokens_per_gpu": ("auto",),
     "micro_batch_grad_sync": ("every", "last"),
     "muon_scale": SCALES,
-    "objective": KINDS,
+    "objective": OBJECTIVE_SPECS,
     "optimizer": OPTIMIZERS,
     "osft_basis": BASES,
     "osft_rank_allocation": ALLOCATIONS,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.monitor import Flag, stop_reason
+from mini_trainer.distributed.run_flags import Flag, stop_reason
 from mini_trainer.options import ExportOptions, TrainOptions, ValidationOptions
 from mini_trainer.sampler import Batching, RunPosition
 
@@ -22,7 +22,7 @@ def find_due(
     position: RunPosition, options: TrainOptions, *, epoch_length: int, num_steps: int | None, flags: int = 0
 ) -> Due:
     """Returns what is due at `position`, the end of a step; `flags` are OR-ed over ranks (see
-    distributed.monitor.Flag)."""
+    distributed.run_flags.Flag)."""
     is_last = position.step == num_steps
     stop = None if is_last else stop_reason(flags)
     every = options.checkpoints.checkpoint_every_steps

@@ -57,6 +57,7 @@ class ExportParts:
     dtype: torch.dtype
     source: ModelSource  # has the other towers of a multimodal model
     notes: dict[str, str] = field(default_factory=dict)  # additional text files, by name
+    begun: set[Path] | None = None  # see `make_aside`
 
 
 def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, world: World) -> None:
@@ -132,7 +133,9 @@ class ExportWriter:
         self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
         self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
-        self.aside = make_aside(self.export_dir, self.needed_bytes, what="the export", spare_bytes=self.spare_bytes)
+        self.aside = make_aside(
+            self.export_dir, self.needed_bytes, what="the export", spare_bytes=self.spare_bytes, begun=parts.begun
+        )
         with self.describing_errors():
             self.pool = WritePool(NUM_FILES, min(WAITING_BYTES, self.needed_bytes // 4))
             shell = self.make_shell(config)

@@ -32,6 +32,7 @@ class Exports:
         self.options, self.inputs, self.world, self.control, self.log = options, inputs, world, control, log
         self.output_dir = Path(options.output_dir)
         self.directory = self.output_dir / EXPORTS_DIR
+        self.begun: set[Path] = set()  # see `make_aside`
         hub = [Hub(options.hub)] if options.hub.push_to_hub is not None else []
         store = [Store(options.exports.upload_to)] if options.exports.upload_to is not None else []
         self.first_averaged: int | None = None  # step before those of the average that the last export does not have
@@ -74,6 +75,7 @@ class Exports:
             DTYPES[options.exports.export_dtype],
             inputs.source(options.model),
             notes,
+            self.begun,
         )
         with self.control.slow(f"the export after step {position.step}"):
             if has_average:  # first, since the export beside it says that all is there

@@ -1,4 +1,4 @@
-"""What a run is and where it stands, beside its checkpoints: whose directory this is, and what it was started with."""
+"""The identity and state of a run beside its checkpoints: whose directory this is, and with what it was started."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.stores.disk import hash_json, is_part, read_fields, written_aside
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.order import PERMUTATION, name_rule
@@ -156,7 +156,7 @@ def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
 def check_same_run(
     checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, allow_changes: bool, needs_model: bool
 ) -> list[str]:
-    """What differs from the run that wrote the checkpoint; ValueError if something does that is not allowed to.
+    """Differences from the run that wrote the checkpoint; ValueError for one that is not allowed.
 
     With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others.
     """
@@ -196,7 +196,7 @@ def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bo
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """What of a run's identity is no longer as it was, in words by name.
+    """Parts of a run's identity that are no longer as they were, in words by name.
 
     What an older version did not note down counts as the options' defaults, and cannot be compared if it is no option.
     """

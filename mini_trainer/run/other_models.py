@@ -105,7 +105,7 @@ def add_reference(
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a data set's rows by one reference model."""
+    """The known values of a data set's rows by one reference model."""
 
     data: Mixture
     key: str  # a hash of all that decides the model's numbers but the data
@@ -158,7 +158,7 @@ def locate_values(source: TokenizedData, key: str) -> Path:
 
 
 def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32
-    """What is known of each row; NaN for the others."""
+    """The known values of each row; NaN for the others."""
     return np.concatenate([read_file(locate_values(source, key), len(source.lengths)) for source in data.sources])
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.cache import find_outputs, locked
-from mini_trainer.data.tokenized.fetched import Found, bring_here, fetch_sets, find_sets, locate_sets, name_source
+from mini_trainer.data.tokenized.fetched import (
+    Found,
+    download_data_sets,
+    fetch_sets,
+    find_sets,
+    locate_sets,
+    name_source,
+)
 from mini_trainer.distributed.children import make_environment, name_module
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import print_as_is
@@ -103,12 +110,12 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
     options = tokenize_rows(options, world, control)
     with control.slow("the copying of data sets"):
         beside = list_scores(options)
-        found = bring_here(list_data_sets(options), world, cache_dir=options.data_cache_dir, beside=beside)
+        found = download_data_sets(list_data_sets(options), world, cache_dir=options.data_cache_dir, beside=beside)
     return replace_options(options, **unwrap(found, options))
 
 
 def find_local_data(options: TrainOptions) -> dict[str, Any]:
-    """What `make_data_local` changes in the options, in a process without others. ValueError if that fails."""
+    """The options that `make_data_local` changes, in a process without others. ValueError if that fails."""
     changes: dict[str, Any] = find_data(options)
     options = replace_options(options, **changes)
     found: Found = find_sets(list_data_sets(options), beside=list_scores(options))

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from mini_trainer.data.stores.disk import MADE, remove_leftovers
+from mini_trainer.data.stores.disk import remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, log
-from mini_trainer.distributed.monitor import Flag, RunControl
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.run_flags import Flag
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import TrainOptions, parse_steps
@@ -52,7 +53,6 @@ class RunDirectory:
     def __init__(self, options: TrainOptions, world: World, control: RunControl):
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
         self.options, self.world, self.control = options, world, control
-        MADE.clear()  # an earlier run in this process used a different directory
         self.path = Path(options.output_dir)
         call_on_rank0(world, lambda: control.lock(self.path))
         call_on_rank0(world, lambda: check_output_dir(self.path))

@@ -32,7 +32,7 @@ from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, Task
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
-from mini_trainer.data.tokenized.fetched import bring_here
+from mini_trainer.data.tokenized.fetched import download_data_sets
 from mini_trainer.data.tokenized.mixture import Mixture, check_rows, mark_trained, read_pair
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
@@ -50,7 +50,7 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
-from mini_trainer.objectives.specs import KINDS, Settings, find_data_kind
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS, Settings, find_data_kind
 from mini_trainer.options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.given import list_changed
@@ -70,7 +70,7 @@ def score(options: ScoreDataOptions, world: World) -> None:
     check_choices(options, {"engine": OPENERS, "dtype": ("auto", *DTYPES)})
     compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "data_cache_dir")))
     given = {"data_path": options.data_path, "teacher_data": options.teacher_data}
-    options = replace(options, **bring_here(given, world, cache_dir=options.data_cache_dir))
+    options = replace(options, **download_data_sets(given, world, cache_dir=options.data_cache_dir))
     sets = [open_data(path, options) for path in options.data_path]
     read = [open_data(path, options) for path in options.teacher_data] or sets
     for data, seen in zip(sets, read, strict=True):
@@ -130,7 +130,7 @@ SCORES = {CAUSAL_LM: score_tokens, PREFERENCE: score_answers, FEEDBACK: score_an
 
 def make_reference_objective(data: Mixture) -> Objective:
     """The first objective that learns from the data by a reference."""
-    kinds = [kind for name, kind in KINDS.items() if find_data_kind(name) == data.task.objective]
+    kinds = [kind for name, kind in OBJECTIVE_SPECS.items() if find_data_kind(name) == data.task.objective]
     made = [kind.make(Settings(), kind.make_family(Settings()), data.task, data.count_labels) for kind in kinds]
     return next(objective for objective in made if objective.reference_column is not None)
 

@@ -22,7 +22,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.kinds import COLUMNS
@@ -85,7 +85,7 @@ def make_class_samples(
     count: int, *, label_type: str = "single", num_labels: int = 3, of_tokens: bool = False, has_types: bool = False,
     longest: int = 40, seed: int = 0,
 ) -> list[Triple]:  # fmt: skip
-    """Random tokens; the classes can be told from them."""
+    """Random tokens; the classes follow from them."""
     random = np.random.default_rng(seed)
     samples = []
     for length in random.integers(1, longest, count):

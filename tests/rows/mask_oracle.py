@@ -13,7 +13,9 @@ from itertools import pairwise
 
 from stock_templates import TEMPLATES
 
-from mini_trainer.data.chat.masking import Chat, ChatMasker, TokenizedChat
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.token_spans import TokenizedChat
 from mini_trainer.data.columns.base import IGNORED
 
 PART_OF_TAG = re.compile(r"<[^<>]*\Z")
@@ -271,7 +273,7 @@ def find_prompt_trained(
         if prompted == plain or not text.startswith(plain):
             continue
         end = next((k for k, (a, b) in enumerate(zip(prompted, text, strict=False)) if a != b), len(prompted))
-        if end < len(prompted):  # what goes on otherwise shares no half of a tag with the prompt, and no whitespace
+        if end < len(prompted):  # what continues otherwise shares no half of a tag with the prompt, and no whitespace
             end = len(PART_OF_TAG.sub("", text[:end]).rstrip())
         if any(trained[len(plain) : end]):
             faults.append(f"message {i + 1}: {text[len(plain) : end]!r} of the generation prompt is trained")

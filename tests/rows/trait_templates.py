@@ -187,7 +187,7 @@ TRAITS: dict[str, tuple[str, tuple[str, ...]]] = {  # template, stop tokens: the
 
 
 def thinking(answer: str, prompt: str, *, before: str = "") -> str:
-    """ChatML whose answers are written by `answer`, and whose generation prompt goes on with `prompt`."""
+    """ChatML whose answers are written by `answer`, and whose generation prompt continues with `prompt`."""
     return (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
         + (before + answer)
@@ -200,7 +200,7 @@ WRITTEN_REASONING = (
     "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n' }}"
     "{% else %}{{ '<think></think>' }}{% endif %}{{ m.content }}"
 )
-# How the generation prompt goes on where a row without reasoning does not: template, the prompt's further words, and
+# How the generation prompt continues where a row without reasoning does not: template, the prompt's further words, and
 # what has to follow them before the answer (None: nothing can).
 PROMPTED_REASONING: dict[str, tuple[str, str, str | None]] = {
     "reasoning only in contents": (  # as in R1's distills and QwQ: earlier reasoning is cut off, none is ever written

@@ -22,7 +22,7 @@ def start_server() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     with MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", ENV["PYTHONPATH"])  # Python 3.11's server is not told sys.path
+        patch.setenv("PYTHONPATH", ENV["PYTHONPATH"])  # Python 3.11's server does not receive sys.path
         SERVER.ensure_running()
     return context
 

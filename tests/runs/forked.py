@@ -92,7 +92,7 @@ class ForkedRanks:
         return self.returncode
 
     def wait(self, timeout: float = 240) -> int | None:
-        """Waits for their end as torchrun does, which tells the others to end when one has failed."""
+        """Waits for their end as torchrun does, which ends the others when one has failed."""
         wait_for_all(self.processes, timeout=timeout)
         return self.returncode
 
@@ -160,7 +160,7 @@ def describe_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def wait_for_all(processes: Sequence, *, timeout: float) -> None:
-    """Waits until the processes have ended, at most this long; once one has failed, the others are told to end."""
+    """Waits until the processes have ended, at most this long; once one has failed, the others receive SIGTERM."""
     deadline, waiting = time.monotonic() + timeout, {process.sentinel: process for process in processes}
     has_failed = False
     while waiting and time.monotonic() < deadline:

@@ -135,7 +135,7 @@ class Browser:
 
     def list_complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and what the page's policy has refused."""
-        self.ask("1")  # after which all that has happened before has been told
+        self.ask("1")  # after which all that has happened before has been reported
         found = []
         for event in self.events:
             name, params = event.get("method"), event.get("params", {})

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.masking import Chat, ChatMasker
+from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.use.evaluation.comparison import Scores, compare

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.monitor import RunControl, stop_reason
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.run_flags import stop_reason
 
 directory, hang_timeout, max_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 rank, output_dir = int(os.environ["RANK"]), directory / "run"

@@ -11,34 +11,18 @@ text of the generation prompt.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    ONLY_FOR_MASKING,
-    PRETRAIN,
-    Chat,
-    Completion,
-    Document,
-    Example,
-    Message,
-    PreparedChat,
-    make_outline,
-    prepare_chat,
-)
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
-from mini_trainer.data.chat.learned_skeletons import SkeletonLearner
+from mini_trainer.data.chat.chat_renderer import ChatRenderer, Rendered
+from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Example, PreparedChat, prepare_chat
 from mini_trainer.data.chat.pictures import ImageExpander
-from mini_trainer.data.chat.placing import check_names
 from mini_trainer.data.chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
-from mini_trainer.data.chat.rendering import Patience, catch_error, check_length, prepare_for
-from mini_trainer.data.chat.skeletons import Render, Skeleton, Span, match_text
+from mini_trainer.data.chat.rendering import catch_error, check_length
+from mini_trainer.data.chat.skeletons import Span
 from mini_trainer.data.chat.template_check import StopAppender, TemplateChecker, describe_open_turns
-from mini_trainer.data.chat.templates import check_template_args
 from mini_trainer.data.chat.token_spans import (
     DIVIDED,
     Located,
@@ -46,54 +30,23 @@ from mini_trainer.data.chat.token_spans import (
     Remark,
     TextMasker,
     TokenizedChat,
-    TrainedSpan,
     check_unicode,
     encode_each,
     label_encoding,
     mark_control,
-    split_by_training,
     text_of,
 )
-from mini_trainer.data.chat.tokens import (
-    AS_TEXT,
-    KEEP,
-    BorderEncoder,
-    ByteEncoder,
-    ControlTokens,
-    find_token,
-    spans_border,
-)
+from mini_trainer.data.chat.tokens import AS_TEXT, KEEP, BorderEncoder, ByteEncoder, ControlTokens, spans_border
+from mini_trainer.data.chat.turn_finder import TurnFinder
 from mini_trainer.data.chat.turns import find_stops
-from mini_trainer.data.columns.base import IGNORED
 
-__all__ = [
-    "IGNORED", "ONLY_FOR_MASKING", "PRETRAIN", "Chat", "ChatMasker", "Completion", "Document", "TokenizedChat",
-    "TrainedSpan", "find_token", "fingerprint_chat_template", "fingerprint_tokenizer", "load_stop_token_ids",
-    "split_by_training",
-]  # fmt: skip
-
-WITHOUT_TOOLS = (
-    "the chat template leaves out the row's tools: use one that writes them (--chat-template), or describe them in the"
-    " system message"
-)
 MAX_NUM_OTHERS = 16  # sets of arguments that rows have for themselves
-MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
 THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether the generation prompt's words win
-MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
-GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation's text, and the passages that the template marks as generated (None: it has no markers)."""
-
-    text: str
-    marked: list[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What becomes of contents' control tokens (data/chat/tokens.py), and the template's arguments, all of
+    """The treatment of contents' control tokens (data/chat/tokens.py), and the template's arguments, all of
     which it has to read."""
 
     control_tokens: str = KEEP
@@ -134,10 +87,11 @@ class ChatMasker:
             )
         self.tokenizer, self.expander = tokenizer, expander
         self.contents, self.given_stop_ids = contents, stop_token_ids
-        check_template_args(tokenizer, contents.template_args)
+        self.renderer = ChatRenderer(tokenizer, contents.template_args)
         self.others: dict[str, ChatMasker | ValueError] = {}  # by the arguments that rows have for themselves
         self.allows_missing_stop, self.appends_stop = allow_missing_stop_token, append_stop_token
-        self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
+        stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
+        self.finder = TurnFinder(self.renderer, stops)
         self.encoder = ByteEncoder(tokenizer)
         self.control = ControlTokens(tokenizer, contents.control_tokens)
         self.borders = BorderEncoder(tokenizer, self.encoder, self.control)
@@ -145,23 +99,7 @@ class ChatMasker:
         self.strict_reasoning = strict_reasoning
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         self.matcher = PromptMatcher(self.encode_text, template, as_prompted=THINKING_PREFIXES[thinking_prefix])
-        self.patience = Patience()
-        self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
-        self.num_slots = 0  # total over `skeletons`
-        self.written_tools: set[tuple[Any, ...]] = set()  # tools, with the roles of a chat, that the template writes
         self.open_turns: set[str] = set()  # turns without a stop token ("inner", "last"); set by `check_template`
-        self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
-
-    def let_stops_be_missing(self) -> None:
-        """Accepts turns without a stop token from now on; their contents are trained."""
-        self.stops = replace(self.stops, may_be_missing=True)
-        self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
-        self.skeletons.clear()
-        self.num_slots = 0
-
-    @cached_property
-    def template_tells_time(self) -> bool:
-        return "strftime_now" in json.dumps(self.tokenizer.chat_template)
 
     def mask(self, rows: Sequence[Example], *, divides: bool = False) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable. `divides`: a chat's prompt, up to the
@@ -217,7 +155,7 @@ class ChatMasker:
         places = []
         if self.control.mode == AS_TEXT:
             messages, texts = self.control.hide(chat.messages)
-            hidden = self.render_one(messages, tools=chat.tools)
+            hidden = self.renderer.render_one(messages, tools=chat.tools)
             places = self.control.locate(located.text, hidden.text, texts)
         return mark_control(located, token, places, mode=self.control.mode)
 
@@ -251,9 +189,9 @@ class ChatMasker:
         prepared = [catch_error(prepare_chat, chat) for chat in chats]
         located = [
             catch_error(self.locate, rendered, chat)
-            for rendered, chat in zip(self.render_each(prepared), prepared, strict=True)
+            for rendered, chat in zip(self.renderer.render_each(prepared), prepared, strict=True)
         ]
-        self.patience.check()
+        self.renderer.patience.check()
         located = [catch_error(self.mark_chat, found, chat) for found, chat in zip(located, prepared, strict=True)]
         if appends_stop:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
@@ -278,7 +216,7 @@ class ChatMasker:
         """Appends stop tokens (--append-stop-token). Raises ValueError if there is no token to append."""
 
         def locate(chat: Chat) -> Located:
-            return self.locate(self.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
+            return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
 
         return StopAppender(locate, self.make_checker(), self.stop_token_ids)
 
@@ -299,10 +237,9 @@ class ChatMasker:
     def locate(self, rendered: Rendered, chat: PreparedChat) -> Located:
         """A rendered chat and its trained passages."""
         located = catch_error(self.locate_now, rendered, chat)
-        if isinstance(located, ValueError) and self.template_tells_time:
-            for key in (chat.key, ("marked", *chat.key)):  # skeleton or text may have yesterday's date
-                self.skeletons.pop(key, None)
-            return self.locate_now(self.render_one(chat.messages, tools=chat.tools), chat)
+        if isinstance(located, ValueError) and self.renderer.tells_time:
+            self.finder.forget(chat.key)  # skeleton or text may have yesterday's date
+            return self.locate_now(self.renderer.render_one(chat.messages, tools=chat.tools), chat)
         if isinstance(located, ValueError):
             raise located
         return located
@@ -310,11 +247,11 @@ class ChatMasker:
     def locate_now(self, rendered: Rendered, chat: PreparedChat) -> Located:
         text = check_unicode(check_length(rendered.text))
         if rendered.marked is None:
-            spans = self.find_spans(text, chat)
+            spans = self.finder.find_spans(text, chat)
         else:
-            spans = self.find_marked_spans(text, rendered.marked, chat)
+            spans = self.finder.find_marked_spans(text, rendered.marked, chat)
             if chat.unmasked:
-                others = self.find_spans(text, chat)
+                others = self.finder.find_spans(text, chat)
                 spans += [span for span in others if chat.messages[span.message]["role"] != ASSISTANT]
         text, spans, remarks = self.match_prompts(text, spans, chat)
         passages = [
@@ -328,7 +265,7 @@ class ChatMasker:
     def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
         """The row and its spans, with the generation prompt's text before the last turn if asked for; and remarks on
         turns that differ from their prompt."""
-        render = partial(self.render, tools=chat.tools)
+        render = partial(self.renderer.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
         trained = [weight > 0 for weight in chat.weights]
         text, spans, remarks = self.matcher.match(
@@ -338,164 +275,6 @@ class ChatMasker:
             refuse_untrained_reasoning(remarks)
         return text, spans, remarks + unread
 
-    def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
-        """The spans of the turns in a rendered chat."""
-        render = partial(self.render, tools=chat.tools)
-        skeleton = self.find_skeleton(chat, render)
-        spans = skeleton.find_spans(text, chat.values)
-        if spans is None:
-            spans = catch_error(match_text, text, chat.outline, skeleton, render=render)
-        if isinstance(spans, ValueError):
-            spans = self.find_spans_alone(text, chat, render, spans)
-        if skeleton.named_by_id:
-            check_names(skeleton, chat.values, chat.outline)
-        return spans
-
-    def find_spans_alone(self, text: str, chat: PreparedChat, render: Render, error: ValueError) -> list[Span]:
-        """`find_spans` with a skeleton for this row alone, for templates that write other parts differently depending
-        on the texts of roles other than the assistant. Raises `error` if that does not help."""
-        outline = make_outline(chat.messages, only=ASSISTANT)
-        if chat.unmasked or outline.text == chat.outline.text:
-            raise error
-        try:
-            skeleton = SkeletonLearner(self.stops).learn(outline, unmasked=set(), render=render)
-            return match_text(text, outline, skeleton, render=render)
-        except ValueError:
-            raise error from None
-
-    def find_skeleton(self, chat: PreparedChat, render: Render) -> Skeleton:
-        """The chat's skeleton, learned once per outline."""
-        key = chat.key
-        if key not in self.skeletons:
-            self.check_tools_are_written(chat, render)
-            learner = self.learners[bool(chat.tools)]
-            self.remember(key, learner.learn(chat.outline, unmasked=chat.unmasked, render=render))
-        return self.skeletons[key]
-
-    def remember(self, key: tuple[Any, ...], skeleton: Skeleton) -> None:
-        if len(self.skeletons) >= MAX_NUM_SKELETONS or self.num_slots >= MAX_NUM_SLOTS:
-            self.skeletons.clear()
-            self.num_slots = 0
-        self.skeletons[key] = skeleton
-        self.num_slots += len(skeleton.slots)
-
-    def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
-        """Refuses a template that leaves out the tools, which can depend on the set of roles, the first and the last
-        role."""
-        if not chat.tools:
-            return
-        roles = [message["role"] for message in chat.messages]
-        key = (repr(chat.tools), roles[0], roles[-1], frozenset(roles))
-        messages = chat.outline.messages
-        if key not in self.written_tools and catch_error(self.render, [messages]) == catch_error(render, [messages]):
-            raise ValueError(WITHOUT_TOOLS)
-        if len(self.written_tools) >= MAX_NUM_SKELETONS:
-            self.written_tools.clear()
-        self.written_tools.add(key)
-
-    def find_marked_spans(self, text: str, marked: list[tuple[int, int]], chat: PreparedChat) -> list[Span]:
-        """The turns of the passages that the template marks as generated, without the text of the generation prompt
-        and without whitespace after the stop token."""
-        skeleton = self.find_marked_skeleton(chat)
-        if skeleton.named_by_id:
-            check_names(skeleton, chat.values, chat.outline)
-        spans = skeleton.find_spans(text, chat.values)
-        if spans is not None:
-            return spans
-        check_num_marked(marked, chat.messages)
-        spans = []
-        for turn, (start, end) in zip(skeleton.turns, marked, strict=True):
-            if turn.num_skipped is None:
-                raise ValueError("the chat template marks other roles' texts as generated")
-            start += turn.num_skipped
-            opens = start if turn.beginning is None else start - (turn.start[1] - turn.beginning.place[1])
-            start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
-            spans.append(Span(start, self.stops.trim(text, start, end), turn, opens))
-        return spans
-
-    def find_marked_skeleton(self, chat: PreparedChat) -> Skeleton:
-        """The chat's skeleton with the turns that the template marks, learned once per outline."""
-        key = ("marked", *chat.key)
-        if key not in self.skeletons:
-            render = partial(self.render, tools=chat.tools)
-            self.check_tools_are_written(chat, render)
-            rendered = self.render_one(chat.outline.messages, tools=chat.tools)
-            marked = rendered.marked or []
-            check_num_marked(marked, chat.messages)
-            learner = self.learners[bool(chat.tools)]
-            self.remember(key, learner.learn_marked(chat.outline, marked, rendered.text, render=render))
-        return self.skeletons[key]
-
-    def render_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Rendered | ValueError]:
-        """Renders all chats with the same tools at once, which is faster; if one fails, each alone, to find out
-        which."""
-        results: list[Any] = list(chats)
-        by_tools: dict[str, list[int]] = {}
-        for i, chat in enumerate(chats):
-            if not isinstance(chat, ValueError):
-                by_tools.setdefault(repr(chat.tools), []).append(i)
-        for indices in by_tools.values():
-            conversations, tools = [chats[i].messages for i in indices], chats[indices[0]].tools
-            rendered = catch_error(self.render_marked, conversations, tools=tools)
-            if isinstance(rendered, ValueError):
-                rendered = [catch_error(self.render_one, messages, tools=tools) for messages in conversations]
-            for i, result in zip(indices, rendered, strict=True):
-                results[i] = self.explain(result, chats[i])
-        return results
-
-    def explain(self, rendered: Rendered | ValueError, chat: PreparedChat) -> Rendered | ValueError:
-        """Adds a hint to an error that occurs if a content is null or missing, but not if it is empty."""
-        if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
-            return rendered
-        filled = [{**message, "content": message.get("content") or ""} for message in chat.messages]
-        accepted = catch_error(self.render_one, filled, tools=chat.tools)
-        if isinstance(accepted, ValueError):
-            return rendered
-        if chat.tools and accepted == catch_error(self.render_one, filled, tools=None):
-            return ValueError(WITHOUT_TOOLS)
-        return ValueError(f'{rendered}; it accepts messages with calls if their content is "", not null or missing')
-
-    def render_one(self, messages: list[Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
-        (rendered,) = self.render_marked([messages], tools=tools)
-        return rendered
-
-    def render_marked(
-        self, conversations: Sequence[list[Message]], *, tools: list[dict[str, Any]] | None
-    ) -> list[Rendered]:
-        """The texts, and the passages that the template marks as generated if it has markers."""
-        template = self.tokenizer.get_chat_template(None, tools)
-        if GENERATION_MARKER.search(template) is None:
-            return [Rendered(text) for text in self.render(conversations, tools=tools)]
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        with self.patience.render(len(conversations)):
-            texts, marked = render_jinja_template(
-                [prepare_for(self.tokenizer, messages) for messages in conversations],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-                **self.contents.template_args,
-            )
-        return [Rendered(text, passages) for text, passages in zip(texts, marked, strict=True)]
-
-    def render(
-        self,
-        conversations: Sequence[list[Message]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        generation_prompt: bool = False,
-    ) -> list[str]:
-        """The texts that `apply_chat_template` tokenizes."""
-        with self.patience.render(len(conversations)):
-            return self.tokenizer.apply_chat_template(
-                [prepare_for(self.tokenizer, messages) for messages in conversations],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.contents.template_args,
-            )
-
     def encode_text(self, text: str) -> list[int]:
         (encoding,) = self.encoder.encode([text], add_special_tokens=False)
         return encoding.ids
@@ -503,9 +282,9 @@ class ChatMasker:
     def make_checker(self) -> TemplateChecker:
         return TemplateChecker(
             self.tokenizer,
-            self.stops,
+            self.finder.stops,
             self.mask_as_rendered,
-            self.render,
+            self.renderer.render,
             template_args=self.contents.template_args,
         )
 
@@ -519,7 +298,7 @@ class ChatMasker:
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
         """All tokens that end turns: stop tokens of generation, and tokens that the template writes after a turn."""
-        ids = {self.tokenizer.convert_tokens_to_ids(token) for token in self.stops.known}
+        ids = {self.tokenizer.convert_tokens_to_ids(token) for token in self.finder.stops.known}
         if self.tokenizer.chat_template is not None:
             ids |= self.make_checker().list_stop_tokens()
         return frozenset(ids)
@@ -531,7 +310,8 @@ class ChatMasker:
         Errors that the template itself raises (no system role, say) are accepted: rows of that kind will be refused.
         """
         if self.appends_stop and isinstance(catch_error(self.make_checker().check, name), ValueError):
-            self.let_stops_be_missing()  # the template may write none at all; if that is not the cause, it fails again
+            # The template may write none at all; if that is not the cause, it fails again.
+            self.finder.let_stops_be_missing()
         checker = self.make_checker()
         notes = checker.check(name)
         self.open_turns = checker.open_turns
@@ -541,12 +321,3 @@ class ChatMasker:
             return notes
         appended = self.appender.after_text.strip() if self.appends_stop else None
         return [*describe_open_turns(checker.open_turns, name, appended=appended), *notes]
-
-
-def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Message]) -> None:
-    num_turns = sum(message["role"] == ASSISTANT for message in messages)
-    if len(marked) != num_turns:
-        raise ValueError(
-            f"the chat template marks {len(marked)} passages as generated where the assistant has"
-            f" {num_turns} turns; without its {{% generation %}} markers it may be usable"
-        )

@@ -32,7 +32,7 @@ CountLabels = Callable[[], tuple[np.ndarray, float]]
 
 @dataclass(frozen=True)
 class Task:
-    """What a data set is for, as its sidecar says; chats have no labels to name."""
+    """The purpose of a data set, as its sidecar says; chats have no labels to name."""
 
     objective: str = CAUSAL_LM
     label_type: LabelType | None = None
@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What the data set says of a row in addition to its lists."""
+    """Facts about a row in addition to its lists."""
 
     task: Task
     length: int  # tokens
@@ -75,7 +75,7 @@ class Bars:
 
 
 class Columns(ABC):
-    """What a data set for an objective has: the schema, the check of a row, and how rows are written, counted, shown.
+    """Columns of data sets for an objective: the schema, the check of a row, and how rows are written, counted, shown.
 
     The schema's lists are a sample's columns. `optional` may be missing or null; the values here take their place where
     other rows have one, repeated for each token if they are numbers.
@@ -89,7 +89,7 @@ class Columns(ABC):
 
     @property
     def sample_columns(self) -> list[str]:
-        """What a sample has: its tokens, its targets, and what may be null."""
+        """The columns of a sample: its tokens, its targets, and those that may be null."""
         return [field.name for field in self.schema if pa.types.is_list(field.type) and field.name not in self.facts]
 
     def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
@@ -99,7 +99,7 @@ class Columns(ABC):
 
     @abstractmethod
     def describe(self, task: Task) -> str:
-        """What is learned, in words."""
+        """The training signal, in words."""
 
     @abstractmethod
     def check(self, sample: Sample, row: RowFacts) -> None:

@@ -28,12 +28,12 @@ COLUMNS: dict[str, Columns] = {
 
 
 def describe_task(task: Task) -> str:
-    """What a data set for the task teaches, in words."""
+    """The training signal of data sets for the task, in words."""
     return COLUMNS[task.objective].describe(task)
 
 
 def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
-    """What a data set with this sidecar is for. ValueError, which begins with `named`, for what cannot be."""
+    """The task of a data set with this sidecar. ValueError, which begins with `named`, for an invalid one."""
     sidecar = {} if sidecar is None else sidecar
     objective = sidecar.get("objective", CAUSAL_LM)
     if objective not in COLUMNS:

@@ -71,7 +71,7 @@ class LabelledColumns(Columns):
             yield f"    and {task.num_labels - NUM_LABELS_SHOWN:,} more, which are in the sidecar"
 
     def count_labelled(self, counts: Counts) -> int:
-        """What labels are shares of."""
+        """The number that labels are shares of."""
         return counts.num_samples
 
     def draw(self, counts: Counts, task: Task) -> Bars:

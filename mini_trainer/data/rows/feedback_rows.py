@@ -19,28 +19,20 @@ from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Mes
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import catch_error
 from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedFeedback, add_mismatched
+from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS, build_chat, read_system, require_text
 from mini_trainer.data.rows.column_names import (
     ASKING,
     PROMPTING,
     TURNS,
     VISION_MODELS,
     WEIGHING,
+    Fields,
     RefusedColumn,
     check_columns,
     drop_ignored,
 )
 from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import (
-    TEMPLATE_ARGS,
-    Fields,
-    build_chat,
-    look_up,
-    parse_row,
-    quote,
-    read_system,
-    refuse_images,
-    require_text,
-)
+from mini_trainer.data.rows.formats import look_up, parse_row, refuse_images
 from mini_trainer.data.rows.preference_rows import (
     BESIDE,
     PROMPTS,
@@ -54,7 +46,7 @@ from mini_trainer.data.rows.preference_rows import (
     refuse_unread,
 )
 from mini_trainer.data.rows.turn_texts import ANSWERS, check_ends, leave_untrained, parse_turns
-from mini_trainer.data.stores.json_lines import Row
+from mini_trainer.data.stores.json_lines import Row, quote
 
 FEEDBACK = "feedback"  # the format of rows with an answer that is good or bad
 LABELS = ("label", "kto_tag")

@@ -10,24 +10,30 @@ and compressed files are one section.
 
 import hashlib
 import io
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mini_trainer.data.rows.layout import find_fault
-from mini_trainer.data.rows.tables import DELIMITERS, split_table
+from mini_trainer.data.rows.lines import (
+    BLOCK_BYTES,
+    BYTE_ORDER_MARK,
+    Encoding,
+    read_lines,
+    skip_lines,
+    split_lines,
+    starts_with_mark,
+)
 from mini_trainer.data.rows.values import RowReader
-from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
+from mini_trainer.data.stores.json_lines import BadRow, Line, Row, TooLong
 from mini_trainer.data.stores.parquet import Batch, UnpacksToTooMuch, choose_batch_rows, count_rows, read_batches
 from mini_trainer.data.stores.remote import RemoteFile, find_remote
 from mini_trainer.options.urls import is_url
@@ -39,11 +45,7 @@ ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be comp
 NUM_SKIPPED_SHOWN = 10  # files of a folder that a note names
 CHUNK_ROWS = 1000  # most rows of a chunk, and of an Arrow record batch of the output
 CHUNK_BYTES = 4 << 20  # bounds chunks of long rows: a worker needs some hundred bytes per token
-BLOCK_BYTES = 1 << 20
 SECTION_BYTES = 8 << 20
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-Encoding = Literal["json", "text", "table", "arrow"]
 
 
 @dataclass(frozen=True)
@@ -327,33 +329,6 @@ def open_decompressed(raw: HashingReader, compression: str | None) -> Iterator[B
             yield io.BufferedReader(stream, BLOCK_BYTES)
 
 
-def starts_with_mark(stream: BinaryIO) -> bool:
-    return stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK)
-
-
-def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]:
-    """The encoding of the rows, and the rows. A .json file that does not begin with a list holds JSON lines."""
-    if starts_with_mark(stream):
-        stream.read(len(BYTE_ORDER_MARK))
-    if ending == ".txt":
-        return "text", split_text(stream)
-    if ending == ".json" and stream.peek(BLOCK_BYTES).lstrip()[:1] == b"[":
-        return "json", split_json_list(stream)
-    if ending in DELIMITERS:
-        return "table", split_table(split_lines(stream), ending)
-    return "json", split_lines(stream)
-
-
-def split_text(stream: BinaryIO) -> Iterator[Line]:
-    """Yields a text file as one row."""
-    text = stream.read(MAX_ROW_BYTES + 1)
-    if len(text) <= MAX_ROW_BYTES:
-        yield 1, text
-    else:
-        rest = sum(map(len, iter(partial(stream.read, BLOCK_BYTES), b"")))
-        yield 1, TooLong(text[:NUM_BYTES_SHOWN], len(text) + rest)
-
-
 def read_sections(stream: BinaryIO, *, source: Source, reader: HashingReader) -> Iterator[Chunk]:
     """Yields the rows of the source's sections of a .jsonl file."""
     num_before, start = 0, SECTION_BYTES * source.sections.start
@@ -365,18 +340,6 @@ def read_sections(stream: BinaryIO, *, source: Source, reader: HashingReader) ->
     yield from pack_lines("json", lines, source=source, reader=reader, first_row=num_before + 1, num_read=start)
 
 
-def skip_lines(stream: BinaryIO, start: int) -> tuple[int, int]:
-    """Reads up to the first line that begins at byte `start` or later; the number of lines before it, and its byte."""
-    num_lines, position = 0, 0
-    while block := stream.read(min(BLOCK_BYTES, start - 1 - position)):
-        num_lines, position = num_lines + block.count(b"\n"), position + len(block)
-    for piece in iter(partial(stream.readline, BLOCK_BYTES), b""):  # the line of the byte before `start`
-        position += len(piece)
-        if piece.endswith(b"\n"):
-            return num_lines + 1, position
-    return num_lines, position
-
-
 def find_sections(lines: Iterable[Line], position: int, sections: Sections) -> Iterator[tuple[int, Line]]:
     """Yields the lines of these sections with the section of each; the first line is at byte `position`."""
     for line in lines:
@@ -385,108 +348,6 @@ def find_sections(lines: Iterable[Line], position: int, sections: Sections) -> I
             return
         yield section, line
         position += line[1].num_bytes if isinstance(line[1], TooLong) else len(line[1])
-
-
-def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[Line]:
-    """Yields lines, which end only at line feeds, numbered from `number` + 1. Lines that are too long are skipped in
-    pieces."""
-    for line in iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""):
-        number += 1
-        if len(line) <= MAX_ROW_BYTES:
-            yield number, line
-            continue
-        beginning, num_bytes, piece = line[:NUM_BYTES_SHOWN], len(line), line[-1:]
-        del line
-        while piece and not piece.endswith(b"\n"):
-            piece = stream.readline(BLOCK_BYTES)
-            num_bytes += len(piece)
-        yield number, TooLong(beginning, num_bytes)
-
-
-# Text without delimiters, skipped in one match: in a string up to its end; within an element up to a bracket, between
-# elements also up to a comma, with strings as wholes. A match stops early after 99 escapes or strings, which bounds its
-# memory; the next character is then handled by itself. Possessive groups would need no such bound, but Python 3.11.2
-# matches them wrongly.
-STRING = rb'[^"\\]*+(?:\\.[^"\\]*+){0,99}'
-IN_STRING = re.compile(STRING, re.DOTALL)
-IN_ELEMENT = re.compile(rb'[^"\[\]{}]*+(?:"' + STRING + rb'"[^"\[\]{}]*+){0,99}', re.DOTALL)
-BETWEEN_ELEMENTS = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+){0,99}', re.DOTALL)
-
-
-def split_json_list(stream: BinaryIO) -> Iterator[Line]:
-    """Yields the elements of a JSON list, with the lines where they begin. Follows brackets and strings, checks nothing
-    else.
-
-    Malformed elements (nothing between two commas, text after the list) are yielded too, to be refused as rows. Raises
-    OSError if the list does not end.
-
-    ijson 3.6 is faster but no replacement: it yields values without lines, ends at the first element that is damaged or
-    not UTF-8, accepts repeated keys, turns half a character into "?", and holds elements of any size (295 MB more for
-    one of 150 MB; 69 MB here). A list of 200 MB took 12 CPU seconds here, less than the workers' tokenization; with
-    ijson 2.4, or 4.7 with its values written as JSON again for the workers.
-    """
-    piece = ElementBuffer()
-    block = stream.read(BLOCK_BYTES)
-    start = at = block.index(b"[") + 1
-    piece.line += block[:start].count(b"\n")
-    depth, in_string, is_first, has_ended = 0, False, True, False
-    while block:
-        while not has_ended and at < len(block):
-            pattern = IN_STRING if in_string else IN_ELEMENT if depth else BETWEEN_ELEMENTS
-            at = pattern.match(block, at).end()
-            mark = block[at : at + 1]
-            at += len(mark)
-            if mark == b"\\":
-                at += 1  # the character after it is no delimiter
-            elif mark == b'"':
-                in_string = not in_string
-            elif mark in (b"[", b"{"):
-                depth += 1
-            elif depth > 0:
-                depth -= mark in (b"]", b"}")
-            elif mark:
-                has_ended = mark != b","
-                piece.add(block[start : at - 1])
-                is_empty_list = is_first and has_ended
-                start, is_first = at, False
-                yield from piece.take(when_blank=b"" if is_empty_list else mark)
-        piece.add(block[start:])
-        at = max(at - len(block), 0)  # the character after a backslash may be the next block's first
-        start, block = 0, stream.read(BLOCK_BYTES)
-    if not has_ended:
-        raise OSError("the list that it begins with has no end")
-    yield from piece.take(when_blank=b"")
-
-
-class ElementBuffer:
-    """Collects the bytes of an element. Invariant: holds at most MAX_ROW_BYTES; `line` is where the element begins."""
-
-    def __init__(self) -> None:
-        self.line = 1
-        self.clear()
-
-    def clear(self) -> None:
-        self.held, self.num_bytes, self.num_newlines = bytearray(), 0, 0
-
-    def add(self, piece: bytes) -> None:
-        if not self.held:
-            stripped = piece.lstrip()
-            self.line += piece[: len(piece) - len(stripped)].count(b"\n")
-            piece = stripped
-        self.num_bytes += len(piece)
-        self.num_newlines += piece.count(b"\n")
-        self.held += piece
-        if self.num_bytes > MAX_ROW_BYTES:
-            del self.held[NUM_BYTES_SHOWN:]
-
-    def take(self, *, when_blank: bytes) -> Iterator[Line]:
-        """Yields the element, or `when_blank` if there is none; nothing if both are empty."""
-        if self.num_bytes > MAX_ROW_BYTES:
-            yield self.line, TooLong(bytes(self.held), self.num_bytes)
-        elif self.held or when_blank:
-            yield self.line, bytes(self.held).rstrip() or when_blank
-        self.line += self.num_newlines
-        self.clear()
 
 
 def pack_lines(

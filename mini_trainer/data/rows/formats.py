@@ -17,8 +17,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mini_trainer.data.chat.conversation import IMAGE_PART, is_text_part, list_parts
-from mini_trainer.data.chat.masking import PRETRAIN, Chat, Completion, Document
+from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, list_parts
+from mini_trainer.data.rows.chat_rows import (
+    TEMPLATE_ARGS,
+    build_chat,
+    build_dialogue,
+    read_alpaca,
+    read_messages,
+    read_sharegpt,
+    read_system,
+    require_list,
+    require_one_text,
+    require_text,
+)
 from mini_trainer.data.rows.column_names import (
     ASKING,
     MEANINGS,
@@ -30,28 +41,12 @@ from mini_trainer.data.rows.column_names import (
     check_messages,
     drop_ignored,
     quote_names,
-    translate_marks,
 )
-from mini_trainer.data.rows.files import Chunk, Encoding, iterate_rows
+from mini_trainer.data.rows.files import Chunk, iterate_rows
 from mini_trainer.data.rows.layout import describe_wrapper, find_wrapped
+from mini_trainer.data.rows.lines import Encoding
 from mini_trainer.data.rows.turn_texts import check_prompt, leave_untrained, parse_turns
-from mini_trainer.data.rows.values import read_message, refuse_non_json
-from mini_trainer.data.stores.json_lines import (
-    MAX_ROW_BYTES,
-    BadRow,
-    Row,
-    TooLong,
-    parse_json,
-    quote,
-    read_embedded_json,
-)
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "assistant": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "function_call": "assistant",
-}  # fmt: skip
+from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, BadRow, Row, TooLong, parse_json, quote
 
 MOST_PATHS = 40  # most paths listed in a message
 
@@ -311,54 +306,6 @@ def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fie
     return row
 
 
-def read_messages(row: Fields) -> Chat | Document:
-    """Reads {"messages": [{"role": ..., "content": ...}, ...]}, or a single message of the role `pretrain`."""
-    messages = require_list(row, "messages")
-    if len(messages) == 1 and isinstance(messages[0], dict) and messages[0].get("role") == PRETRAIN:
-        return Document(require_text(messages[0], "content", "message 1 (pretrain): "))
-    return build_chat(messages, row)
-
-
-def read_sharegpt(row: Fields) -> Chat:
-    """Reads {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}."""
-    turns = [read_turn(turn, number) for number, turn in enumerate(require_list(row, "conversations"), start=1)]
-    return build_chat(read_system(row) + turns, row)
-
-
-def read_turn(turn: Any, number: int) -> Fields:
-    """A turn of ShareGPT as a message. Keys other than `from` and `value` stay."""
-    if not isinstance(turn, dict):
-        raise ValueError(f"turn {number} is {quote(turn)}, expected an object with 'from' and 'value'")
-    if "role" in turn and "from" not in turn:
-        return turn
-    speaker = turn.get("from")
-    role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
-    if role is None:
-        raise ValueError(f"turn {number} is from {quote(speaker)}, allowed: {', '.join(SHAREGPT_ROLES)}")
-    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if speaker == "function_call":
-        calls = read_embedded_json(turn.get("value"), f"turn {number} (function_call): 'value'")
-        calls = calls if isinstance(calls, list) else [calls]
-        calls = [{"type": "function", "function": call} for call in calls]
-        return {"role": role, "content": None, "tool_calls": calls} | others
-    return {"role": role, "content": turn.get("value")} | others
-
-
-def read_alpaca(row: Fields) -> Chat:
-    """Reads {"instruction": ..., "input": ..., "output": ...}: a non-empty input follows after a blank line."""
-    instruction, output = require_text(row, "instruction"), require_text(row, "output")
-    extra, history = row.get("input") or "", row.get("history") or []
-    if not isinstance(extra, str):
-        raise ValueError(f"'input' is {quote(extra)}, expected text")
-    is_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
-    if not is_pairs:
-        raise ValueError(f"'history' is {quote(history)}, expected a list of [question, answer]")
-    turns = [*history, (f"{instruction}\n\n{extra}" if extra else instruction, output)]
-    roles = ("user", "assistant")
-    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
-    return build_chat(read_system(row) + messages, row)
-
-
 def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
     """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
     prompt = look_up(row, paths.prompt or "prompt")
@@ -403,7 +350,6 @@ FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...
 }
 
 
-TEMPLATE_ARGS = "chat_template_kwargs"  # column of the template's arguments for a row
 OF_CHATS = ("system", "tools", "unmask", TEMPLATE_ARGS)
 IN_ALPACA = {"prompt": "instruction", "completion": "output"}
 # Columns by the format that reads them.
@@ -422,110 +368,3 @@ BESIDE = {
     "text": (),
     "system": ("prompt", "completion", "generation"),
 }
-
-
-def build_chat(messages: list[Any], row: Fields) -> Chat:
-    """A chat with checked messages and the row's `unmask` and `tools`."""
-    unmask = row.get("unmask")
-    if not isinstance(unmask, bool | None):
-        raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
-    messages = [read_message(message, number) for number, message in enumerate(messages, start=1)]
-    for number, message in enumerate(messages, start=1):
-        check_message(message, number)
-    messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
-    return Chat(messages, unmask=bool(unmask), tools=read_tools(row), template_args=read_template_args(row))
-
-
-def build_dialogue(completion: Completion, row: Fields) -> Chat:
-    """The chat of a prompt and its completion, with the row's system prompt."""
-    messages = [{"role": "user", "content": completion.prompt}, {"role": "assistant", "content": completion.completion}]
-    return build_chat(read_system(row) + messages, row)
-
-
-def read_template_args(row: Fields) -> Fields | None:
-    """The template's arguments for this row: an object, or one as JSON text."""
-    given = row.get(TEMPLATE_ARGS)
-    given = read_embedded_json(given, f"{TEMPLATE_ARGS!r}") if isinstance(given, str) and given.strip() else given
-    if not isinstance(given, dict | None) and given != "":
-        raise ValueError(f"{TEMPLATE_ARGS!r} is {quote(given)}, expected an object of arguments")
-    refuse_non_json(given, repr(TEMPLATE_ARGS))
-    return given or None
-
-
-def read_marks(message: Fields, number: int) -> Fields:
-    """`translate_marks`, with the message's number in errors."""
-    try:
-        return translate_marks(message)
-    except ValueError as error:
-        raise ValueError(f"message {number} ({message['role']}) {error}") from None
-
-
-def check_message(message: Any, number: int) -> None:
-    """Raises ValueError for an invalid message, or one with an unsupported field."""
-    if not isinstance(message, dict):
-        raise ValueError(f"message {number} is {quote(message)}, expected an object with 'role' and 'content'")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        alone = " ('pretrain' only as a row's single message)" if role == PRETRAIN else ""
-        raise ValueError(f"message {number} has the role {quote(role)}, allowed: {', '.join(ROLES)}{alone}")
-    where = f"message {number} ({role})"
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list | None) or not all(isinstance(call, dict) for call in calls or []):
-        raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
-    if calls and role != "assistant":
-        raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
-    may_be_empty = role != "assistant" or bool(calls) or IMAGE_PART in list_parts(message)
-    text = join_parts(content, where) if isinstance(content, list) else content
-    if not (isinstance(text, str) or (text is None and calls)) or not (may_be_empty or text.strip()):
-        raise ValueError(f"{where} has the content {quote(content)}, expected text")
-    if message.get("function_call") is not None:
-        raise ValueError(f"{where} has 'function_call', which is not supported: write it as 'tool_calls'")
-
-
-def join_parts(content: list[Any], where: str) -> str:
-    """The text of a content in OpenAI's format, [{"type": "text", "text": ...}, ...]; templates get the list itself."""
-    parts = [part for part in content if part != IMAGE_PART]
-    for part in parts:
-        if not is_text_part(part):
-            raise ValueError(f"{where} has the content part {quote(part)}, expected {{'type': 'text', 'text': ...}}")
-    return "".join(part["text"] for part in parts)
-
-
-def read_tools(row: Fields) -> list[Fields] | None:
-    """The functions that a template describes to the model: a list of objects, or such a list as JSON text."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = read_embedded_json(tools, "'tools'") if tools.strip() else None
-    if tools is None or tools == []:
-        return None
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"'tools' is {quote(tools)}, expected a list of objects")
-    refuse_non_json(tools, "'tools'")
-    return tools
-
-
-def read_system(row: Fields) -> list[Fields]:
-    """The `system` column as the first message; no message if it is empty."""
-    return [{"role": "system", "content": require_text(row, "system")}] if row.get("system") else []
-
-
-def require_list(row: Fields, key: str) -> list[Any]:
-    value = row.get(key)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{key!r} must be a list of at least one message, got {quote(value)}")
-    return value
-
-
-def require_text(row: Fields, key: str, where: str = "") -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}{key!r} is {quote(value)}, expected text")
-    return value
-
-
-def require_one_text(row: Fields, *keys: str) -> str:
-    """The text under the only one of `keys` that the row has."""
-    found = [key for key in keys if row.get(key) is not None]
-    if len(found) > 1:
-        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: leave one out")
-    return require_text(row, found[0] if found else keys[0])

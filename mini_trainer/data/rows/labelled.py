@@ -20,11 +20,19 @@ from typing import Any
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.token_spans import check_unicode
 from mini_trainer.data.columns.base import IGNORED
-from mini_trainer.data.rows.column_names import WEIGHING, RefusedColumn, check_columns, check_messages, drop_ignored
+from mini_trainer.data.rows.chat_rows import build_chat, require_list
+from mini_trainer.data.rows.column_names import (
+    WEIGHING,
+    Fields,
+    RefusedColumn,
+    check_columns,
+    check_messages,
+    drop_ignored,
+)
 from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import Fields, build_chat, look_up, parse_row, quote, require_list
+from mini_trainer.data.rows.formats import look_up, parse_row
 from mini_trainer.data.rows.turn_texts import parse_lists, parse_turns
-from mini_trainer.data.stores.json_lines import Row
+from mini_trainer.data.stores.json_lines import Row, quote
 
 NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and ends of lines
 

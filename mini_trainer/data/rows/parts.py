@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.rows.files import BLOCK_BYTES, HashingReader, Sections, Source, list_sections, to_stream
+from mini_trainer.data.rows.files import HashingReader, Sections, Source, list_sections, to_stream
+from mini_trainer.data.rows.lines import BLOCK_BYTES
 from mini_trainer.data.rows.rows import ChunkResult
 from mini_trainer.data.rows.split import SideResult
 from mini_trainer.data.rows.writer import EncodedSamples

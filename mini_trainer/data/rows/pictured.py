@@ -18,11 +18,11 @@ from typing import Any
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat
 from mini_trainer.data.chat.pictures import as_data_url
-from mini_trainer.data.rows.column_names import RefusedColumn
+from mini_trainer.data.rows.column_names import Fields, RefusedColumn
 from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, read_fields
+from mini_trainer.data.rows.formats import Example, FieldPaths, parse_row, read_example, read_fields
 from mini_trainer.data.rows.turn_texts import parse_lists
-from mini_trainer.data.stores.json_lines import Row
+from mini_trainer.data.stores.json_lines import Row, quote
 
 MARKER = "<image>"  # LLaVA's marker
 COLUMNS = ("images", "image")

@@ -21,32 +21,23 @@ from typing import Any
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedPair, pair_up
+from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS, build_chat, read_system, read_turn, require_text
 from mini_trainer.data.rows.column_names import (
     ASKING,
     PROMPTING,
     TURNS,
     VISION_MODELS,
     WEIGHING,
+    Fields,
     RefusedColumn,
     check_columns,
     check_keys,
     drop_ignored,
 )
 from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import (
-    TEMPLATE_ARGS,
-    Fields,
-    build_chat,
-    look_up,
-    parse_row,
-    quote,
-    read_system,
-    read_turn,
-    refuse_images,
-    require_text,
-)
+from mini_trainer.data.rows.formats import look_up, parse_row, refuse_images
 from mini_trainer.data.rows.turn_texts import ANSWERS, check_ends, leave_untrained, parse_turns
-from mini_trainer.data.stores.json_lines import Row
+from mini_trainer.data.stores.json_lines import Row, quote
 
 PREFERENCE = "preference"  # the format of rows with a chosen and a rejected answer
 PROMPTS = ("prompt", "question", "instruction", *TURNS)

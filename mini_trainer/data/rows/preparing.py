@@ -1,11 +1,12 @@
-"""What process_data.py knows before it tokenizes: tokenizer, template, and how rows become samples."""
+"""Preparation of process_data.py before it tokenizes: tokenizer, template, and how rows become samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.masking import ChatMasker, Contents, load_stop_token_ids
+from mini_trainer.data.chat.fingerprints import load_stop_token_ids
+from mini_trainer.data.chat.masking import ChatMasker, Contents
 from mini_trainer.data.chat.pictures import ImageExpander, load_processor
 from mini_trainer.data.chat.templates import change_tokenizer, load_tokenizer
 from mini_trainer.data.rows.feedback_rows import FEEDBACK, FeedbackFields
@@ -34,7 +35,7 @@ BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes l
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before the rows are tokenized."""
+    """Inputs and settings, known before the rows are tokenized."""
 
     sources: list[Source]
     model_dir: str

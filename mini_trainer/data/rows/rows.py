@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import ASSISTANT
-from mini_trainer.data.chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
+from mini_trainer.data.chat.conversation import ASSISTANT, Document
+from mini_trainer.data.chat.masking import THINKING_PREFIXES, ChatMasker
 from mini_trainer.data.chat.rendering import one_line
-from mini_trainer.data.chat.token_spans import Remark
+from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
 from mini_trainer.data.chat.tokens import MODES
 from mini_trainer.data.columns.base import FEEDBACK as FEEDBACK_DATA
 from mini_trainer.data.columns.base import PREFERENCE as PREFERENCE_DATA
@@ -28,16 +28,7 @@ from mini_trainer.data.rows.feedback_rows import (
     read_feedback,
     read_pairs,
 )
-from mini_trainer.data.rows.files import (
-    Chunk,
-    Encoding,
-    Folder,
-    Sections,
-    Source,
-    check_folder,
-    iterate_rows,
-    read_chunks,
-)
+from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import (
     FORMATS,
     OWN_NAMES,
@@ -49,6 +40,7 @@ from mini_trainer.data.rows.formats import (
 )
 from mini_trainer.data.rows.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, TokenizedText
+from mini_trainer.data.rows.lines import Encoding
 from mini_trainer.data.rows.pictured import read_pictured
 from mini_trainer.data.rows.preference_rows import (
     PREFERENCE,

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import REASONING_KEYS
-from mini_trainer.data.chat.masking import Chat, Completion, Document
+from mini_trainer.data.chat.conversation import REASONING_KEYS, Chat, Completion, Document
 from mini_trainer.data.columns.base import Task
+from mini_trainer.data.rows.chat_rows import join_parts
 from mini_trainer.data.rows.feedback_rows import Feedback
-from mini_trainer.data.rows.formats import Example, join_parts, parse_json
+from mini_trainer.data.rows.formats import Example
 from mini_trainer.data.rows.labelled import Labelled, TextPair, Words
 from mini_trainer.data.rows.preference_rows import Preference
 from mini_trainer.data.rows.report import SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_samples
+from mini_trainer.data.stores.json_lines import parse_json
 
 SIDES = ("training", "validation")
 HASH_BYTES = 8

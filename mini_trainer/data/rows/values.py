@@ -132,7 +132,7 @@ def read_json(text: Any) -> Any:
 
 
 def read_features(schema: pa.Schema) -> dict[str, Any]:
-    """What the datasets library says of the columns, in the schema's metadata; empty if it says nothing."""
+    """The datasets library's description of the columns in the schema's metadata; empty if there is none."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, KeyError, TypeError):

@@ -170,7 +170,7 @@ def is_foreign(manifest: Path) -> bool:
 
 
 def verify_model(directory: Path, weights: Collection[str], tell: Tell = log.info) -> None:
-    """Checks a model's or adapter's files against its manifest; tells if there is none.
+    """Checks a model's or adapter's files against its manifest; reports if there is none.
 
     ValueError if any of the `weights`, names of files, differs or is not listed. Other files may have been edited by
     hand: a warning names them.

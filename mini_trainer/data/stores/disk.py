@@ -137,20 +137,21 @@ def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = Tru
         os.close(file)
 
 
-MADE: set[Path] = set()  # directories that this process has begun to write in
-
-
-def make_aside(target: Path, needed_bytes: int, *, what: str, spare_bytes: int = SPARE_BYTES) -> Path:
+def make_aside(
+    target: Path, needed_bytes: int, *, what: str, spare_bytes: int = SPARE_BYTES, begun: set[Path] | None = None
+) -> Path:
     """Creates an empty hidden directory next to `target`, to write the new `what` in; OSError if the disk is too full.
 
-    Makes the directory of `target` once, and none above it: one that is missing later was moved or removed.
+    Makes the directory of `target`, and none above it. With `begun`, the caller's set of such directories, makes each
+    only once: one that is missing later was moved or removed.
     """
     aside = target.parent / f"{ASIDE[0]}{target.name}"
     remove_quietly(aside)
     try:
-        if target.parent not in MADE:
+        if begun is None or target.parent not in begun:
             target.parent.mkdir(exist_ok=True)
-            MADE.add(target.parent)
+        if begun is not None:
+            begun.add(target.parent)
         aside.mkdir()
     except OSError as error:
         raise OSError(f"cannot write {what} {target}: {error}") from None

@@ -216,7 +216,7 @@ def describe_remote(url: str) -> RemoteFile:
 
 
 def ask(filesystem: Any, path: str) -> dict[str, Any]:
-    """What a store says of a file; asks again if a web server does not answer. FileNotFoundError if there is none."""
+    """A store's entry for a file; asks again if a web server does not answer. FileNotFoundError if there is none."""
     for attempt in range(1, NUM_QUESTIONS + 1):
         try:
             return filesystem.info(path)

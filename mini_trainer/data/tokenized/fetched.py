@@ -65,7 +65,7 @@ class RemoteSet:
 Found = dict[str, list[str | RemoteSet]]  # data sets by option: paths, and what is at URLs
 
 
-def bring_here(
+def download_data_sets(
     given: Mapping[str, Sequence[str]], world: World, *, cache_dir: str, beside: Sequence[str] = ()
 ) -> dict[str, tuple[str, ...]]:
     """Local paths of data sets, for the options that name URLs; one process of each node copies them.
@@ -89,7 +89,7 @@ def find_sets(given: Mapping[str, Sequence[str]], *, beside: Sequence[str] = ())
 
 
 def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
-    """What is at a URL: the data set, its sidecar, its tokenizer, and files that end in `beside`."""
+    """The files at a URL: the data set, its sidecar, its tokenizer, and files that end in `beside`."""
     if faults := find_url_faults(url, flag=flag):
         raise ValueError("\n".join(faults))
     folder, _, name = url.rpartition("/")

@@ -65,7 +65,7 @@ class ArrowFile:
 
 @dataclass(frozen=True)
 class Index:
-    """What is known of every row but its tokens."""
+    """Facts about every row but its tokens."""
 
     lengths: np.ndarray  # (rows,) int32
     num_loss_tokens: np.ndarray  # (rows,) int32

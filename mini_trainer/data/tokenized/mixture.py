@@ -178,7 +178,7 @@ class Mixture:
         self.images = replace(self.images, costs=costs)
 
     def load_of(self, rows: np.ndarray) -> SampleLoad | None:
-        """What some rows are to the packer in addition to their tokens; None where each is one sequence of text."""
+        """The packer's load of some rows in addition to their tokens; None where each is one sequence of text."""
         load, images = SampleLoad(), self.images
         if images is not None:
             load = SampleLoad(images.patches[rows], images.costs[rows], images.cap)

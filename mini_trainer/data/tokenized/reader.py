@@ -376,7 +376,7 @@ def check_sidecar(sidecar: dict[str, Any] | None, data_path: str | Path, *, num_
 
 
 def verify_data(data: TokenizedData, tell: Tell = log.info) -> None:
-    """Checks the data set's file against the hash in its sidecar; tells if there is none."""
+    """Checks the data set's file against the hash in its sidecar; reports if there is none."""
     recorded = find_recorded_file(data.sidecar)
     if not recorded:
         tell(f"{data.path}: no {data.path.name}.meta.json records its hash: it is used unverified")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.columns.base import Task
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.files import Source

@@ -52,7 +52,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Unit:
-    """What one rank orthogonalizes at a time: a weight (rows, columns), or an expert's part of one."""
+    """A matrix that one rank orthogonalizes at a time: a weight (rows, columns), or an expert's part of one."""
 
     param: DTensor
     layout: Layout

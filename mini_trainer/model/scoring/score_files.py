@@ -37,7 +37,7 @@ SERVED = "served_weights"  # the field that a server does not always say
 
 @dataclass(frozen=True)
 class ScoreIdentity:
-    """What scores depend on."""
+    """The inputs that determine scores."""
 
     data: str  # digest of the data set
     teacher: str  # digest of its weights; a server's name of the model

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.family import Family, Own, Reader
+from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, pack_row
 from mini_trainer.objectives.families.packed_row import describe_row
 from mini_trainer.objectives.families.text_tower import find_base
@@ -144,7 +144,7 @@ class ClassifierFamily(Family):
         return row, TokenTypes(torch.from_numpy(np.concatenate(types).astype(np.int64))[None])
 
 
-class ClassifierReader(Reader):
+class ClassifierReader(RowModel):
     """Reads rows with a classifier.
 
     The base model runs once over the packed row. The state that its head reads from each sequence (or labelled token)
@@ -194,10 +194,10 @@ class ClassifierReader(Reader):
             index = torch.where(row.input_ids[0] == pad_id, 0, index)
         return hidden[starts.scatter_reduce(0, sequence_of, index, "amax")]
 
-    def run_own(self, micro_batch: MicroBatch) -> Own:
+    def run_own(self, micro_batch: MicroBatch) -> ReferenceForward:
         arguments = dict(input_ids=micro_batch.row.input_ids) | self.describe_types(micro_batch)
         hidden = find_base(self.model)(**arguments, use_cache=False).last_hidden_state
-        return Own(hidden, self.model(**arguments).logits)
+        return ReferenceForward(hidden, self.model(**arguments).logits)
 
 
 @contextmanager

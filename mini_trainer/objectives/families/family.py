@@ -22,7 +22,7 @@ NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts 
 
 
 @dataclass(frozen=True)
-class Own:
+class ReferenceForward:
     """Results of a model's own forward pass over one sequence: the reference for the start-up check."""
 
     hidden: Tensor  # (1, L, H)
@@ -33,11 +33,11 @@ class Own:
 class Teacher(Protocol):
     """Another model, or this one at another time, that reads the same rows without gradients."""
 
-    def read(self, micro_batch: MicroBatch, predict: Callable[["Reader", MicroBatch], Any]) -> Any:
-        """What `predict` gives of the teacher's own reader. Ranks that share a model call this together."""
+    def read(self, micro_batch: MicroBatch, predict: Callable[["RowModel", MicroBatch], Any]) -> Any:
+        """Calls `predict` with the teacher's own reader. Ranks that share a model call this together."""
 
 
-class Reader(ABC):
+class RowModel(ABC):
     """Runs one model on packed rows. Not a module: it has no parameters of its own.
 
     `encode` stores additional terms of the loss in `extra_losses`, by the name of the divisor of their sum over the
@@ -62,7 +62,7 @@ class Reader(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def run_own(self, micro_batch: MicroBatch) -> Own:
+    def run_own(self, micro_batch: MicroBatch) -> ReferenceForward:
         """Runs the model's own forward over the row's only sequence. Ranks that share a row call this together."""
 
 
@@ -88,7 +88,7 @@ class Family(ABC):
         """Loads the model; also returns transformers' report of missing and mismatched weights."""
 
     @abstractmethod
-    def open_reader(self, model: PreTrainedModel) -> Reader:
+    def open_reader(self, model: PreTrainedModel) -> RowModel:
         """Makes the reader of rows for the model."""
 
     def complete(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
-from mini_trainer.objectives.families.family import Family, Own, Reader
+from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, chunk_sequences, gather_ids
 from mini_trainer.objectives.families.packed_row import describe_row
 from mini_trainer.objectives.families.router_loss import ROUTER_LOSSES, sum_router_losses
@@ -134,7 +134,7 @@ class Projection:
     softcap: float | None = None
 
 
-class TextReader(Reader):
+class TextReader(RowModel):
     """Reads rows with a language model, and returns the projection that computes its logits."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):
@@ -200,15 +200,15 @@ class TextReader(Reader):
         finally:
             del head.forward
 
-    def run_own(self, micro_batch: MicroBatch) -> Own:
+    def run_own(self, micro_batch: MicroBatch) -> ReferenceForward:
         input_ids = gather_ids(micro_batch.row)  # (1, L)
         hidden = find_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.collect_own(hidden, self.model(input_ids=input_ids, use_cache=False, **self.routed))
 
-    def collect_own(self, hidden: Tensor, outputs: Any) -> Own:
+    def collect_own(self, hidden: Tensor, outputs: Any) -> ReferenceForward:
         if not self.router_aux_loss:
-            return Own(hidden, outputs.logits)
-        return Own(hidden, outputs.logits, self.router_aux_loss * outputs.aux_loss * hidden.shape[1])
+            return ReferenceForward(hidden, outputs.logits)
+        return ReferenceForward(hidden, outputs.logits, self.router_aux_loss * outputs.aux_loss * hidden.shape[1])
 
 
 def pass_on(hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 
 from mini_trainer.data.chat.pictures import as_data_url, load_processor, open_image
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.family import Family, Own
+from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import Blocks, MicroBatch, Row, pack_row
 from mini_trainer.objectives.families.text import TextFamily, TextReader, find_lost_scale, find_router_loss
 from mini_trainer.objectives.families.text_tower import (
@@ -302,7 +302,7 @@ class VisionLanguageReader(TextReader):
         trained = [param for name in self.outside if (param := self.model.get_parameter(name)).requires_grad]
         return hidden + sum(param.sum().to(hidden) * 0 for param in trained) if trained else hidden
 
-    def run_own(self, micro_batch: MicroBatch) -> Own:
+    def run_own(self, micro_batch: MicroBatch) -> ReferenceForward:
         kinds = (micro_batch.row.input_ids == self.model.config.image_token_id).long()
         parameters = inspect.signature(type(self.base).forward).parameters
         given = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in parameters}

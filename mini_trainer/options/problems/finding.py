@@ -15,6 +15,12 @@ from mini_trainer.options import (
     TrainOptions,
     flatten_options,
 )
+from mini_trainer.options.problems.learning import (
+    find_objective_problems,
+    find_optimization_problems,
+    find_preference_problems,
+    find_teacher_problems,
+)
 from mini_trainer.options.problems.methods import find_lora_problems, find_osft_problems, find_vision_problems
 from mini_trainer.options.problems.packages import find_missing_packages
 from mini_trainer.options.problems.reporting import (
@@ -38,10 +44,6 @@ from mini_trainer.options.problems.training import (
     find_compute_problems,
     find_ending_problems,
     find_numbers_out_of_range,
-    find_objective_problems,
-    find_optimization_problems,
-    find_preference_problems,
-    find_teacher_problems,
     find_training_data_problems,
     find_url_problems,
     find_validation_problems,

@@ -36,7 +36,7 @@ def require(module: str, *, flag: str) -> None:
 
 
 def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
-    """What is given and the modules that it needs, beside those of every installation."""
+    """Yields options as given, each with the modules that it needs beside those of every installation."""
     if isinstance(options, ProcessDataOptions):
         yield f"--output-file {options.output_file}", list_readers(options.output_file)
     if not isinstance(options, TrainOptions):

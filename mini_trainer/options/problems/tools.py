@@ -19,7 +19,7 @@ from mini_trainer.options import (
     ScoreDataOptions,
     flag_name,
 )
-from mini_trainer.options.problems.training import find_unpaired
+from mini_trainer.options.problems.learning import find_unpaired
 
 PICTURES = (".png", ".svg", ".pdf")
 MOST_TOP_K = 256

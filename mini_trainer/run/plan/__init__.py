@@ -1,1 +1,1 @@
-"""What a run would need, and what "auto" becomes."""
+"""Dry run: estimates memory, time and disk; resolves "auto"."""

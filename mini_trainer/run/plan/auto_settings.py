@@ -1,4 +1,4 @@
-"""What is "auto" in a run: probed on the built model, the same on all ranks, kept when the run is resumed."""
+"""Resolves "auto" in a run: probed on the built model, the same on all ranks, kept when the run is resumed."""
 
 import contextlib
 import time
@@ -80,7 +80,7 @@ class Prober:
         self.counter = MemoryCounter()
 
     def measure(self, num_tokens: int) -> Probe:
-        """What micro-batches of this many tokens need, every token trained.
+        """Measures micro-batches of this many tokens, every token trained.
 
         Once in sequences as long as the longest one and once in short ones. Gradients are there and counted, the
         optimizer's state is added.
@@ -155,7 +155,7 @@ def settle_auto_options(
     previous: dict[str, Any] | None,
     progress: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What the model takes in the place of every "auto", by option, and what was measured for it, as JSON.
+    """The values in place of every "auto", by option, and the measurements behind them, as JSON.
 
     All ranks call this and agree. What was chosen before the run was resumed, `previous`, is kept on as many of the
     same devices: it decides the rounding. ValueError if not even the longest sample has room.

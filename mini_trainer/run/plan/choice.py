@@ -24,14 +24,14 @@ MOST_PROBES = 8
 
 @dataclass(frozen=True)
 class Probe:
-    """What micro-batches of some tokens need, the most of any rank."""
+    """The needs of micro-batches of some tokens, the most of any rank."""
 
     tokens: int
     bytes: int
     activation_bytes: int  # what the micro-batch adds to what is there without it
     excess_bytes: int  # what is needed and not there; below 0: what is left
     seconds: float | None = None  # of forward and backward, where that was measured
-    bytes_per_token: float | None = None  # by how much a token more raises the bytes, where one probe tells
+    bytes_per_token: float | None = None  # by how much each extra token raises the bytes, where one probe shows it
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -106,7 +106,7 @@ def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: fl
     """The most tokens up to `most` that have room, or 0 if fewer than `least` have it.
 
     As no sequence is longer than the longest sample, memory grows evenly, so that each probe, from `first` tokens on,
-    tells how far the next may go. With more than `plenty` bytes left at `most` no more is tried.
+    shows how far the next may go. With more than `plenty` bytes left at `most` no more is tried.
     """
     num_tokens, probes = first, []
     while True:
@@ -122,7 +122,7 @@ def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: fl
 def find_largest(probes: list[Probe], *, least: int, most: int) -> int:
     """The most tokens that have room: a multiple of `TOKEN_MULTIPLE`, `least`, `most`, or what is below `least`.
 
-    By the line through the two largest probes. After one that does not tell how much a token takes, as if its
+    By the line through the two largest probes. After one that does not show how much a token takes, as if its
     activations grew in proportion, which is more than they do, and at most twice its tokens.
     """
     last = probes[-1]
@@ -136,7 +136,7 @@ def find_largest(probes: list[Probe], *, least: int, most: int) -> int:
 
 
 def extrapolate(probes: list[Probe], key: str, num_tokens: int) -> float:
-    """What `key` would be with `num_tokens`, by the line through the last two probes, or by what one tells."""
+    """Estimates `key` at `num_tokens`, by the line through the last two probes, or by the last one's own slope."""
     before, last = probes[max(0, len(probes) - 2)], probes[-1]
     if last.bytes_per_token is not None and key in ("bytes", "excess_bytes"):
         slope = last.bytes_per_token

@@ -1,4 +1,4 @@
-"""What a plan is made of: the machine, the run as far as it is known, and what is found out about both."""
+"""The parts of a plan: the machine, the run as far as it is known, and the findings about both."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from mini_trainer.sampler import RunPosition
 
 @dataclass
 class Findings:
-    """What a plan prints."""
+    """The lines, warnings and problems that a plan prints."""
 
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Target:
 
 @dataclass(frozen=True)
 class PlannedReference:
-    """What a reference model has to do before the first step."""
+    """The work of a reference model before the first step."""
 
     num_rows: int  # samples that no run has scored
     flops: float
@@ -61,7 +61,7 @@ class PlannedReference:
 
 @dataclass(frozen=True)
 class PlannedTeacher:
-    """What a teacher does in every step."""
+    """The work of a teacher in every step."""
 
     flops: float  # of its forward pass over a global batch
     num_bytes: int  # of its weights on a rank
@@ -69,7 +69,7 @@ class PlannedTeacher:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What could be found out of a run from its files; None where something is wrong."""
+    """The run, as its files describe it; None where something is wrong."""
 
     inputs: RunInputs
     start: RunPosition

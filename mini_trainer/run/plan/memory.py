@@ -1,4 +1,4 @@
-"""What memory a run would need, by a simulated step (simulation.py), and what `auto` becomes of it."""
+"""Memory that a run would need, by a simulated step (simulation.py), and the values of `auto` that follow."""
 
 import itertools
 from dataclasses import replace
@@ -175,7 +175,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
 
 
 def probe_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:
-    """What a step of micro-batches of `num_tokens` needs, every one trained."""
+    """Simulates a step of micro-batches of `num_tokens`, every one trained."""
     load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
     memory = simulate(options, target, run, load)
     needed = target.base + memory.total

@@ -1,7 +1,4 @@
-"""What a reference model has to score before the first step of a run.
-
-What a teacher that reads each micro-batch adds to a run.
-"""
+"""The work of a reference model before the first step of a run, and of a teacher that reads each micro-batch."""
 
 import itertools
 

@@ -90,7 +90,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
 
 
 def list_settled(options: TrainOptions) -> dict[str, Any]:
-    """What rank 0 alone has found: for options that may have been auto, and where rows and URLs became local paths."""
+    """Findings of rank 0 alone: for options that may have been auto, and where rows and URLs became local paths."""
     mode, cap = options.compute.activation_checkpointing, options.data.max_tokens_per_gpu
     values = flatten_options(options)
     paths = {name: values[name] for name in DATA_SETS}
@@ -98,7 +98,7 @@ def list_settled(options: TrainOptions) -> dict[str, Any]:
 
 
 def find_target(options: TrainOptions, world_size: int, findings: Findings, *, is_here: bool) -> Target:
-    """What the options say of the machine to plan for, and this machine otherwise."""
+    """The machine to plan for, from the options, and this machine otherwise."""
     has_gpu, given, budget = torch.cuda.is_available(), options.plan.plan_device, options.compute.memory_budget_gb
     device = torch.device("cuda" if has_gpu or given is not None else "cpu")
     name = given or describe_device(device)

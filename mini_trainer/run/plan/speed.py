@@ -25,7 +25,7 @@ NUM_TIMED = 3  # micro-batches that are timed, after one to warm up
 
 @dataclass(frozen=True)
 class Speed:
-    """What can be measured of a run in advance."""
+    """Speed of a run, measured in advance."""
 
     seconds_per_flop: float  # of a micro-batch, on all ranks together
     seconds_per_scored_flop: float  # of a forward pass without gradients
@@ -121,7 +121,7 @@ def plan_time(
 
 
 def find_rates(target: Target, speed: Speed | None) -> Speed | None:
-    """What was measured, or is assumed of the planned device; None where nothing is known of it."""
+    """The measured speed, or that assumed of the planned device; None where nothing is known of it."""
     if speed is not None or target.peak_flops is None:
         return speed
     rate = 1 / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)

@@ -8,13 +8,28 @@ from mini_trainer.tools.importers.axolotl_preferences import PREFERENCE_RULES
 from mini_trainer.tools.importers.batches import PeerBatch, multiply_rows
 from mini_trainer.tools.importers.preferences import TOGETHER, convert_lengths
 from mini_trainer.tools.importers.rules import (
-    ALL_LINEAR,
     DIFFERS,
     NEEDLESS,
-    OUTSIDE,
     Conversion,
     Refusal,
     Rule,
+    differs,
+    missing,
+    needless,
+    of_lora,
+    of_new_lora,
+    read_names,
+    read_number,
+    refuse,
+    set_data_option,
+    set_if_true,
+    set_option,
+    set_tracker,
+    set_unless_zero,
+)
+from mini_trainer.tools.importers.shared_keys import (
+    ALL_LINEAR,
+    OUTSIDE,
     convert_entropy_weighting,
     convert_epochs,
     convert_evals,
@@ -29,19 +44,6 @@ from mini_trainer.tools.importers.rules import (
     convert_share,
     convert_targets,
     counts_rows,
-    differs,
-    missing,
-    needless,
-    of_lora,
-    of_new_lora,
-    read_names,
-    read_number,
-    refuse,
-    set_data_option,
-    set_if_true,
-    set_option,
-    set_tracker,
-    set_unless_zero,
 )
 from mini_trainer.tools.importers.training_arguments import ATTENTION, COMMON, OFFLOADING, PACKED, RESUMED, SPEED
 

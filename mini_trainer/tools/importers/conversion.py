@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
-from mini_trainer.options.command_line import parse_value
+from mini_trainer.options.option_files import parse_value
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.tools.importers import axolotl, llama_factory, trl, trl_preferences
 from mini_trainer.tools.importers.batches import count_batch, count_epochs

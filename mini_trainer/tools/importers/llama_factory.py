@@ -20,14 +20,6 @@ from mini_trainer.tools.importers.rules import (
     Refusal,
     Rule,
     allow,
-    convert_bits,
-    convert_entropy_weighting,
-    convert_epochs,
-    convert_lora,
-    convert_model,
-    convert_revision,
-    convert_share,
-    convert_targets,
     differs,
     missing,
     needless,
@@ -40,6 +32,16 @@ from mini_trainer.tools.importers.rules import (
     set_if_true,
     set_list,
     set_option,
+)
+from mini_trainer.tools.importers.shared_keys import (
+    convert_bits,
+    convert_entropy_weighting,
+    convert_epochs,
+    convert_lora,
+    convert_model,
+    convert_revision,
+    convert_share,
+    convert_targets,
 )
 from mini_trainer.tools.importers.sources import add_sources, describe_sources
 from mini_trainer.tools.importers.training_arguments import ATTENTION, PACKED, SPEED, TRAINING_ARGUMENTS

@@ -27,7 +27,7 @@ PREFERENCES = dict.fromkeys(
      "dpo_use_weighting", "rpo_alpha", "reward_model", "center_rewards_coefficient", "gamma_beta_ratio"),
     "a key of preference learning that this trainer does not have: --trainer names another, such as trl-dpo",
 )  # fmt: skip
-# Values that tell TRL's trainers apart, whose files share most keys: a key counts only with one of its values.
+# Values that distinguish TRL's trainers, whose files share most keys: a key counts only with one of its values.
 DPO_LOSSES = {"sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "exo_pair", "nca_pair", "bco_pair",
               "sppo_hard", "aot", "aot_unpaired", "aot_pair", "discopop", "sft", "sigmoid_norm"}  # fmt: skip
 VALUES = {

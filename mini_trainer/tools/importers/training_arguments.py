@@ -8,6 +8,16 @@ from mini_trainer.tools.importers.rules import (
     Conversion,
     Rule,
     choose,
+    missing,
+    needless,
+    of_lora,
+    of_new_lora,
+    refuse,
+    set_if_true,
+    set_option,
+    set_unless_zero,
+)
+from mini_trainer.tools.importers.shared_keys import (
     convert_bits,
     convert_clip,
     convert_epochs,
@@ -22,14 +32,6 @@ from mini_trainer.tools.importers.rules import (
     convert_trackers,
     convert_warmup,
     counts_rows,
-    missing,
-    needless,
-    of_lora,
-    of_new_lora,
-    refuse,
-    set_if_true,
-    set_option,
-    set_unless_zero,
 )
 
 PACKED = needless("samples are always packed, and never see each other")

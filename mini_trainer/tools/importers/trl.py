@@ -10,9 +10,6 @@ from mini_trainer.tools.importers.rules import (
     Refusal,
     Rule,
     allow,
-    convert_model,
-    convert_revision,
-    convert_targets,
     differs,
     missing,
     needless,
@@ -23,6 +20,7 @@ from mini_trainer.tools.importers.rules import (
     set_option,
     set_tracker,
 )
+from mini_trainer.tools.importers.shared_keys import convert_model, convert_revision, convert_targets
 from mini_trainer.tools.importers.sources import add_sources, convert_template_text, describe_sources
 from mini_trainer.tools.importers.training_arguments import IN_BF16, OFFLOADING, PACKED, TRAINING_ARGUMENTS
 

@@ -1,4 +1,4 @@
-"""What a sweep has found: the table of its trials, results.json, the page of curves, and the best one's options."""
+"""The results of a sweep: the table of its trials, results.json, the page of curves, and the best one's options."""
 
 import dataclasses
 import importlib.util
@@ -10,7 +10,8 @@ from pathlib import Path
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.command import name_launch
 from mini_trainer.options import TrainOptions, list_types
-from mini_trainer.options.command_line import describe_options, flag_for
+from mini_trainer.options.command_line import describe_options
+from mini_trainer.options.option_files import flag_for
 from mini_trainer.tools.sweep.settings import UNEXPORTED, Settings, Values, show_value
 from mini_trainer.tools.sweep.study import Trial
 from mini_trainer.use.plots.curves_page import make_curves_page

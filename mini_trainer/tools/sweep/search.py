@@ -127,7 +127,7 @@ class Sweep:
         return self.settings.root / self.study.read(number).name
 
     def has_reached(self, number: int, rung: int | None) -> bool:
-        """Whether a trial's run has ended at the rung, or has gone on from it to a later one."""
+        """Whether a trial's run has ended at the rung, or has continued from it to a later one."""
         stage = self.make_stage(number, rung)
         if stage.has_ended or not stage.file("yaml").is_file():
             return stage.has_ended

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mini_trainer.options import PRESETS, TrainOptions, group_options, iterate_fields, list_preset_values
-from mini_trainer.options.command_line import parse_value, parse_values, read_option_file
+from mini_trainer.options.option_files import parse_value, parse_values, read_option_file
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.urls import is_url
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mini_trainer.data.chat.masking import fingerprint_tokenizer
+from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, list_sequences
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.columns.label_columns import describe_names
@@ -81,7 +81,7 @@ def choose_measure(data: Mixture, found: FoundModel) -> Measure:
 
 
 def open_objective(data: Mixture, found: FoundModel) -> Objective:
-    """What measures the model on the set."""
+    """The objective that measures the model on the set."""
     settings = Settings(head_seed=None if found.adapter is None else 0, preference=WITHOUT_REFERENCE)
     name = choose_measure(data, found).objective
     return make_objective(name, settings, make_family(name, settings), data.task, data.count_labels)

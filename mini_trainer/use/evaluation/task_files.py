@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mini_trainer.data.stores.disk import hash_file
-from mini_trainer.options.command_line import check_yaml
+from mini_trainer.options.option_files import check_yaml
 
 FUNCTION = "!function"
 DATA_KEYS = ("dataset_path", "dataset_name", "dataset_kwargs")  # their values may be paths

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model, and how llama.cpp's tensors differ from those of transformers.
+"""A model's metadata in a GGUF file, and how llama.cpp's tensors differ from those of transformers.
 
 Sources: llama.cpp's own converter (conversion/llama.py, qwen.py, gemma.py) and its loader (src/models/). A model that
 llama.cpp would load, but compute differently, is refused.

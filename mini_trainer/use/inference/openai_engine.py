@@ -162,7 +162,7 @@ class OpenAIEngine:
             raise ValueError(f"{self.where}: returned no answer to {request.prompt.place}: {shown}") from None
 
     def look_up(self) -> dict[str, Any]:
-        """What the server's list of models says of the model; empty if it has no such list."""
+        """The model's entry in the server's list of models; empty if it has no such list."""
         from openai import APIError
 
         try:
@@ -173,7 +173,7 @@ class OpenAIEngine:
         return {name: fields[name] for name in LISTED if fields.get(name) is not None}
 
     def read_server(self, response: Any) -> dict[str, Any]:
-        """What the server says of its model, to notice another one behind the same address."""
+        """The server's description of its model, to notice another one behind the same address."""
         said = {"model": response.model, "system_fingerprint": getattr(response, "system_fingerprint", None)}
         return {name: value for name, value in said.items() if value is not None} | self.listed
 
@@ -219,7 +219,7 @@ class OpenAIEngine:
         return self.call(lambda: self.client.chat.completions.create(messages=messages, **tools, **common))
 
     def call(self, request: Callable[[], Any]) -> Any:
-        """What the client returns; ValueError, which names the server, for its errors."""
+        """The client's result; ValueError, which names the server, for its errors."""
         from openai import APIConnectionError, APIError, APIStatusError
 
         try:

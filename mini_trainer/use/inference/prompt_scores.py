@@ -53,7 +53,7 @@ class PromptScorer:
         )
 
     def read_positions(self, response: Any, ids: list[int]) -> list[Any]:
-        """What the server says of each position of a prompt."""
+        """The server's entry for each position of a prompt."""
         try:
             choice = response.choices[0].model_dump()
             positions = list(choice["prompt_logprobs"])

@@ -23,20 +23,22 @@ from typing import Any
 
 from mini_trainer.data.chat.conversation import (
     ASSISTANT,
+    ONLY_FOR_MASKING,
     Chat,
     Completion,
     Message,
     make_outline,
     split_at_placeholders,
 )
-from mini_trainer.data.chat.masking import ONLY_FOR_MASKING
 from mini_trainer.data.chat.rendering import prepare_for, template_errors
 from mini_trainer.data.chat.templates import check_template_args
 from mini_trainer.data.chat.tokens import count_ending
-from mini_trainer.data.rows.files import Folder, Row, Source, describe_skipped, find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import Fields, find_format, list_conversation, parse_row, quote, read_example
+from mini_trainer.data.rows.column_names import Fields
+from mini_trainer.data.rows.files import Folder, Source, describe_skipped, find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.formats import find_format, list_conversation, parse_row, read_example
 from mini_trainer.data.rows.turn_texts import parse_turns
 from mini_trainer.data.rows.values import refuse_non_json
+from mini_trainer.data.stores.json_lines import Row, quote
 from mini_trainer.distributed.messages import say
 
 NUM_REASONS_SHOWN = 10

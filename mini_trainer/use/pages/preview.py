@@ -13,9 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.masking import TokenizedChat
 from mini_trainer.data.chat.pictures import as_data_url, name_reference, open_image
-from mini_trainer.data.chat.token_spans import Pictures
+from mini_trainer.data.chat.token_spans import Pictures, TokenizedChat
 from mini_trainer.data.columns.base import IGNORED, Bars, Task
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import DROPPED, Totals, percentile

@@ -1,0 +1,222 @@
+"""Problems with the options of learning: objective, preferences, teacher, optimizer and learning rate."""
+
+import math
+
+from mini_trainer.options import SCHEDULES_WITH_END, TeacherOptions, TrainOptions, flag_name, flatten_options
+from mini_trainer.options.objectives import OBJECTIVES
+from mini_trainer.options.problems.given import list_all_changed, list_changed, list_given
+
+
+def find_objective_problems(options: TrainOptions) -> list[str]:
+    """Options that the objective does not use or cannot be used with."""
+    objective, values = options.classification.objective, flatten_options(options)
+    facts, problems = OBJECTIVES[objective], []
+    unused = {name for other in OBJECTIVES.values() for name in other.options} - {*facts.options}
+    changed = list_all_changed(options)
+    given = [flag_name(name) for name in changed if name in unused]
+    if given:
+        problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
+    problems += [
+        f"{flag_name(name)} {values[name]}: cannot be used with --objective {objective}, {reason}"
+        for name, reason in facts.excluded.items()
+        if values[name] and name in changed
+    ]
+    if not 0 <= values["label_smoothing"] < 1:
+        problems.append(f"--label-smoothing {values['label_smoothing']}: must be at least 0 and below 1")
+    return problems
+
+
+def find_preference_problems(options: TrainOptions) -> list[str]:
+    """Problems with options of preferences: out of range, or only for some preference losses."""
+    o, problems = options.preference, []
+    for name in ("reward_centering", "desirable_weight", "undesirable_weight"):
+        if not 0 <= getattr(o, name) < math.inf:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 0")
+    if o.preference_beta is not None and not 0 < o.preference_beta < math.inf:
+        problems.append(f"--preference-beta {o.preference_beta}: must be above 0")
+    if "preference_loss" not in OBJECTIVES[options.classification.objective].options:
+        return problems
+    loss = f"--preference-loss {o.preference_loss}"
+    if o.preference_gamma is not None and o.preference_loss != "simpo":
+        problems.append(f"--preference-gamma has no effect with {loss}")
+    if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
+        problems.append(f"--preference-label-smoothing has no effect with {loss}")
+    if not 0 <= o.preference_label_smoothing < 0.5:
+        problems.append(
+            f"--preference-label-smoothing {o.preference_label_smoothing}: must be at least 0 and below 0.5"
+        )
+    if o.preference_nll_weight is not None and not 0 <= o.preference_nll_weight < math.inf:
+        problems.append(f"--preference-nll-weight {o.preference_nll_weight}: must be at least 0")
+    if o.preference_loss in ("simpo", "orpo"):
+        given = [name for name in ("reference_model", "reuse_reference_only") if name in list_changed(o)]
+        problems += (
+            [f"{', '.join(map(flag_name, given))}: no effect with {loss}, which has no reference"] if given else []
+        )
+    return problems
+
+
+def find_teacher_problems(options: TrainOptions) -> list[str]:
+    """Options of teachers without one, and what teachers and weights of tokens cannot be used with."""
+    o, objective = options.teacher, options.classification
+    problems, weighting = [], objective.loss_weighting
+    if weighting is not None and objective.label_smoothing:
+        problems.append(f"--loss-weighting {weighting}: weighs the target's loss alone: not with --label-smoothing")
+    if not o.teacher_weight:
+        given = list_given(o)
+        return [*problems, f"{', '.join(given)}: no effect without --teacher-weight"] if given else problems
+    if not all(0 <= weight <= 1 for weight in o.teacher_weight):
+        problems.append(f"--teacher-weight {' '.join(map(str, o.teacher_weight))}: must be from 0 to 1")
+    num_sets = max(1, len(options.data.data_path))
+    if len(o.teacher_weight) not in (1, num_sets):
+        sets = "a single data set" if num_sets == 1 else f"the {num_sets} data sets of --data-path"
+        problems.append(
+            f"--teacher-weight: {len(o.teacher_weight)} numbers for {sets}: give one for all of them, or one for each"
+        )
+    if not 0 < o.teacher_temperature < math.inf:
+        problems.append(f"--teacher-temperature {o.teacher_temperature}: must be above 0, and finite")
+    for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
+        if value:
+            problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
+    problems += find_unpaired(o.teacher_data, num_sets)
+    if o.teacher_model == "self" and options.sharding.reshard_after_backward == "never":
+        problems.append(
+            "--reshard-after-backward never has no effect with --teacher-model self, whose weights are gathered before"
+            " every micro-batch in the place of those that stayed: leave it out"
+        )
+    if o.teacher_data and options.sharding.context_parallel is not None:
+        problems.append("--teacher-data: not with --context-parallel: score the data with score-data --teacher-data")
+    return problems + find_teacher_source_problems(o)
+
+
+def find_unpaired(teacher_data: tuple[str, ...], num_sets: int) -> list[str]:
+    if not teacher_data or len(teacher_data) == num_sets:
+        return []
+    return [f"--teacher-data: {len(teacher_data)} for {num_sets} data sets of --data-path"]
+
+
+def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
+    """Divergences that the teacher's kind does not have."""
+    problems = []
+    if o.teacher_model is None:
+        if o.teacher_divergence in ("reverse-kl", "jsd"):
+            problems.append(
+                f"--teacher-divergence {o.teacher_divergence} needs the teacher's probability of each token that the"
+                " model prefers, which files do not have: give --teacher-model"
+            )
+        if o.teacher_data:
+            problems.append(
+                "--teacher-data is read by --teacher-model: give it, or score the data with score-data --teacher-data"
+            )
+        return problems
+    if o.teacher_divergence == "top-k-kl":
+        problems.append("--teacher-divergence top-k-kl: --teacher-model computes the whole distribution: give"
+                        " forward-kl")  # fmt: skip
+    if "teacher_scores" in list_changed(o):
+        problems.append("--teacher-scores and --teacher-model both say what the teacher is: give one of them")
+    return problems
+
+
+def find_optimization_problems(options: TrainOptions) -> list[str]:
+    """Problems with the learning-rate schedule and the optimizer."""
+    problems, o = [], options.optimization
+    decays = o.lr_scheduler in SCHEDULES_WITH_END
+    if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
+        problems.append(f"--warmup-ratio {o.warmup_ratio}: must be at least 0 and below 1")
+    if o.warmup_ratio is not None and not options.end.is_given:
+        problems.append(
+            "--warmup-ratio is a share of the run's steps, but no end is given: add --max-steps, --max-epochs,"
+            " --max-samples or --max-tokens"
+        )
+    if o.warmup_ratio is not None and o.num_warmup_steps:
+        problems.append("--warmup-ratio and --num-warmup-steps both set the length of warm-up: give only one of them")
+    if decays and not options.end.is_given:
+        problems.append(
+            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, but none is given:"
+            " add --max-steps, --max-epochs, --max-samples or --max-tokens"
+        )
+    problems += find_schedule_problems(options)
+    if o.min_lr_ratio is not None and not decays:
+        problems.append(
+            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}, which does not decay towards the end"
+        )
+    for name, scheduler in (("num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial")):
+        if getattr(o, name) is not None and o.lr_scheduler != scheduler:
+            flag = flag_name(name)
+            problems.append(f"{flag} has no effect with --lr-scheduler {o.lr_scheduler}, only with {scheduler}")
+    if o.lr_scheduler == "cosine_with_restarts" and o.num_cycles is None:
+        problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles, the number of decays from the peak")
+    if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
+        problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}, only with wsd")
+    if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
+        flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
+        problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
+    problems += find_rate_problems(options) + find_average_problems(options)
+    if options.osft.osft and o.master_weights != "float32":
+        problems.append(
+            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would break;"
+            " use float32"
+        )
+    return problems
+
+
+def find_average_problems(options: TrainOptions) -> list[str]:
+    """Problems with --weight-average."""
+    o, problems = options.optimization, []
+    for name, kind in (("ema_decay", "ema"), ("ema_half_life", "ema"), ("tail_steps", "tail")):
+        if getattr(o, name) is not None and o.weight_average != kind:
+            problems.append(
+                f"{flag_name(name)} has no effect with --weight-average {o.weight_average}, only with {kind}"
+            )
+    if o.weight_average == "ema" and (o.ema_decay is None) == (o.ema_half_life is None):
+        problems.append("--weight-average ema needs either --ema-decay or --ema-half-life")
+    if o.weight_average == "tail" and o.tail_steps is None:
+        problems.append("--weight-average tail needs --tail-steps, the number of steps up to the run's end")
+    if o.weight_average == "tail" and not options.end.is_given:
+        problems.append(
+            "--weight-average tail ends with the run, but no end is given: add --max-steps, --max-epochs,"
+            " --max-samples or --max-tokens"
+        )
+    if o.weight_average != "none" and o.master_weights != "float32":
+        problems.append(f"--weight-average is kept in fp32: not with --master-weights {o.master_weights}")
+    if options.validation.validate_average and o.weight_average != "ema":
+        problems.append(
+            "--validate-average needs --weight-average ema"
+            + (": the mean of the last steps begins only before the end" if o.weight_average == "tail" else "")
+        )
+    return problems
+
+
+def find_rate_problems(options: TrainOptions) -> list[str]:
+    """Problems with Muon, and with learning rates of parts of the model."""
+    o, problems = options.optimization, []
+    given = [name for name in list_changed(o) if name in ("adam_learning_rate", "muon_momentum", "muon_scale")]
+    if o.optimizer != "muon":
+        problems += [
+            f"{flag_name(name)} has no effect with --optimizer {o.optimizer}, only with muon" for name in given
+        ]
+    else:
+        reasons = {
+            "--osft": options.osft.osft and "whose directions an orthogonal update would leave",
+            "--lora": options.lora.lora and "whose factors are no matrices between hidden states",
+            "--cpu-offload": options.sharding.cpu_offload and "since its products are too many for a CPU",
+            f"--master-weights {o.master_weights}": o.master_weights != "float32" and "which it does not round",
+        }
+        problems += [f"--optimizer muon cannot be used with {flag}, {why}" for flag, why in reasons.items() if why]
+    by_part = [name for name in ("adam_learning_rate", "learning_rate_for") if getattr(o, name)]
+    if o.learning_rate == 0 and by_part:
+        problems.append(f"{flag_name(by_part[0])} shares the schedule of --learning-rate, which must be above 0")
+    return problems
+
+
+def find_schedule_problems(options: TrainOptions) -> list[str]:
+    """Problems with a schedule that several runs share."""
+    o, origin = options.optimization, options.checkpoints.continue_from
+    if o.schedule_steps is not None and not o.needs_end:
+        return [
+            f"--schedule-steps has no effect with --lr-scheduler {o.lr_scheduler}, which does not depend on the number"
+            " of steps: leave it out"
+        ]
+    if origin is not None and o.needs_end and o.schedule_steps is None:
+        needs = "--warmup-ratio" if o.warmup_ratio is not None else f"--lr-scheduler {o.lr_scheduler}"
+        return [f"--continue-from with {needs} needs --schedule-steps, the number of steps of all its runs together"]
+    return []

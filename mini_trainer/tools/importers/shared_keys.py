@@ -1,0 +1,262 @@
+"""Rules for keys that several other trainers share: model, optimizer, schedule, end, saves, adapters, sharding."""
+
+from typing import Any
+
+from mini_trainer.tools.importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, read_number, set_option
+
+
+def convert_entropy_weighting(to: Conversion, key: str, value: Any) -> str:
+    """EAFT; other powers or numbers of tokens than the paper's are refused."""
+    if not value:
+        return NEEDLESS
+    for name, default in (("eaft_alpha", 1), ("eaft_k", 20)):
+        if to.get(name, default=default) != default:
+            raise Refusal(f"{name} {to.get(name)}: the weight is the entropy of the 20 most probable tokens itself")
+    to.train["loss_weighting"] = "eaft"
+    return f"loss_weighting: eaft; {DIFFERS}: the entropy is divided by ln 20 = 2.9957, there by 3"
+
+
+def convert_model(to: Conversion, key: str, value: Any) -> str:
+    to.train["model_name_or_path"] = to.data["model_name_or_path"] = value
+    return f"model_name_or_path: {value}"
+
+
+def convert_revision(to: Conversion, key: str, value: Any) -> str:
+    to.train["model_revision"] = to.data["model_revision"] = value
+    return f"model_revision: {value}"
+
+
+def counts_rows(to: Conversion, key: str, value: Any) -> str:
+    """Rule for the factors whose product is the number of rows, or packs, per step."""
+    read_number(key, value)
+    return f"{NEEDLESS}: included in the batch"
+
+
+OPTIMIZERS = (
+    dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
+    | dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw8bit")
+    | {"paged_adamw_8bit": "adamw8bit", "paged_adamw_32bit": "adamw", "paged_adamw": "adamw", "muon": "muon"}
+)
+
+
+def convert_optimizer(to: Conversion, key: str, value: Any) -> str:
+    """Sets AdamW in 32 or 8 bits; refuses other optimizers."""
+    if value in ("adamw_torch_4bit", "ao_adamw_4bit"):
+        to.train["optimizer"] = "adamw8bit"
+        return f"optimizer: adamw8bit; {DIFFERS}: its moments have 8 bits instead of 4"
+    if not isinstance(value, str) or value not in OPTIMIZERS:
+        raise Refusal(f"optimizer {value!r}: only AdamW, with 32- or 8-bit moments (adamw, adamw8bit), and muon")
+    to.train["optimizer"] = OPTIMIZERS[value]
+    paged = "; never paged: --cpu-offload moves its state off the GPU" if value.startswith("paged") else ""
+    return f"optimizer: {OPTIMIZERS[value]}{paged}"
+
+
+SCHEDULES = {
+    name: name for name in ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+} | {"cosine_with_restarts": "cosine_with_restarts", "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine"}
+
+
+def convert_schedule(to: Conversion, key: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in SCHEDULES:
+        raise Refusal(f"schedule {value!r}: must be one of {', '.join(SCHEDULES)}")
+    to.train["lr_scheduler"] = SCHEDULES[value]
+    return f"lr_scheduler: {SCHEDULES[value]}"
+
+
+def has_no_warmup(to: Conversion) -> bool:
+    return to.get("lr_scheduler", "lr_scheduler_type") == "constant"
+
+
+def convert_warmup(to: Conversion, key: str, value: Any) -> str:
+    """Sets warm-up steps, or the warm-up ratio, which in transformers can also be steps below 1; steps override it."""
+    value = read_number(key, value)
+    if has_no_warmup(to):
+        return f"{NEEDLESS}: the constant schedule has no warm-up"
+    if key == "warmup_ratio" and to.get_number("warmup_steps", default=0) > 0:
+        return f"{NEEDLESS}: warmup_steps overrides it"
+    if key == "warmup_ratio" or 0 < value < 1:
+        to.train["warmup_ratio"] = value
+        return f"warmup_ratio: {value}"
+    to.train["num_warmup_steps"] = value
+    return f"num_warmup_steps: {value}"
+
+
+def convert_schedule_details(to: Conversion, key: str, value: Any) -> str:
+    """Sets the minimum learning rate, given as a ratio or as a rate, and the schedule's shape."""
+    if not isinstance(value, dict):
+        return f"{MISSING}: unknown here"
+    given, said = dict(value), []
+    rate, lowest = given.pop("min_lr_rate", None), given.pop("min_lr", None)
+    if rate is None and lowest is not None:
+        peak = to.get_number("learning_rate", default=0)
+        if peak <= 0:
+            raise ValueError(f"min_lr needs a positive learning rate, which is {peak}")
+        rate = read_number("min_lr", lowest) / peak
+    scheduler = SCHEDULES.get(str(to.get("lr_scheduler", "lr_scheduler_type")))
+    shapes = {"cosine_with_restarts": ("num_cycles", "num_cycles"), "polynomial": ("power", "lr_power"),
+              "wsd": ("num_decay_steps", "num_decay_steps")}  # fmt: skip
+    values = {"min_lr_ratio": rate}
+    if scheduler in shapes:
+        theirs, ours = shapes[scheduler]
+        values[ours] = given.pop(theirs, None)
+    for name, option in values.items():
+        if option is not None:
+            to.train[name] = option
+            said.append(f"{name}: {option}")
+    return "; ".join([*said, *([f"{MISSING}: {', '.join(map(str, given))}"] if given else [])]) or NEEDLESS
+
+
+def convert_clip(to: Conversion, key: str, value: Any) -> str:
+    """Sets the maximum gradient norm; in transformers, 0 turns clipping off."""
+    value = read_number(key, value)
+    to.train["max_grad_norm"] = value if value > 0 else None
+    return f"max_grad_norm: {to.train['max_grad_norm']}"
+
+
+def convert_epochs(to: Conversion, key: str, value: Any) -> str:
+    value = read_number(key, value)
+    if to.get_number("max_steps", default=-1) > 0:
+        return f"{NEEDLESS}: max_steps ends the run"
+    if value <= 0:
+        raise ValueError(f"{key} must be above 0, given {value}")
+    to.epochs = value
+    return f"max_epochs: {value}" if value == int(value) else "becomes max_samples or max_epochs, below"
+
+
+def convert_steps(to: Conversion, key: str, value: Any) -> str:
+    value = read_number(key, value)
+    if value <= 0:
+        return NEEDLESS
+    to.train["max_steps"] = value
+    return f"max_steps: {value}"
+
+
+def convert_saves(to: Conversion, key: str, value: Any) -> str:
+    """Sets how often checkpoints are saved; they are also saved at regular times."""
+    if value == "epoch" or (key == "saves_per_epoch" and value == 1):
+        to.train["checkpoint_at_epoch"] = True
+        return "checkpoint_at_epoch: true"
+    is_by_steps = key == "save_steps" and to.get("save_strategy", default="steps") == "steps"
+    if is_by_steps and (steps := read_number(key, value)) >= 1:
+        to.train["checkpoint_every_steps"] = steps
+        return f"checkpoint_every_steps: {steps} (to resume from; --min-samples-per-checkpoint exports models)"
+    return f"{NEEDLESS}: a checkpoint is written every half hour, and the model at the end"
+
+
+def has_validation(to: Conversion) -> bool:
+    """Whether a share of the rows is split off for validation."""
+    try:
+        return 0 < to.get_number("val_set_size", "val_size", default=0) < 1
+    except ValueError:
+        return False
+
+
+def convert_evals(to: Conversion, key: str, value: Any) -> str:
+    if value in ("no", "none", False, 0):
+        return NEEDLESS
+    if not has_validation(to):
+        return f"{MISSING}: tokenize data for validation, and give validation_data_path"
+    if value == "epoch" or (key == "evals_per_epoch" and value == 1):
+        to.train["validate_at_epoch"] = True
+        return "validate_at_epoch: true"
+    if key == "eval_steps" and (steps := read_number(key, value)) >= 1:
+        to.train["validate_every_steps"] = steps
+        return f"validate_every_steps: {steps}"
+    if value == "steps":
+        return f"{NEEDLESS}: the run is validated at its start and end"
+    return f"{MISSING}: validate_every_steps counts steps"
+
+
+def convert_patience(to: Conversion, key: str, value: Any) -> str:
+    if not has_validation(to):
+        return f"{MISSING}: tokenize data for validation, and give validation_data_path"
+    return set_option("early_stopping_patience")(to, key, value)
+
+
+def convert_share(to: Conversion, key: str, value: Any) -> str:
+    value = read_number(key, value)
+    if value == 0:
+        return NEEDLESS
+    if not 0 < value < 1:
+        return f"{MISSING}: validation_share must be below 1, given {value} rows"
+    to.data["validation_share"] = value
+    return f"validation_share: {value} (of process_data.py)"
+
+
+def convert_lora(to: Conversion, key: str, value: Any) -> str:
+    """Sets LoRA or QLoRA from Axolotl's and LLaMA-Factory's names."""
+    if value in (None, "", "full"):
+        return NEEDLESS
+    if value not in ("lora", "qlora"):
+        raise Refusal(f"{value!r}: only full fine-tuning, LoRA, QLoRA and OSFT are supported")
+    to.train["lora"] = True
+    if value == "qlora":
+        to.train["base_quantization"] = "nf4"
+    return "lora: true" + (", base_quantization: nf4" if value == "qlora" else "")
+
+
+def convert_bits(to: Conversion, key: str, value: Any) -> str:
+    if not value:
+        return NEEDLESS
+    if key == "load_in_8bit" or value == 8:
+        return (
+            f"{DIFFERS}: the base stays unquantized, which is more accurate but takes more memory"
+            " (--base-quantization nf4: 4 bits)"
+        )
+    if value not in (True, 4):
+        raise Refusal(f"the base can be quantized to 4 bits (nf4), given {value!r}")
+    to.train["base_quantization"] = "nf4"
+    return "base_quantization: nf4"
+
+
+def convert_init(to: Conversion, key: str, value: Any) -> str:
+    """Rule for adapter initialization: only that of the LoRA paper is supported."""
+    if value in (True, "kaiming"):
+        return NEEDLESS
+    raise Refusal(f"adapters are initialized to zero here, given {value!r}")
+
+
+ALL_LINEAR = (["all"], ["all-linear"], [])
+OUTSIDE = {"lm_head", "embed_tokens", "embed_out", "wte"}  # not linear layers of the blocks
+
+
+def convert_targets(to: Conversion, key: str, value: Any) -> str:
+    """Sets the target layers: names, or one regular expression; empty means every linear layer of the blocks."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} must be a list of names, given {value!r}")
+    if names in ALL_LINEAR:
+        return f"{NEEDLESS}: every linear layer of the blocks gets an adapter"
+    to.train["lora_target_modules"] = names
+    return f"lora_target_modules: {names}"
+
+
+def convert_trackers(to: Conversion, key: str, value: Any) -> str:
+    names = [str(name) for name in (value if isinstance(value, list) else [value] if value else [])]
+    known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    if known:
+        to.train["track"] = known
+    other = [name for name in names if name not in (*known, "none", "all")]
+    return (
+        "; ".join([*([f"track: {known}"] if known else []), *([f"{MISSING}: {', '.join(other)}"] if other else [])])
+        or NEEDLESS
+    )
+
+
+def offloads(value: Any) -> bool:
+    """Whether a file name mentions offloading, or an entry enables it."""
+    if not isinstance(value, dict):
+        return "offload" in str(value).lower()
+    for key, item in value.items():
+        switch = item.get("device") if isinstance(item, dict) else item
+        if offloads(item) or ("offload" in str(key) and switch not in (False, None, "none", "false")):
+            return True
+    return False
+
+
+def convert_sharding(to: Conversion, key: str, value: Any) -> str:
+    """Rule for DeepSpeed's and FSDP's settings: FSDP2 shards everything here."""
+    if offloads(value):
+        to.train["cpu_offload"] = True
+        return "cpu_offload: true; the rest needs no option: FSDP2 shards everything"
+    return f"{NEEDLESS}: FSDP2 shards weights, gradients and optimizer"
