@@ -33,7 +33,7 @@ from mini_trainer.use.evaluation.data_sets import check_set, collect_set, measur
 from mini_trainer.use.evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
 from mini_trainer.use.evaluation.models import Named, list_models, name_files
 from mini_trainer.use.evaluation.results import Measured, write_results
-from mini_trainer.use.evaluation.tasks import Task, collect_task, measure_task, open_task
+from mini_trainer.use.evaluation.tasks import EvaluationTask, collect_task, measure_task, open_task
 from mini_trainer.use.inference.engines import IMPLEMENTED, open_engine
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
@@ -99,7 +99,7 @@ def measure(
     model: Named,
     found: FoundModel | None,
     options: EvaluateOptions,
-    tasks: list[Task],
+    tasks: list[EvaluationTask],
     data_sets: dict[str, Mixture],
     *,
     world: World,

@@ -20,7 +20,7 @@ from mini_trainer.batch_packer import pack_batch
 from mini_trainer.data.tokenized.by_row import Rows, RunningSums, Values, find_top_row, sum_values
 from mini_trainer.data.tokenized.mixture import Mixture, interleave
 from mini_trainer.data.tokenized.order import Permutation, draw_permutation
-from mini_trainer.distributed.row_group import Place, RowGroup, count_sharing
+from mini_trainer.distributed.row_group import RowGroup, RowPlace, count_sharing
 from mini_trainer.distributed.world import World
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.objective import Objective
@@ -280,7 +280,7 @@ def iterate_batches(
     start: RunPosition = RunPosition(),
     num_steps: int | None,
     attention_cost: float,
-    world: World | Place,
+    world: World | RowPlace,
 ) -> Iterator[Batch]:
     """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches.
 

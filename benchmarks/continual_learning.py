@@ -37,7 +37,7 @@ from make_tiny_model import save_tiny_model, train_tokenizer
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import Place
+from mini_trainer.distributed.row_group import RowPlace
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.config import ModelSource, load_generation_config
 from mini_trainer.model.method import Full
@@ -156,7 +156,9 @@ def data_options(*, batch_size: int, seed: int) -> DataOptions:
 
 
 def read_batches(data: Mixture, options: DataOptions, *, objective: CausalLM, num_steps: int) -> Iterator[Batch]:
-    return iterate_batches(data, options, objective=objective, num_steps=num_steps, attention_cost=0.0, world=Place())
+    return iterate_batches(
+        data, options, objective=objective, num_steps=num_steps, attention_cost=0.0, world=RowPlace()
+    )
 
 
 @torch.no_grad()

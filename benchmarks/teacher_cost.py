@@ -33,7 +33,7 @@ from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import Place
+from mini_trainer.distributed.row_group import RowPlace
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
@@ -137,7 +137,7 @@ def pad_rows(samples: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def read_batches(data: Mixture, objective: CausalLM) -> Iterator[Batch]:
     order = DataOptions(data_path="", batch_size=BATCH_SIZE, max_tokens_per_gpu=2048, seed=0)
     return iterate_batches(
-        data, order, objective=objective, num_steps=NUM_ROUNDS + 1, attention_cost=0.0, world=Place()
+        data, order, objective=objective, num_steps=NUM_ROUNDS + 1, attention_cost=0.0, world=RowPlace()
     )
 
 

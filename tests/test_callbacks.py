@@ -244,7 +244,7 @@ def test_modules_beside_a_callback_are_the_users_whatever_they_are_called(inputs
         f"import {', '.join(names)}\nfrom mini_trainer import Callback, sampler as ours\n\n\nclass Good(Callback):\n"
         f"    def on_start(self, run):\n        print({', '.join(f'{name}.THRESHOLD' for name in names)}, ours.Batch)\n"
     )
-    words = flags(**inputs | BASE, output_dir="run", callbacks=("my_hooks:Good",), max_steps=1)
+    words = flags(**inputs | BASE | dict(output_dir="run", callbacks=("my_hooks:Good",), max_steps=1))
     command = [sys.executable, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -277,7 +277,7 @@ NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", proce
 def test_classes_reach_the_processes_of_the_python_api_by_their_paths():
     args = TrainingArgs(**NEEDED, callbacks=[Scripted, "a.b:C", OnAllRanks])
     assert make_train_words(args)[-4:] == ["--callbacks", SCRIPTED, "a.b:C", ON_ALL]
-    assert make_environment(args) == {FOLDERS: str(Path(__file__).parent)}
+    assert make_environment(args) == {FOLDERS: str(ROOT / "tests" / "runs")}
     assert make_environment(TrainingArgs(**NEEDED, callbacks="a:B")) == {}
     assert "--callbacks" in make_train_words(TrainingArgs(**NEEDED, callbacks=Scripted))
     assert make_train_words(TrainingArgs(**NEEDED, callbacks=[])) == make_train_words(TrainingArgs(**NEEDED))

@@ -21,7 +21,7 @@ from tiny_data import write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, Task
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.labelled import FieldNames
 from mini_trainer.data.rows.survey import survey_rows
@@ -102,7 +102,7 @@ def read_all(data: TokenizedData) -> list[tuple]:
     return [tuple(None if part is None else part.tolist() for part in row) for row in parts]
 
 
-def find_task(path: Path, **options) -> Task:
+def find_task(path: Path, **options) -> DataTask:
     """What the labels of a file are taken for, without anything being tokenized."""
     given = RowOptions(format="classification", **options)
     return survey_rows(find_sources([str(path)]), FieldNames(), given, num_workers=1).labels.task
@@ -122,7 +122,7 @@ def test_texts_and_labels_as_the_tokenizer_gives_them_from_every_kind_of_file(en
     pq.write_table(pa.Table.from_pylist(REVIEWS), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "bom.csv", "a.csv.gz", "a.parquet"):
         data = prepare(encoder, tmp_path / name, tmp_path / "out.arrow")
-        assert data.task == Task(SEQUENCES, "single", ("neg", "pos"), 2)
+        assert data.task == DataTask(SEQUENCES, "single", ("neg", "pos"), 2)
         assert read_all(data) == expected, name
         assert data.sidecar["label_counts"] == {"neg": 2, "pos": 2}
         assert data.num_loss_tokens.tolist() == [1] * 4
@@ -160,7 +160,7 @@ WORDS = [
 def test_a_words_first_token_has_its_label(encoder, word_pieces, tmp_path):
     data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", WORDS), tmp_path / "out.arrow")
     names = ("B-LOC", "B-PER", "I-PER", "O")
-    assert data.task == Task(TOKENS, "single", names, 4)
+    assert data.task == DataTask(TOKENS, "single", names, 4)
     for row, (input_ids, labels, types) in zip(WORDS, read_all(data), strict=True):
         encoding = word_pieces(row["tokens"], is_split_into_words=True)
         expected, before = [], None
@@ -199,18 +199,18 @@ def test_a_chat_is_rendered_by_its_template(decoder, byte_level, tmp_path):
 def test_several_labels_and_values(encoder, tmp_path):
     rows = [{"text": "a", "label": ["x", "z"]}, {"text": "b", "label": []}, {"text": "c", "label": ["y"]}]
     data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow")
-    assert data.task == Task(SEQUENCES, "multi", ("x", "y", "z"), 3)
+    assert data.task == DataTask(SEQUENCES, "multi", ("x", "y", "z"), 3)
     assert [target for _, target, _ in read_all(data)] == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     write_csv(
         tmp_path / "a.csv", [{"text": "a", "label": 0.5}, {"text": "b", "label": -3}, {"text": "c", "label": 1e3}]
     )
     data = prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
-    assert data.task == Task(SEQUENCES, "regression", (), 1)
+    assert data.task == DataTask(SEQUENCES, "regression", (), 1)
     assert [target for _, target, _ in read_all(data)] == [[0.5], [-3], [1000]]
     assert data.sidecar["label_values"] == {"mean": pytest.approx(997.5 / 3), "min": -3, "max": 1000}
     write_csv(tmp_path / "b.csv", [{"text": "a", "label": "x;z"}, {"text": "b", "label": "y"}])
     data = prepare(encoder, tmp_path / "b.csv", tmp_path / "out.arrow", label_separator=";")
-    assert data.task == Task(SEQUENCES, "multi", ("x", "y", "z"), 3)
+    assert data.task == DataTask(SEQUENCES, "multi", ("x", "y", "z"), 3)
     assert [target for _, target, _ in read_all(data)] == [[1, 0, 1], [0, 1, 0]]
     rows = [{"text": "a", "label": [1, 0.5]}, {"text": "b", "label": [0, 2]}]
     data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow", label_type="regression")
@@ -312,7 +312,7 @@ def test_the_names_that_datasets_writes_into_parquet_are_taken(encoder, tmp_path
     data = datasets.Dataset.from_dict({"tokens": [["Angela", "lives"]], "tags": [[1, 0]]}, features=features)
     data.to_parquet(str(tmp_path / "b.parquet"))
     prepared = prepare(encoder, tmp_path / "b.parquet", tmp_path / "out.arrow", label_field="tags")
-    assert prepared.task == Task(TOKENS, "single", ("O", "B-PER"), 2)
+    assert prepared.task == DataTask(TOKENS, "single", ("O", "B-PER"), 2)
 
 
 def test_repeated_texts_and_labels_that_contradict_each_other_are_told(encoder, tmp_path, capsys):
@@ -328,7 +328,7 @@ def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(decoder, tmp_path):
     rows = [{"text": f"film {i % 150}", "label": "abc"[i % 3 if i < 150 else (i + 1) % 3]} for i in range(300)]
     train = prepare(decoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow", validation_share=0.2)
     held_out = TokenizedData(tmp_path / "out.validation.arrow")
-    assert train.task == held_out.task == Task(SEQUENCES, "single", ("a", "b", "c"), 3)
+    assert train.task == held_out.task == DataTask(SEQUENCES, "single", ("a", "b", "c"), 3)
     assert len(train.lengths) + len(held_out.lengths) == 300
     texts = [{tuple(input_ids) for input_ids, _, _ in read_all(data)} for data in (train, held_out)]
     assert not texts[0] & texts[1], "a text with two labels is on one side"

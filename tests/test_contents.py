@@ -245,12 +245,12 @@ def test_a_damaged_manifest_is_refused_and_one_of_another_program_is_none(root, 
 
 
 def test_a_hash_is_remembered_until_the_file_or_a_sampled_block_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_trainer.data.stores.contents.REMEMBERED_FROM", 1)
-    monkeypatch.setattr("mini_trainer.data.stores.contents.MEMORY_DIR", str(tmp_path / "memory"))
-    monkeypatch.setattr("mini_trainer.data.stores.contents.NUM_BLOCKS", 2)  # the first and the last
+    monkeypatch.setattr(contents, "REMEMBERED_FROM", 1)
+    monkeypatch.setattr(contents, "MEMORY_DIR", str(tmp_path / "memory"))
+    monkeypatch.setattr(contents, "NUM_BLOCKS", 2)  # the first and the last
     path, reads = tmp_path / "large", []
     path.write_bytes(np.random.default_rng(0).bytes(contents.BLOCK_BYTES * 5))
-    monkeypatch.setattr("mini_trainer.data.stores.contents.hash_file", lambda path: reads.append(path) or hash_file(path))
+    monkeypatch.setattr(contents, "hash_file", lambda path: reads.append(path) or hash_file(path))
 
     def is_read() -> bool:
         reads.clear()
@@ -274,7 +274,7 @@ def test_a_hash_is_remembered_until_the_file_or_a_sampled_block_changes(tmp_path
 
 
 def test_ranks_compare_all_bytes_that_they_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_trainer.data.stores.contents.NUM_BLOCKS", 1)
+    monkeypatch.setattr(contents, "NUM_BLOCKS", 1)
     data = write_samples(tmp_path / "a.arrow", make_samples(400, vocab_size=VOCAB_SIZE))
     Path(f"{data}.meta.json").write_text(json.dumps({"file": hash_file(data)}))
     before = {whole: describe_data(TokenizedData(data), is_verified=whole) for whole in (True, False)}

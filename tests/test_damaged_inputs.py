@@ -23,7 +23,7 @@ from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, w
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.stores.disk import remove_directory, remove_leftovers, written_aside
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
@@ -103,7 +103,7 @@ def test_multi_label_counts_are_those_of_the_kept_rows(tmp_path):
 
 
 def test_class_weights_under_which_nothing_is_trained_are_refused():
-    task = Task("sequence-classification", "single", ("a", "b"), 2)
+    task = DataTask("sequence-classification", "single", ("a", "b"), 2)
     with pytest.raises(ValueError, match="every class that the data has counts 0"):
         choose_class_weights(("0", "1"), task, lambda: (np.array([5.0, 0.0]), 5))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_pages import make_sample, make_totals
 from make_tiny_model import train_tokenizer
 
-from mini_trainer.data.columns.base import IGNORED, Task
+from mini_trainer.data.columns.base import IGNORED, DataTask
 from mini_trainer.data.rows.report import MAX_REASON_KINDS, Totals
 from mini_trainer.use.pages.preview import (
     COLOURS,
@@ -106,7 +106,7 @@ class PageParser(html.parser.HTMLParser):
 
 
 def parse_page(tmp_path, totals: Totals, tokenizer, title: str = "in.jsonl") -> tuple[PageParser, list[dict]]:
-    write_page(tmp_path / "page.html", totals, Task(), tokenizer=tokenizer, title=title)
+    write_page(tmp_path / "page.html", totals, DataTask(), tokenizer=tokenizer, title=title)
     parser = PageParser()
     parser.feed((tmp_path / "page.html").read_text())
     return parser, json.loads(parser.scripts[0])

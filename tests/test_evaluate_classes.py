@@ -18,7 +18,7 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, Task
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask
 from mini_trainer.objectives.classes import make_labels
 from mini_trainer.use.evaluation.classes import average_f1, count_outcomes
 from mini_trainer.use.evaluation.comparison import Folded, Scores, compare
@@ -33,9 +33,9 @@ KINDS = {
 NAMES = tuple(f"class {i}" for i in range(NUM_LABELS))
 
 
-def make_task(kind: str) -> Task:
+def make_task(kind: str) -> DataTask:
     label_type = KINDS[kind].get("label_type", "single")
-    return Task(
+    return DataTask(
         TOKENS if kind == "tokens" else SEQUENCES, label_type, () if kind == "regression" else NAMES, NUM_LABELS
     )
 

@@ -69,7 +69,7 @@ def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
     assert done.returncode == 0, done.stderr
     check_done(done.stderr, tmp_path / "a run")
     assert run_printed_forked("try it:", done.stderr).returncode == 0
-    drawn = run_printed_forked("curves:", done.stderr)
+    drawn = run_printed("curves:", done.stderr)
     assert drawn.returncode == 0 and (tmp_path / "a run/curves.html").is_file(), drawn.stderr
 
 

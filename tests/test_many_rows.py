@@ -23,7 +23,7 @@ from mini_trainer.data.tokenized.by_row import Joined, RowRange, find_top_row, j
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.order import FeistelPermutation, draw_permutation
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import Place
+from mini_trainer.distributed.row_group import RowPlace
 from mini_trainer.model.fingerprints import fingerprint_data
 from mini_trainer.model.scoring import score_files
 from mini_trainer.objectives.next_tokens import CausalLM
@@ -295,7 +295,7 @@ def test_ranks_share_the_batches_that_one_would_train(sizes, many, tmp_path):
     options = DataOptions(**sizes, max_tokens_per_gpu=40, seed=5)
     batches = [
         list(iterate_batches(data, options, objective=CausalLM(), num_steps=12, attention_cost=1e-4, world=place))
-        for place in (Place(0, 1), Place(0, 2), Place(1, 2))
+        for place in (RowPlace(0, 1), RowPlace(0, 2), RowPlace(1, 2))
     ]
     for whole, *parts in zip(*batches, strict=True):
         assert all(np.array_equal(whole.sample_ids, part.sample_ids) for part in parts)

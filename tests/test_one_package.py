@@ -91,3 +91,24 @@ def test_two_checkouts_test_themselves_each(tmp_path):
     env = {name: value for name, value in ENV.items() if name != "PYTHONPATH"}
     assert ask(code, other, env) == f"{other / 'sampler.py'}\n"
     assert "AttributeError" in ask(code, ROOT, env)
+
+
+SPAWN = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+from mini_trainer.sampler import RunPosition
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(sys.argv[1])) as pool:
+        found = pool.submit(type, RunPosition(step=1)).result()
+    print(found is RunPosition, found.__module__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_started_anew_find_the_same_modules(method, tmp_path):
+    (tmp_path / "script.py").write_text(SPAWN)
+    command = [sys.executable, str(tmp_path / "script.py"), method]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
+    assert done.stdout == "True mini_trainer.sampler\n", done.stderr

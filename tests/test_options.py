@@ -12,6 +12,7 @@ from typing import get_origin
 import pytest
 from breadth import long
 from processes import ENV, run_unread
+from program import list_sources
 from refusals import refuse
 
 from mini_trainer import options
@@ -394,7 +395,7 @@ FLAGS_OF_OTHERS = {
     *("help", "version"),  # of every script
     *("nproc-per-node", "nnodes", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),  # torchrun
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
-    "max-restarts",  # torchrun
+    *("max-restarts", "no-python"),  # torchrun
     *("recursive", "repo-type"),  # gcloud storage rsync, hf upload
     *("revision", "logdir"),  # hf upload, tensorboard
     "sweep",  # axolotl
@@ -410,7 +411,7 @@ def find_declared_flags() -> set[str]:
     groups = [value for value in vars(options).values() if isinstance(value, type) and is_dataclass(value)]
     declared = {field.name.replace("_", "-") for group in groups for field in fields(group)}
     declared |= {f"no-{name}" for name in declared}
-    for path in (path for room in ("benchmarks", "examples/quickstart", "examples/clusters") for path in (ROOT / room).glob("*.py")):
+    for path in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.AnnAssign) and path.parent.name == "quickstart":
                 declared.add(ast.unparse(node.target).replace("_", "-"))  # a field of a script's options

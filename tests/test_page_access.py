@@ -21,7 +21,7 @@ from processes import ROOT
 from run_directories import write_run
 
 from mini_trainer.continual.page import write_page as write_continual_page
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.use.evaluation.results import make_results_page
 from mini_trainer.use.pages.preview import write_page as write_preview
 from mini_trainer.use.plots.board import BoardServer
@@ -99,7 +99,7 @@ def write_data(folder: Path) -> Iterator[str]:
         make_sample(tokenizer, f"How many are {i}?", "42 " * i, place=f"in:{i}", weight=0.5) for i in range(1, 9)
     ]
     totals = make_totals(samples, too_long=3, invalid=2)
-    write_preview(folder / "page.html", totals, Task(), tokenizer=tokenizer, title="in.jsonl")
+    write_preview(folder / "page.html", totals, DataTask(), tokenizer=tokenizer, title="in.jsonl")
     yield (folder / "page.html").as_uri()
 
 

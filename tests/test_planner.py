@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import _chunk_with_empty
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
 
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.memory import MemoryCounter
 from mini_trainer.model import tiling
@@ -132,7 +132,7 @@ def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
 
 def choose(options: TrainOptions) -> Objective:
     name = options.classification.objective
-    return make_objective(name, choose_settings(options), TextFamily(), Task(OBJECTIVE_SPECS[name].data or name))
+    return make_objective(name, choose_settings(options), TextFamily(), DataTask(OBJECTIVE_SPECS[name].data or name))
 
 
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:

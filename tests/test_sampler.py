@@ -15,7 +15,7 @@ from tiny_data import make_samples, write_samples
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import Place
+from mini_trainer.distributed.row_group import RowPlace
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, EndOptions
 from mini_trainer.sampler import (
@@ -47,7 +47,7 @@ def batches_of(data, *, num_steps=8, batch_size=12, max_tokens_per_gpu=64, rank=
     return list(
         iterate_batches(
             data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.01,
-            world=Place(rank, world_size),
+            world=RowPlace(rank, world_size),
         )
     )  # fmt: skip
 

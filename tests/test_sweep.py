@@ -33,7 +33,7 @@ from mini_trainer.options.command_line import parse_options
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.sweep.__main__ import sweep
 from mini_trainer.tools.sweep.running import Pool, divide_devices
-from mini_trainer.tools.sweep.settings import Settings, read_settings
+from mini_trainer.tools.sweep.settings import SweepSettings, read_settings
 
 need("optuna")
 
@@ -309,7 +309,7 @@ def test_more_devices_than_there_are_are_refused(pool_of, devices, settings, mes
 def test_the_cpu_runs_one_trial_unless_told_otherwise(pool_of):
     assert pool_of([]).environments == [{}]
     settings = dict(output_dir="D", train={}, num_parallel=3)
-    assert divide_devices(Settings(**settings), []) == [{}, {}, {}]
+    assert divide_devices(SweepSettings(**settings), []) == [{}, {}, {}]
 
 
 def test_an_interrupt_lets_running_trials_save(pool_of, tmp_path):
@@ -406,7 +406,7 @@ def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 4 and all(line.startswith("torchrun --nproc-per-node=2 train.py ") for line in lines)
+    assert len(lines) == 4 and all(" -m mini_trainer train --nproc-per-node=2 " in line for line in lines)
     assert not (tmp_path / "sweep").exists()
 
 

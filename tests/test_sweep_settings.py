@@ -10,7 +10,7 @@ from processes import ROOT
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.tools.sweep.settings import (
     Parameter,
-    Settings,
+    SweepSettings,
     check_trials,
     describe_settings,
     list_files,
@@ -24,7 +24,7 @@ RANDOM = GIVEN | {"search": "random", "num_trials": 3}
 HALVING = GIVEN | {"search": "halving", "min_steps": 10}
 
 
-def read(given: dict[str, Any], folder: Path) -> Settings:
+def read(given: dict[str, Any], folder: Path) -> SweepSettings:
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(given))
     return read_settings(path)

@@ -26,7 +26,15 @@ from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.chat.templates import load_tokenizer
-from mini_trainer.data.columns.base import LENGTHS_COLUMN, Columns, CountLabels, RowFacts, Sample, Task, list_sequences
+from mini_trainer.data.columns.base import (
+    LENGTHS_COLUMN,
+    Columns,
+    CountLabels,
+    DataTask,
+    RowFacts,
+    Sample,
+    list_sequences,
+)
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -35,7 +43,7 @@ from mini_trainer.objectives.families.family import Family, ReferenceForward, Ro
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Loss, Objective, Scores
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSpec, Settings, make_text_family
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSettings, ObjectiveSpec, make_text_family
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
 from mini_trainer.options.problems.finding import find_problems
@@ -61,7 +69,7 @@ class TripletColumns(Columns):
         }
     )
 
-    def describe(self, task: Task) -> str:
+    def describe(self, task: DataTask) -> str:
         return "triplets"
 
     def check(self, sample: Sample, row: RowFacts) -> None:
@@ -167,7 +175,9 @@ class Triplets(Objective):
         return describe_means(sums.numpy())
 
 
-def make_triplets(settings: Settings, family: Family, task: Task, count_labels: CountLabels | None) -> Triplets:
+def make_triplets(
+    settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+) -> Triplets:
     return Triplets(family, settings.noise)
 
 
@@ -328,7 +338,7 @@ def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, whole, model_d
 
 
 def test_its_data_is_reported_by_the_number_of_targets():
-    totals, task = Totals(0, lengths=Counter([3]), num_loss_counted_tokens=1_234_567), Task(NAME)
+    totals, task = Totals(0, lengths=Counter([3]), num_loss_counted_tokens=1_234_567), DataTask(NAME)
     assert [line.split() for line in TripletColumns().report(totals, task)] == [["targets", "1,234,567"]]
     assert "<dt>targets</dt><dd>1,234,567</dd>" in format_figures(totals, task)
     assert format_targets(TripletColumns().draw(totals, task)) == "<p>targets 1,234,567</p>"

@@ -5,8 +5,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..options import OSFTOptions
-from .callbacks import Callback
+from mini_trainer.options import OSFTOptions
+from mini_trainer.run.hooks import Callback
 
 class Given(Enum):
     """Type of `NOTHING`, which marks a field without a value: the option's own default applies."""

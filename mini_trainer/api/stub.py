@@ -30,8 +30,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..options import OSFTOptions
-from .callbacks import Callback'''
+from mini_trainer.options import OSFTOptions
+from mini_trainer.run.hooks import Callback'''
 
 
 def make_stub() -> str:

@@ -5,7 +5,7 @@ from mini_trainer.continual.data import Prepared, read_questions
 from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
-from mini_trainer.continual.settings import Settings, Task, Values, complete_options
+from mini_trainer.continual.settings import ContinualSettings, Task, Values, complete_options
 from mini_trainer.continual.settings_file import CHOICE_METRICS, LATER
 from mini_trainer.options import EvaluateOptions, TrainOptions, group_options
 from mini_trainer.use.evaluation.tasks import open_task
@@ -14,7 +14,7 @@ from mini_trainer.use.inference.prompts import Prompt
 UNSTARTED = "unstarted"  # stands for the output directory of a run; nothing is written there
 
 
-def check_experiments(several: list[Settings], prepared: dict[str, Prepared], held_out: HeldOut) -> None:
+def check_experiments(several: list[ContinualSettings], prepared: dict[str, Prepared], held_out: HeldOut) -> None:
     """ValueError with all problems that runs of train, and their data, would have."""
     problems = find_test_problems(several[0], prepared)  # which all methods share
     for settings in several:
@@ -26,7 +26,7 @@ def check_experiments(several: list[Settings], prepared: dict[str, Prepared], he
         raise ValueError("\n  ".join(dict.fromkeys(problems)))
 
 
-def find_test_problems(settings: Settings, prepared: dict[str, Prepared]) -> list[str]:
+def find_test_problems(settings: ContinualSettings, prepared: dict[str, Prepared]) -> list[str]:
     """Problems with the files of tests, which evaluate reads after every task."""
     problems = []
     for own in group_tests([*settings.probes, *settings.tasks], settings):
@@ -43,7 +43,9 @@ def find_test_problems(settings: Settings, prepared: dict[str, Prepared]) -> lis
     return problems
 
 
-def find_data_problems(settings: Settings, task: Task, prepared: dict[str, Prepared], held_out: HeldOut) -> list[str]:
+def find_data_problems(
+    settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], held_out: HeldOut
+) -> list[str]:
     """Problems with a task's rows, as replay and self-distillation read them."""
     replay, rounds, data = settings.replay, settings.self_distillation, prepared[task.name].train
     if replay is not None and replay.kind == "rows" and not task.input_file and held_out.count_rows(data):
@@ -67,7 +69,7 @@ def lacks_user(question: Prompt) -> bool:
     return question.messages is not None and all(message["role"] != "user" for message in question.messages)
 
 
-def find_problems(settings: Settings, task: Task, prepared: dict[str, Prepared]) -> list[str]:
+def find_problems(settings: ContinualSettings, task: Task, prepared: dict[str, Prepared]) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
     from mini_trainer.run.plan.findings import Findings  # with torch: seconds to import
     from mini_trainer.run.plan.planner import find_target, look_at_run
@@ -79,7 +81,7 @@ def find_problems(settings: Settings, task: Task, prepared: dict[str, Prepared])
     return [f"train: {problem}" for problem in findings.problems]
 
 
-def choose_options(settings: Settings, task: Task, prepared: dict[str, Prepared]) -> Values:
+def choose_options(settings: ContinualSettings, task: Task, prepared: dict[str, Prepared]) -> Values:
     """The task's options of train with the start model and, where rows are replayed, all other tasks' data."""
     own, values = prepared[task.name], complete_options(settings, task)[0]
     others = [prepared[other.name].train for other in settings.tasks if other is not task]

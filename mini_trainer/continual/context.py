@@ -6,14 +6,14 @@ from pathlib import Path
 from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.running import Runner
-from mini_trainer.continual.settings import Settings
+from mini_trainer.continual.settings import ContinualSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """One order of the tasks with one seed."""
 
-    settings: Settings
+    settings: ContinualSettings
     runner: Runner
     prepared: dict[str, Prepared]  # by task or probe
     held_out: HeldOut  # of all sequences

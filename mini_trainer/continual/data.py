@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.continual.running import Runner
-from mini_trainer.continual.settings import SetSettings, Settings, Task, splits_off
+from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, splits_off
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion
 from mini_trainer.data.columns.base import CAUSAL_LM
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS
@@ -38,7 +38,7 @@ class Prepared:
     test: Path | None = None  # NAME.ENDING
 
 
-def prepare(one: SetSettings, settings: Settings, folder: Path, runner: Runner) -> Prepared:
+def prepare(one: SetSettings, settings: ContinualSettings, folder: Path, runner: Runner) -> Prepared:
     """Tokenizes the set's rows in `folder`."""
     held_out = None if one.held_out is None else open_set(one, "held_out", one.held_out, settings, folder, runner)
     test = None if one.test is None else link(Path(one.test), folder / "test", name=one.name)
@@ -57,7 +57,7 @@ def prepare(one: SetSettings, settings: Settings, folder: Path, runner: Runner) 
     return Prepared(train=train, validation=validation, held_out=held_out, test=test)
 
 
-def open_set(one: SetSettings, kind: str, path: str, settings: Settings, folder: Path, runner: Runner) -> Path:
+def open_set(one: SetSettings, kind: str, path: str, settings: ContinualSettings, folder: Path, runner: Runner) -> Path:
     """A data set of process-data under the set's name, from such a set or from rows."""
     files = DataSetFiles(Path(path).absolute())
     if files.sidecar.is_file():
@@ -71,7 +71,7 @@ def open_set(one: SetSettings, kind: str, path: str, settings: Settings, folder:
 
 
 def tokenize(
-    rows: list[str], options: dict[str, Any], settings: Settings, folder: Path, *, name: str, runner: Runner
+    rows: list[str], options: dict[str, Any], settings: ContinualSettings, folder: Path, *, name: str, runner: Runner
 ) -> Path:
     """Makes a data set of rows by process-data; returns its path."""
     output = folder / f"{name}.arrow"
@@ -102,7 +102,7 @@ def count_samples(data: Path) -> int:
     return read_fields(DataSetFiles(data).sidecar, {"num_samples": int}, written_by="process-data")["num_samples"]
 
 
-def read_questions(task: Task, settings: Settings) -> Iterator[Prompt]:
+def read_questions(task: Task, settings: ContinualSettings) -> Iterator[Prompt]:
     """The task's rows as prompts with one reference each, without those that process-data splits off.
 
     ValueError for a row that is neither a chat nor a completion.

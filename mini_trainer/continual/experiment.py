@@ -14,7 +14,7 @@ from mini_trainer.continual.measuring import describe_row, measure
 from mini_trainer.continual.page import write_page
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.sequence import run_sequence
-from mini_trainer.continual.settings import SetSettings, Settings, Task, draw_orders
+from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, draw_orders
 from mini_trainer.continual.settings_file import OF_METHODS, SHARED_FOLDERS, check_statistics
 from mini_trainer.data.stores.disk import read_fields
 from mini_trainer.distributed.messages import say
@@ -24,12 +24,12 @@ from mini_trainer.run.stages import Record, hash_files, list_changes, write_reco
 RECORD, PAGE = "continual.json", "results.html"
 
 
-def find_root(several: list[Settings]) -> Path:
+def find_root(several: list[ContinualSettings]) -> Path:
     """The directory of an experiment, or of all methods' experiments."""
     return several[0].root if len(several) == 1 else several[0].root.parent
 
 
-def run_experiments(several: list[Settings], runner: Runner) -> None:
+def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
     """Runs, or continues, one experiment, or one for each method with the data and the start model's measurements that
     they share. ValueError, OSError or RunError say why it cannot."""
     root = runner.root
@@ -39,7 +39,7 @@ def run_experiments(several: list[Settings], runner: Runner) -> None:
         runner.lock.release()
 
 
-def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
+def run_methods(several: list[ContinualSettings], root: Path, runner: Runner) -> None:
     """Runs the experiments one after the other, then compares them."""
     from mini_trainer.continual.checking import check_experiments
 
@@ -58,7 +58,11 @@ def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
 
 
 def run_experiment(
-    settings: Settings, orders: list[list[str]], prepared: dict[str, Prepared], held_out: HeldOut, runner: Runner
+    settings: ContinualSettings,
+    orders: list[list[str]],
+    prepared: dict[str, Prepared],
+    held_out: HeldOut,
+    runner: Runner,
 ) -> None:
     """Trains on all orders with all seeds."""
     done: dict[tuple[int, int], Sequence] = {}
@@ -85,7 +89,7 @@ def run_experiment(
     say(f"results: {settings.root / FILE}\nresults page: {(settings.root / PAGE).as_uri()}")
 
 
-def measure_start(settings: Settings, prepared: dict[str, Prepared], runner: Runner) -> Row:
+def measure_start(settings: ContinualSettings, prepared: dict[str, Prepared], runner: Runner) -> Row:
     """The start model's row; with measure: seen, that of the probes alone."""
     measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
     folder = runner.root / "start"
@@ -95,7 +99,7 @@ def measure_start(settings: Settings, prepared: dict[str, Prepared], runner: Run
     return row
 
 
-def write_results(settings: Settings, sequences: list[Sequence]) -> None:
+def write_results(settings: ContinualSettings, sequences: list[Sequence]) -> None:
     """Writes results.json and the page of what is known so far."""
     names = [tuple(one.name for one in group) for group in (settings.tasks, settings.probes)]
     experiment = Experiment(settings.label, describe_method(settings), *names, tuple(sequences), settings.measure)
@@ -103,7 +107,7 @@ def write_results(settings: Settings, sequences: list[Sequence]) -> None:
     write_page(settings.root / PAGE, [experiment], [settings.root])
 
 
-def describe_method(settings: Settings) -> str:
+def describe_method(settings: ContinualSettings) -> str:
     """The method in a few words."""
     values = settings.train
     if values.get("osft"):
@@ -126,7 +130,7 @@ def describe_method(settings: Settings) -> str:
     return ", ".join(words)
 
 
-def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
+def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[str]]]:
     """The orders of the tasks of each experiment. Several also have a record of what they share."""
     paths = [settings.root / RECORD for settings in several]
     inputs = {"files": hash_inputs(several[0]), "model": hash_model(several[0].model)}
@@ -149,7 +153,7 @@ def refuse_foreign(root: Path, experiments: list[Path]) -> None:
         raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")
 
 
-def settle(settings: Settings, path: Path, now: Record) -> list[list[str]]:
+def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[str]]:
     """The orders of the tasks. Records the settings, and refuses others than those that the directory has; tasks may
     be added at the end, and come last in every order."""
     names = [task.name for task in settings.tasks]
@@ -190,7 +194,7 @@ def read_record(path: Path) -> Record:
     return record
 
 
-def describe_settings(settings: Settings, *, left_out: Iterable[str] = ()) -> Record:
+def describe_settings(settings: ContinualSettings, *, left_out: Iterable[str] = ()) -> Record:
     """The settings that decide the results."""
     values = asdict(settings)
     for key in ("name", "output_dir", "num_processes", *left_out):
@@ -198,7 +202,7 @@ def describe_settings(settings: Settings, *, left_out: Iterable[str] = ()) -> Re
     return {"settings": values}
 
 
-def hash_inputs(settings: Settings) -> dict[str, str]:
+def hash_inputs(settings: ContinualSettings) -> dict[str, str]:
     """The SHA-256 of each file that the tasks and probes name, and of all files of a directory; ValueError for one
     that does not exist."""
     paths = [Path(one.lm_eval) for one in (*settings.tasks, *settings.probes) if one.lm_eval is not None]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.continual.data import Prepared
-from mini_trainer.continual.settings import Settings
+from mini_trainer.continual.settings import ContinualSettings
 from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.stores.model_files import find_model
@@ -21,7 +21,7 @@ from mini_trainer.use.inference.prompts import Prompt, encode_prompt, read_promp
 class HeldOut:
     """The prompts of all tests and held-out sets, which are read when they are first needed."""
 
-    def __init__(self, prepared: Iterable[Prepared], settings: Settings):
+    def __init__(self, prepared: Iterable[Prepared], settings: ContinualSettings):
         self.prepared, self.settings = list(prepared), settings
         self.counts: dict[Path, int] = {}  # of `count_rows`
 

@@ -11,7 +11,7 @@ import numpy as np
 from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.matrix import Cell, Row
 from mini_trainer.continual.running import Runner
-from mini_trainer.continual.settings import SetSettings, Settings, Values
+from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
 from mini_trainer.continual.settings_file import CHOICE_METRICS
 from mini_trainer.data.stores.disk import list_wrong, read_object
 from mini_trainer.run.stages import Stage
@@ -33,7 +33,12 @@ class Measuring:
 
 
 def measure(
-    model: str, sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings, folder: Path, runner: Runner
+    model: str,
+    sets: list[SetSettings],
+    prepared: dict[str, Prepared],
+    settings: ContinualSettings,
+    folder: Path,
+    runner: Runner,
 ) -> Row:
     """The model's scores and losses on the sets, in their order."""
     row: Row = {}
@@ -46,7 +51,7 @@ def measure(
     return {kind: {one.name: cells[one.name] for one in sets if one.name in cells} for kind, cells in row.items()}
 
 
-def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings) -> list[Measuring]:
+def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: ContinualSettings) -> list[Measuring]:
     """Sets that one start of evaluate can measure together. Probes come first: their names stay as tasks are added."""
     found: list[Measuring] = []
     held_out = [one for one in sets if prepared[one.name].held_out is not None]
@@ -72,7 +77,7 @@ def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Sett
     return found
 
 
-def group_tests(sets: list[SetSettings], settings: Settings) -> list[list[SetSettings]]:
+def group_tests(sets: list[SetSettings], settings: ContinualSettings) -> list[list[SetSettings]]:
     """Tests with the same options of evaluate; those without a metric, which have the default ones, are apart."""
     found: dict[str, list[SetSettings]] = {}
     for one in sets:

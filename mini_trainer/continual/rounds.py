@@ -1,7 +1,5 @@
-"""The model's own answers to a task's prompts, as rows to learn from.
-
-Self-distillation in rounds: the model answers prompts, a teacher that sees a good answer reads its tokens, and the
-model learns from the teacher's distributions.
+"""Self-distillation in rounds: the model answers a task's prompts, a teacher that sees a good answer reads its tokens,
+and the model learns from the teacher's distributions.
 
 SDFT: Shenfeld et al. 2026, arXiv 2601.19897. For KL(teacher || model) they are written to files, of the most probable
 tokens and one bucket; for other divergences the teacher is a second model in training.

@@ -91,7 +91,7 @@ class SelfDistillation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ContinualSettings:
     """An experiment: tasks in order, and how they are learnt and measured."""
 
     model: str
@@ -141,7 +141,7 @@ class Settings:
         return next(task for task in self.tasks if task.name == name)
 
 
-def complete_options(settings: Settings, task: Task) -> list[Values]:
+def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
     """The options of train for a task, with stand-ins for those that are known when it starts: of its first run, and of
     a later one, which learns from earlier tasks and continues an adapter or a round."""
     values, rounds, replay = settings.train_options(task), settings.self_distillation, settings.replay
@@ -167,7 +167,7 @@ def complete_options(settings: Settings, task: Task) -> list[Values]:
     return [first, later] if len(settings.tasks) > 1 else [first]
 
 
-def add_adapter(options: Values, settings: Settings, adapter: str | None) -> Values:
+def add_adapter(options: Values, settings: ContinualSettings, adapter: str | None) -> Values:
     """The options with LoRA's: what it starts from, if it continues an adapter, and exports."""
     if not options.get("lora"):
         return options
@@ -194,7 +194,7 @@ def needs_end(options: Values) -> bool:
     return OptimizationOptions(**{name: options[name] for name in names if name in options}).needs_end
 
 
-def splits_off(task: Task, settings: Settings) -> bool:
+def splits_off(task: Task, settings: ContinualSettings) -> bool:
     """Whether process-data splits off held-out rows of the task."""
     share = (settings.process_data | task.process_data).get("validation_share")
     return bool(task.input_file) and share is not None

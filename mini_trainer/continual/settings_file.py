@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
 from mini_trainer.continual.settings import (
+    ContinualSettings,
     Replay,
     SelfDistillation,
     SetSettings,
-    Settings,
     Task,
     Values,
     complete_options,
@@ -88,7 +88,9 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 NESTED = {"replay": Replay, "self_distillation": SelfDistillation}
 
 
-def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> list[Settings]:
+def read_settings(
+    path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()
+) -> list[ContinualSettings]:
     """Reads and checks a YAML file: the settings of one experiment, or of one for each of its `methods`.
 
     `output_dir` replaces the file's own; `allowed`: environment variables to fill in. ValueError names the file and the
@@ -98,7 +100,7 @@ def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collect
     given |= {} if output_dir is None else {"output_dir": output_dir}
     methods = given.pop("methods", None)
     try:
-        shared = read_group(Settings, given, where="")
+        shared = read_group(ContinualSettings, given, where="")
         if methods is None:
             return [check_settings(shared)]
         given["output_dir"] = shared.output_dir  # a text, also of a number
@@ -131,12 +133,14 @@ def check_methods(methods: Any) -> dict[str, Values]:
     return found
 
 
-def read_method(name: str, values: Values, given: Values) -> Settings:
+def read_method(name: str, values: Values, given: Values) -> ContinualSettings:
     """The settings of one method: its options of a program are added to those of all methods."""
     own = {key: given.get(key, {}) | value if key in RESERVED else value for key, value in values.items()}
     root = Path(given["output_dir"]) / name
     try:
-        return check_settings(read_group(Settings, given | own | {"output_dir": str(root), "name": name}, where=""))
+        return check_settings(
+            read_group(ContinualSettings, given | own | {"output_dir": str(root), "name": name}, where="")
+        )
     except ValueError as error:
         raise ValueError(f"methods: {name}: {error}") from None
 
@@ -194,7 +198,7 @@ def check_options(program: str, given: Mapping[str, Any], *, where: str) -> Valu
     return values
 
 
-def check_settings(settings: Settings) -> Settings:
+def check_settings(settings: ContinualSettings) -> ContinualSettings:
     """Returns the settings; ValueError if they contradict each other or say too little."""
     if not settings.tasks:
         raise ValueError("tasks: none is given; give a list of tasks, each with a name and rows")
@@ -248,7 +252,7 @@ def check_set(one: SetSettings, *, where: str) -> None:
         raise ValueError(f"{where} {one.name}: metric: given {one.metric!r}, allowed: {allowed}")
 
 
-def check_task(task: Task, settings: Settings) -> None:
+def check_task(task: Task, settings: ContinualSettings) -> None:
     check_set_of_task = task if not splits_off(task, settings) else dataclasses.replace(task, held_out="split off")
     check_set(check_set_of_task, where="tasks:")
     where = f"tasks: {task.name}:"
@@ -273,7 +277,7 @@ def check_task(task: Task, settings: Settings) -> None:
         raise ValueError(f"{where} export: best needs validation data for every task")
 
 
-def check_replay(settings: Settings) -> None:
+def check_replay(settings: ContinualSettings) -> None:
     replay = settings.replay
     if replay is None:
         return
@@ -299,7 +303,7 @@ def check_replay(settings: Settings) -> None:
             raise ValueError(f"replay: {', '.join(given)}: no effect with kind: rows")
 
 
-def check_answerable(settings: Settings, tasks: Iterable[Task], what: str, *, needs_test: bool) -> None:
+def check_answerable(settings: ContinualSettings, tasks: Iterable[Task], what: str, *, needs_test: bool) -> None:
     """Refuses tasks whose prompts a model cannot answer, or whose answers cannot be scored."""
     if settings.generate.get("engine") == "openai":
         raise ValueError(f"{what}: generate: engine: openai: a server has another model; use hf or vllm")
@@ -310,7 +314,7 @@ def check_answerable(settings: Settings, tasks: Iterable[Task], what: str, *, ne
             raise ValueError(f"{what}: {task.name} needs a metric that scores answers, of {', '.join(MEASURES)}")
 
 
-def check_rounds(settings: Settings) -> None:
+def check_rounds(settings: ContinualSettings) -> None:
     rounds = settings.self_distillation
     if rounds is None:
         return
@@ -356,7 +360,7 @@ def check_rounds(settings: Settings) -> None:
         raise ValueError(f"self_distillation: not together with adapters: {settings.adapters}; leave it out")
 
 
-def check_statistics(settings: Settings, order: list[str]) -> None:
+def check_statistics(settings: ContinualSettings, order: list[str]) -> None:
     """Refuses an order of the tasks in which OSFT by activations does not know the data of every earlier task."""
     tasks = [settings.find_task(name) for name in order]
     values = [settings.train_options(task) for task in tasks]

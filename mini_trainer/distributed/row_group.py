@@ -35,7 +35,7 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """This rank among all, with the same attributes as `World`; the defaults describe a single process."""
 
     rank: int = 0

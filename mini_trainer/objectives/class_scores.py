@@ -1,4 +1,7 @@
-"""Losses of classifiers, and what their predictions are worth, by scikit-learn."""
+"""Losses of classifiers, and what their predictions are worth, by scikit-learn.
+
+N targets, C classes (or values, for regression), K numbers of a target.
+"""
 
 import math
 import warnings
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from mini_trainer.data.columns.base import CountLabels, Task
+from mini_trainer.data.columns.base import CountLabels, DataTask
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def make_weights(weights: tuple[float, ...], device: torch.device) -> Tensor:  #
     return torch.tensor(weights, dtype=torch.float32).to(device, non_blocking=True)
 
 
-def choose_class_weights(given: tuple[str, ...], task: Task, count_labels: CountLabels) -> tuple[float, ...] | None:
+def choose_class_weights(given: tuple[str, ...], task: DataTask, count_labels: CountLabels) -> tuple[float, ...] | None:
     """The classes' weights by --class-weights: none, balanced, or a number for each class. ValueError for others.
 
     balanced: targets / (classes x targets of the class), as in scikit-learn; where a target has several classes, the
@@ -98,7 +101,7 @@ METRICS = {
 }
 
 
-def summarize_classes(task: Task, targets: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
+def summarize_classes(task: DataTask, targets: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
     """Every metric of the labels' kind but the loss, of targets (N, K) and logits (N, C)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a class that nothing has, or values that are all the same
@@ -110,14 +113,14 @@ def summarize_classes(task: Task, targets: np.ndarray, logits: np.ndarray) -> di
         return score_classes(task, targets[:, 0], predicted[:, 0])
 
 
-def predict_classes(task: Task, logits: np.ndarray) -> np.ndarray:  # (N, C) -> (N, K)
+def predict_classes(task: DataTask, logits: np.ndarray) -> np.ndarray:  # (N, C) -> (N, K)
     """The logits' predictions in the form of targets: a class, a zero or one for each class, or values."""
     if task.label_type == "regression":
         return logits
     return (logits > 0).astype(int) if task.label_type == "multi" else logits.argmax(1)[:, None]
 
 
-def score_classes(task: Task, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N,) each
+def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N,) each
     """scikit-learn's scores; means over classes are over those that are a target or were predicted."""
     from sklearn import metrics
 
@@ -133,7 +136,7 @@ def score_classes(task: Task, targets: np.ndarray, predicted: np.ndarray) -> dic
     }
 
 
-def score_many(task: Task, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N, C) zeros and ones
+def score_many(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N, C) zeros and ones
     """Where a target has any number of classes; accuracy is the share of targets with exactly the right ones."""
     from sklearn import metrics
 
@@ -155,7 +158,7 @@ def average_scores(targets: np.ndarray, predicted: np.ndarray, average: str) -> 
     return dict(zip(("precision", "recall", "f1"), map(float, scores[:3]), strict=True))
 
 
-def describe_classes(task: Task, targets: np.ndarray, predicted: np.ndarray) -> dict[str, dict[str, float]]:
+def describe_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, dict[str, float]]:
     """Precision, recall, F1 and the number of targets of each class, by its name."""
     from sklearn.metrics import precision_recall_fscore_support
 
@@ -188,7 +191,7 @@ def score_values(targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]: 
     }
 
 
-def describe_prediction(task: Task, target: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
+def describe_prediction(task: DataTask, target: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
     """One prediction by names: the label, what was predicted, and its probabilities; of values the values."""
     if task.label_type == "regression":
         return {"label": target.tolist(), "predicted": logits.tolist()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, CountLabels, Sample, Task
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.label_columns import TARGET_COLUMN
 from mini_trainer.objectives.class_scores import (
     METRICS,
@@ -101,7 +101,7 @@ class HeadLoss(Loss):
 class Classification(Objective):
     """Classes of sequences or of tokens, or numbers of sequences."""
 
-    task: Task
+    task: DataTask
     loss: ClassLoss
 
     gives_predictions = True
@@ -173,7 +173,7 @@ class Classification(Objective):
 def make_classification(
     options: ClassificationOptions,
     family: ClassifierFamily,
-    task: Task,
+    task: DataTask,
     count_labels: CountLabels,
     *,
     noise: EmbeddingNoise | None = None,
@@ -190,6 +190,6 @@ def make_classification(
     return Classification(family=replace(family, labels=make_labels(task)), noise=noise, task=task, loss=loss)
 
 
-def make_labels(task: Task) -> Labels:
+def make_labels(task: DataTask) -> Labels:
     names = task.label_names or tuple(f"LABEL_{i}" for i in range(task.num_labels))
     return Labels(names, PROBLEM_TYPES[task.label_type] if task.objective == SEQUENCES else None)

@@ -92,7 +92,7 @@ def orpo(pairs: Pairs, strength: Strength) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PreferenceLoss:
     """A loss, and what it needs and takes by default."""
 
     measure: Callable[[Pairs, Strength], Tensor]  # (P,)
@@ -105,12 +105,12 @@ class Kind:
 
 
 LOSSES = {
-    "dpo": Kind(dpo, takes_margins=True, takes_smoothing=True),
-    "robust": Kind(robust, takes_smoothing=True),
-    "ipo": Kind(ipo),
-    "hinge": Kind(hinge, takes_margins=True),
-    "apo-zero": Kind(apo_zero),
-    "apo-down": Kind(apo_down),
-    "simpo": Kind(simpo, has_reference=False, takes_margins=True, beta=2.0, gamma=0.5),
-    "orpo": Kind(orpo, has_reference=False, nll_weight=1.0),
+    "dpo": PreferenceLoss(dpo, takes_margins=True, takes_smoothing=True),
+    "robust": PreferenceLoss(robust, takes_smoothing=True),
+    "ipo": PreferenceLoss(ipo),
+    "hinge": PreferenceLoss(hinge, takes_margins=True),
+    "apo-zero": PreferenceLoss(apo_zero),
+    "apo-down": PreferenceLoss(apo_down),
+    "simpo": PreferenceLoss(simpo, has_reference=False, takes_margins=True, beta=2.0, gamma=0.5),
+    "orpo": PreferenceLoss(orpo, has_reference=False, nll_weight=1.0),
 }

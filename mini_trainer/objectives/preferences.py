@@ -18,7 +18,7 @@ from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import TARGETS, Scores
-from mini_trainer.objectives.preference_losses import LOSSES, Kind, Pairs, Strength
+from mini_trainer.objectives.preference_losses import LOSSES, Pairs, PreferenceLoss, Strength
 from mini_trainer.objectives.sequence_logps import (
     ZERO,
     AnswerLoss,
@@ -43,7 +43,7 @@ SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "log
 class PreferenceLoss(AnswerLoss):
     """A loss of pairs, and with a weight the negative log-likelihood of the chosen answers."""
 
-    kind: Kind = LOSSES["dpo"]
+    kind: PreferenceLoss = LOSSES["dpo"]
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 
@@ -108,7 +108,7 @@ class Preferences(CausalLM):
     """Preferences between two answers of a language model."""
 
     family: Family = field(default_factory=TextFamily)
-    kind: Kind = LOSSES["dpo"]
+    kind: PreferenceLoss = LOSSES["dpo"]
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 

@@ -1,10 +1,7 @@
 """Losses of whole answers: the summed log-probability of each, and means over samples.
 
-S samples in a micro-batch.
-
-N trained tokens, S sums, H hidden size, V vocabulary size.
-
-T tokens in a packed row, N trained tokens among them, S answers.
+T tokens in a packed row, N trained tokens among them, S answers or samples, H hidden size, V vocabulary size. The head
+never holds all logits.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A teacher's most probable tokens at each trained token: computed, and as files and samples hold them.
 
-N trained tokens.
-
 N trained tokens, K tokens that are kept of each, V vocabulary size.
 """
 

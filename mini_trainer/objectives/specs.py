@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, SEQUENCES, TOKENS, VISION, CountLabels, Task
+from mini_trainer.data.columns.base import (
+    CAUSAL_LM,
+    FEEDBACK,
+    PREFERENCE,
+    SEQUENCES,
+    TOKENS,
+    VISION,
+    CountLabels,
+    DataTask,
+)
 from mini_trainer.objectives.class_scores import METRICS
 from mini_trainer.objectives.classes import Classification, make_classification
 from mini_trainer.objectives.embedding_noise import EmbeddingNoise
@@ -22,7 +31,7 @@ from mini_trainer.options.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
-class Settings:
+class ObjectiveSettings:
     """Settings of objectives and families. The defaults measure a model as it is."""
 
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
@@ -39,16 +48,16 @@ class Settings:
 class ObjectiveSpec:
     """An objective before its data is known."""
 
-    make_family: Callable[[Settings], Family]
-    make: Callable[[Settings, Family, Task, CountLabels], Objective]
+    make_family: Callable[[ObjectiveSettings], Family]
+    make: Callable[[ObjectiveSettings, Family, DataTask, CountLabels], Objective]
     data: str | None = None  # the kind of data it learns from (data.columns.kinds); None: of its own name
 
 
-def make_text_family(settings: Settings) -> TextFamily:
+def make_text_family(settings: ObjectiveSettings) -> TextFamily:
     return TextFamily(settings.router_aux_loss, settings.router_loss_over)
 
 
-def make_vision_family(settings: Settings) -> VisionLanguageFamily:
+def make_vision_family(settings: ObjectiveSettings) -> VisionLanguageFamily:
     vision = settings.vision
     return VisionLanguageFamily(
         make_text_family(settings), tuple(vision.freeze), max_patches=vision.max_image_tokens_per_gpu
@@ -56,29 +65,33 @@ def make_vision_family(settings: Settings) -> VisionLanguageFamily:
 
 
 def make_classifier(
-    settings: Settings, family: ClassifierFamily, task: Task, count_labels: CountLabels
+    settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count_labels: CountLabels
 ) -> Classification:
     return make_classification(settings.classification, family, task, count_labels, noise=settings.noise)
 
 
-def make_preference(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> Preferences:
+def make_preference(
+    settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels
+) -> Preferences:
     return make_preferences(settings.preference, family)
 
 
-def make_feedback(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> Feedback:
+def make_feedback(settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels) -> Feedback:
     return make_kto(settings.preference, family)
 
 
-def make_pupil(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> Taught:
+def make_pupil(settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels) -> Taught:
     return make_taught(settings.teacher, family, settings.noise)
 
 
-def make_rewards(settings: Settings, family: ClassifierFamily, task: Task, count_labels: CountLabels) -> Rewards:
+def make_rewards(
+    settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count_labels: CountLabels
+) -> Rewards:
     return Rewards(family, centering=settings.preference.reward_centering)
 
 
 def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
-    def make(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> CausalLM:
+    def make(settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels) -> CausalLM:
         o = settings.classification
         return kind(family, settings.noise, label_smoothing=o.label_smoothing, weighting=o.loss_weighting)
 
@@ -113,13 +126,13 @@ def find_data_kind(name: str) -> str:
     return OBJECTIVE_SPECS[name].data or name
 
 
-def make_family(name: str, settings: Settings) -> Family:
+def make_family(name: str, settings: ObjectiveSettings) -> Family:
     """The model family of the objective of this name."""
     return OBJECTIVE_SPECS[name].make_family(settings)
 
 
 def make_objective(
-    name: str, settings: Settings, family: Family, task: Task, count_labels: CountLabels | None = None
+    name: str, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None = None
 ) -> Objective:
     """The objective on data for `task`; ValueError if the data is for another one.
 

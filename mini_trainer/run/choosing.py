@@ -24,7 +24,7 @@ from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.router_loss import ROUTER_LOSSES
 from mini_trainer.objectives.families.vision import FREEZABLE
 from mini_trainer.objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, Settings
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSettings
 from mini_trainer.objectives.teachers import TAUGHT
 from mini_trainer.objectives.token_loss import WEIGHTINGS
 from mini_trainer.options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
@@ -86,10 +86,10 @@ def choose_objective(options: TrainOptions) -> str:
     return TAUGHT if options.teacher.teacher_weight else name
 
 
-def choose_settings(options: TrainOptions) -> Settings:
+def choose_settings(options: TrainOptions) -> ObjectiveSettings:
     """The options of objectives and model families."""
     seed, alpha = options.data.seed, options.optimization.neftune_alpha
-    return Settings(
+    return ObjectiveSettings(
         options.classification,
         options.vision,
         options.preference,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -67,7 +67,7 @@ def open_inputs(
         inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
         inputs.family = family if objective is None else objective.family
     elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data; labels come only from data
-        objective = make_objective(name, settings, family, Task(find_data_kind(name)))
+        objective = make_objective(name, settings, family, DataTask(find_data_kind(name)))
     open_model_config(inputs, options)
     if inputs.config is not None:
         inputs.errors.attempt(lambda: check_optimizer(inputs.config, options.optimization))

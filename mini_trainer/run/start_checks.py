@@ -1,4 +1,4 @@
-"""Checks of a run's inputs against each other, its other models among them, and against those of the other ranks.
+"""Checks of a run's inputs against each other, and against those of the other ranks.
 
 Each rank describes the files that it reads. Weights, checkpoints and rows to tokenize are not described: only rank 0
 reads them, or their hashes are verified on reading.

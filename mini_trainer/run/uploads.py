@@ -37,7 +37,7 @@ class Upload:
     message: str
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """Where exports are uploaded to. Only the thread of `Uploads` calls `prepare` and `upload`."""
 
     option: str  # the option and its value, for messages
@@ -61,7 +61,7 @@ class Place(Protocol):
 class Uploads:
     """Uploads exports one at a time in a thread, on rank 0."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: Destination):
         self.place = place
         self.waiting: deque[Upload] = deque()
         self.changed, self.is_ending = threading.Condition(), False

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, Task
+from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, DataTask
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
@@ -50,7 +50,7 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, Settings, find_data_kind
+from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSettings, find_data_kind
 from mini_trainer.options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.given import list_changed
@@ -131,7 +131,10 @@ SCORES = {CAUSAL_LM: score_tokens, PREFERENCE: score_answers, FEEDBACK: score_an
 def make_reference_objective(data: Mixture) -> Objective:
     """The first objective that learns from the data by a reference."""
     kinds = [kind for name, kind in OBJECTIVE_SPECS.items() if find_data_kind(name) == data.task.objective]
-    made = [kind.make(Settings(), kind.make_family(Settings()), data.task, data.count_labels) for kind in kinds]
+    made = [
+        kind.make(ObjectiveSettings(), kind.make_family(ObjectiveSettings()), data.task, data.count_labels)
+        for kind in kinds
+    ]
     return next(objective for objective in made if objective.reference_column is not None)
 
 
@@ -270,7 +273,7 @@ def open_data(path: str, options: ScoreDataOptions) -> Mixture:
     """A data set with trained tokens; ValueError for one that cannot be scored, or not as the options say."""
     data = Mixture([TokenizedData(path)])
     if data.task.objective not in SCORES:
-        allowed = ", ".join(describe_task(Task(name)) for name in SCORES)
+        allowed = ", ".join(describe_task(DataTask(name)) for name in SCORES)
         raise ValueError(f"--data-path {path} is for {describe_task(data.task)}; allowed: {allowed}")
     given = [flag_name(name) for name in list_changed(options) if name in OF_TEACHERS]
     if given and data.task.objective != CAUSAL_LM:

@@ -13,7 +13,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.tools.sweep.running import Pool, divide_devices
-from mini_trainer.tools.sweep.settings import Settings, check_trials, read_settings
+from mini_trainer.tools.sweep.settings import SweepSettings, check_trials, read_settings
 
 TRAIN = dict(max_tokens_per_gpu=64, batch_size=8, max_steps=4, activation_checkpointing="none")
 
@@ -98,7 +98,7 @@ def run(given: dict[str, Any], folder: Path, pool: Pool | None = None, *, num_pa
     from mini_trainer.tools.sweep.search import find_direction, run_sweep
     from mini_trainer.tools.sweep.study import draw_trials
 
-    settings: Settings = read_settings(write_settings(given, folder))
+    settings: SweepSettings = read_settings(write_settings(given, folder))
     drawn = draw_trials(settings)
     check_trials(settings, drawn)
     environments = divide_devices(settings, []) * num_parallel

@@ -31,7 +31,7 @@ CountLabels = Callable[[], tuple[np.ndarray, float]]
 
 
 @dataclass(frozen=True)
-class Task:
+class DataTask:
     """The purpose of a data set, as its sidecar says; chats have no labels to name."""
 
     objective: str = CAUSAL_LM
@@ -44,7 +44,7 @@ class Task:
 class RowFacts:
     """Facts about a row in addition to its lists."""
 
-    task: Task
+    task: DataTask
     length: int  # tokens
     num_counted: int  # targets
     vocab_size: float  # the model's
@@ -98,7 +98,7 @@ class Columns(ABC):
         return value if isinstance(value, tuple) else np.full(length, value)
 
     @abstractmethod
-    def describe(self, task: Task) -> str:
+    def describe(self, task: DataTask) -> str:
         """The training signal, in words."""
 
     @abstractmethod
@@ -117,19 +117,19 @@ class Columns(ABC):
         """The columns of tokenized rows."""
         return pa.RecordBatch.from_pylist([self.make_row(tokens) for tokens in samples], schema=self.schema)
 
-    def report(self, counts: Counts, task: Task) -> Iterator[str]:
+    def report(self, counts: Counts, task: DataTask) -> Iterator[str]:
         """Lines on the targets, for the terminal. Default: their number."""
         yield format_count("targets", counts.num_loss_counted_tokens)
 
-    def draw(self, counts: Counts, task: Task) -> Bars:
+    def draw(self, counts: Counts, task: DataTask) -> Bars:
         """The chart of the targets. Default: their number."""
         return Bars("Targets", {"targets": counts.num_loss_counted_tokens}, None)
 
-    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
+    def summarize(self, counts: Counts, task: DataTask) -> tuple[str, str]:
         """The figure of the targets: its label and value. Default: their number."""
         return "targets", f"{counts.num_loss_counted_tokens:,}"
 
-    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
         """The sidecar's entries on what the data is for."""
         return {"objective": task.objective}
 

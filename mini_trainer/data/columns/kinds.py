@@ -10,8 +10,8 @@ from mini_trainer.data.columns.base import (
     TOKENS,
     VISION,
     Columns,
+    DataTask,
     LabelType,
-    Task,
 )
 from mini_trainer.data.columns.label_columns import SequenceColumns, TokenColumns
 from mini_trainer.data.columns.preference_columns import FeedbackColumns, PreferenceColumns
@@ -27,19 +27,19 @@ COLUMNS: dict[str, Columns] = {
 }
 
 
-def describe_task(task: Task) -> str:
+def describe_task(task: DataTask) -> str:
     """The training signal of data sets for the task, in words."""
     return COLUMNS[task.objective].describe(task)
 
 
-def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
+def read_task(sidecar: dict[str, Any] | None, *, named: str) -> DataTask:
     """The task of a data set with this sidecar. ValueError, which begins with `named`, for an invalid one."""
     sidecar = {} if sidecar is None else sidecar
     objective = sidecar.get("objective", CAUSAL_LM)
     if objective not in COLUMNS:
         raise ValueError(f"{named}: made for the objective {objective!r}; known are {', '.join(COLUMNS)}")
     if not COLUMNS[objective].has_labels:
-        return Task(objective)
+        return DataTask(objective)
     label_type, names = sidecar.get("label_type"), sidecar.get("label_names")
     if label_type not in get_args(LabelType):
         raise ValueError(f"{named}: label_type is {label_type!r}; allowed: {', '.join(get_args(LabelType))}")
@@ -49,4 +49,4 @@ def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
     is_known = bool(names) != (label_type == "regression") and len(set(names)) == len(names)
     if not is_known or not isinstance(num_labels, int) or num_labels < 1:
         raise ValueError(f"{named}: {label_type} labels with the names {names!r}; tokenize the data again")
-    return Task(objective, label_type, tuple(names), num_labels)
+    return DataTask(objective, label_type, tuple(names), num_labels)

@@ -11,9 +11,9 @@ from mini_trainer.data.columns.base import (
     Bars,
     Columns,
     Counts,
+    DataTask,
     RowFacts,
     Sample,
-    Task,
     check_numbers,
     format_count,
 )
@@ -33,12 +33,12 @@ class LabelledColumns(Columns):
     }  # which text of a pair each token is of; null where all are of the first
     has_labels = True
 
-    def describe(self, task: Task) -> str:
+    def describe(self, task: DataTask) -> str:
         if task.label_type == "regression":
             return f"{task.objective}, regression of {task.num_labels} value{'s' * (task.num_labels > 1)}"
         return f"{task.objective} ({task.label_type}) with the labels {describe_names(task.label_names)}"
 
-    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
         return {
             "objective": task.objective,
             "label_type": task.label_type,
@@ -57,7 +57,7 @@ class LabelledColumns(Columns):
         }
         return row if tokens.type_ids is None else row | {TYPES_COLUMN: tokens.type_ids}
 
-    def report(self, counts: Counts, task: Task) -> Iterator[str]:
+    def report(self, counts: Counts, task: DataTask) -> Iterator[str]:
         """Each label with its count and its share, in the order of the classes."""
         if counts.rows["truncated"]:
             yield format_count("truncated", counts.rows["truncated"])
@@ -74,13 +74,13 @@ class LabelledColumns(Columns):
         """The number that labels are shares of."""
         return counts.num_samples
 
-    def draw(self, counts: Counts, task: Task) -> Bars:
+    def draw(self, counts: Counts, task: DataTask) -> Bars:
         if (values := counts.describe_values()) is not None:
             return Bars("Labels", values, None)
         shown = {f"label: {name}": counts.labels[name] for name in task.label_names[:NUM_LABELS_DRAWN]}
         return Bars("Labels", shown, counts.labels.total())
 
-    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
+    def summarize(self, counts: Counts, task: DataTask) -> tuple[str, str]:
         return "labels", f"{task.num_labels:,}"
 
 

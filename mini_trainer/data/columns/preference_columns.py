@@ -13,7 +13,7 @@ from mini_trainer.data.chat.token_spans import (
     add_mismatched,
     pair_up,
 )
-from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, Counts, RowFacts, Sample, Task
+from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, Counts, DataTask, RowFacts, Sample
 from mini_trainer.data.columns.token_columns import TextColumns
 
 MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"
@@ -42,10 +42,10 @@ class PreferenceColumns(TextColumns):
     def fill(self, name: str, length: int) -> np.ndarray:
         return super().fill(name, 1 if name in (MARGIN_COLUMN, PAIR_WEIGHT_COLUMN) else length)
 
-    def describe(self, task: Task) -> str:
+    def describe(self, task: DataTask) -> str:
         return "preferences"
 
-    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
         return {"objective": task.objective}
 
     def check(self, sample: Sample, row: RowFacts) -> None:
@@ -89,10 +89,10 @@ class FeedbackColumns(TextColumns):
     def fill(self, name: str, length: int) -> np.ndarray:
         return super().fill(name, 1)
 
-    def describe(self, task: Task) -> str:
+    def describe(self, task: DataTask) -> str:
         return "binary feedback"
 
-    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
         return {"objective": task.objective}
 
     def check(self, sample: Sample, row: RowFacts) -> None:

@@ -13,9 +13,9 @@ from mini_trainer.data.columns.base import (
     Bars,
     Columns,
     Counts,
+    DataTask,
     RowFacts,
     Sample,
-    Task,
     check_numbers,
     format_count,
 )
@@ -38,10 +38,10 @@ class TextColumns(Columns):
     )
     optional: ClassVar = {WEIGHTS_COLUMN: np.float32(1)}
 
-    def describe(self, task: Task) -> str:
+    def describe(self, task: DataTask) -> str:
         return "language modelling"
 
-    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
         return {}  # as data sets had it before there were other objectives
 
     def check(self, sample: Sample, row: RowFacts) -> None:
@@ -99,7 +99,7 @@ class TextColumns(Columns):
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
-    def report(self, counts: Counts, task: Task) -> Iterator[str]:
+    def report(self, counts: Counts, task: DataTask) -> Iterator[str]:
         yield format_count("trained tokens", counts.num_loss_counted_tokens, counts.num_tokens)
         stops = counts.stops
         if stops["rows"]:
@@ -107,12 +107,12 @@ class TextColumns(Columns):
         if stops["appended"]:
             yield format_count("stop tokens appended", stops["appended"])
 
-    def draw(self, counts: Counts, task: Task) -> Bars:
+    def draw(self, counts: Counts, task: DataTask) -> Bars:
         trained = {f"trained: {role}": count for role, count in counts.trained_by_role.most_common()}
         rest = counts.num_tokens - counts.trained_by_role.total()
         return Bars("Tokens by role", trained | {"not trained": rest}, counts.num_tokens)
 
-    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
+    def summarize(self, counts: Counts, task: DataTask) -> tuple[str, str]:
         return "trained", f"{counts.num_loss_counted_tokens / counts.num_tokens:.1%}"
 
 
@@ -133,10 +133,10 @@ class PicturedColumns(TextColumns):
     optional: ClassVar = {IMAGES_COLUMN: ()}
     facts = ("image_sizes",)
 
-    def describe(self, task: Task) -> str:
+    def describe(self, task: DataTask) -> str:
         return "language modelling on texts with images"
 
-    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
         return {"objective": task.objective}
 
     def make_row(self, tokens: TokenizedChat) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, LabelType, Task
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask, LabelType
 from mini_trainer.data.columns.kinds import describe_task, read_task
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.rows.files import Source
@@ -90,12 +90,12 @@ def name_label(label: Label) -> str:
 class Labels:
     """The meaning of a data set's labels. `task.label_names` are the classes, in order."""
 
-    task: Task
+    task: DataTask
     takes_indices: bool  # an integer that is not a name is the number of a class
 
     @classmethod
     def empty(cls) -> "Labels":
-        return cls(Task(SEQUENCES, "single"), takes_indices=False)
+        return cls(DataTask(SEQUENCES, "single"), takes_indices=False)
 
     @cached_property
     def classes(self) -> dict[str, int]:
@@ -157,7 +157,7 @@ def decide_labels(
     first: Labelled | None,
     label_type: LabelType | None,
     label_names: Sequence[str],
-    known: Task | None,
+    known: DataTask | None,
 ) -> Labels:
     """The meaning of the labels. `known`: the task of another data set with the same labels; `first`: the first row.
 
@@ -175,14 +175,14 @@ def decide_labels(
         if label_names:
             raise ValueError("--label-names has no effect: regression labels have no names")
         num_values = len(first.label) if first is not None and isinstance(first.label, list) else 1
-        return Labels(Task(objective, label_type, (), num_values), takes_indices=False)
+        return Labels(DataTask(objective, label_type, (), num_values), takes_indices=False)
     names = tuple(label_names) or sort_names(counts.names)
     if len(names) < 2 and label_type == "single":
         raise ValueError(
             f"all labels are {next(iter(counts.names), None)!r}: at least two classes are needed; list all possible"
             " classes with --label-names, or check --label-field"
         )
-    return Labels(Task(objective, label_type, names, len(names)), takes_indices=takes_indices(names))
+    return Labels(DataTask(objective, label_type, names, len(names)), takes_indices=takes_indices(names))
 
 
 def takes_indices(names: Sequence[str]) -> bool:
@@ -239,7 +239,7 @@ def sort_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def read_known_labels(path: str) -> Task:
+def read_known_labels(path: str) -> DataTask:
     """The labels of a data set that process_data.py wrote, named by its file or by its sidecar."""
     sidecar = Path(path if path.endswith(".meta.json") else f"{path}.meta.json")
     try:
@@ -299,7 +299,7 @@ def describe_similar(names: Sequence[str]) -> list[str]:
     return [f"the labels {first!r} and {name!r} differ only in case" for first, name in pairs if first != name]
 
 
-def count_classes(targets: Sequence[float] | Sequence[int], task: Task) -> Counter[str]:
+def count_classes(targets: Sequence[float] | Sequence[int], task: DataTask) -> Counter[str]:
     """Count of each label in a row's target."""
     if task.label_type == "regression":
         return Counter()

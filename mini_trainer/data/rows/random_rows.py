@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.columns.base import CAUSAL_LM, Columns, Task
+from mini_trainer.data.columns.base import CAUSAL_LM, Columns, DataTask
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
 from mini_trainer.data.rows.rows import FormattedChunk, Preparation
@@ -53,7 +53,7 @@ def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
     length = options.mock_length or DEFAULT_LENGTH
     kind = options.format or CAUSAL_LM  # data of --format preference and feedback is called so, too
     draw = partial(draw_samples, columns=COLUMNS[kind], token_ids=token_ids, length=length)
-    return Preparation(Task(kind), read_numbers, draw)
+    return Preparation(DataTask(kind), read_numbers, draw)
 
 
 def read_numbers(formatted_chunk: FormattedChunk, _: Counter[str]) -> Iterator[tuple[Row, RandomRow]]:

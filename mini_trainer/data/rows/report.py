@@ -15,7 +15,7 @@ from heapq import nsmallest
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
 from mini_trainer.data.chat.token_spans import DIVIDED, Remark
 from mini_trainer.data.chat.tokens import CONTROL, CONTROL_AS_TEXT
-from mini_trainer.data.columns.base import Task, format_count
+from mini_trainer.data.columns.base import DataTask, format_count
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.column_names import count_column
 from mini_trainer.data.rows.files import Source
@@ -207,7 +207,7 @@ def describe_sources(sources: Sequence[Source]) -> str:
     return str(sources[0]) if len(sources) == 1 else f"{len(sources):,} files"
 
 
-def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequence[Source]) -> None:
+def print_report(totals: Totals, task: DataTask, *, seconds: float, sources: Sequence[Source]) -> None:
     """Prints rows by outcome, tokens, trained tokens or labels, and the lengths of samples."""
     rows = totals.rows
     blank = f", {rows['blank_lines']:,} blank lines" if rows["blank_lines"] else ""
@@ -226,7 +226,7 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
     say(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
 
 
-def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> list[str]:
+def describe_lengths(totals: Totals, task: DataTask, *, model_max_length: int) -> list[str]:
     """A note on classified texts longer than the tokenizer's model_max_length; other data has no such note."""
     num_longer = sum(count for length, count in totals.lengths.items() if length > model_max_length)
     if not (COLUMNS[task.objective].has_labels and num_longer):
@@ -263,7 +263,7 @@ def describe_completions(totals: Totals) -> list[str]:
     ]
 
 
-def print_sides(sides: dict[str, Totals], task: Task) -> None:
+def print_sides(sides: dict[str, Totals], task: DataTask) -> None:
     """Prints each side's share of the data set, including dropped rows."""
     num_rows, has_labels = sum(totals.rows["in"] for totals in sides.values()), COLUMNS[task.objective].has_labels
     for name, totals in sides.items():

@@ -18,7 +18,7 @@ from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
 from mini_trainer.data.chat.tokens import MODES
 from mini_trainer.data.columns.base import FEEDBACK as FEEDBACK_DATA
 from mini_trainer.data.columns.base import PREFERENCE as PREFERENCE_DATA
-from mini_trainer.data.columns.base import VISION, Task
+from mini_trainer.data.columns.base import VISION, DataTask
 from mini_trainer.data.columns.label_columns import LABEL_TYPES
 from mini_trainer.data.rows.feedback_rows import (
     FEEDBACK,
@@ -74,7 +74,7 @@ ReadRow = tuple[Row, AnyExample | ValueError | None]
 class Preparation:
     """How rows become samples of a task."""
 
-    task: Task
+    task: DataTask
     # Each row's example, or the error that makes it unusable; None: a blank line. Counts unread columns.
     read: Callable[[FormattedChunk, Counter[str]], Iterator[ReadRow]]
     tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
@@ -84,7 +84,7 @@ class Preparation:
 def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
     """Preparation of chats, completions and documents."""
     read = partial(read_formatted, is_given=format_is_given, paths=paths)
-    return Preparation(Task(), read, masker.mask, masker.stop_token_ids)
+    return Preparation(DataTask(), read, masker.mask, masker.stop_token_ids)
 
 
 def prepare_pictured(
@@ -92,7 +92,7 @@ def prepare_pictured(
 ) -> Preparation:
     """Preparation of chats with images, and of any rows that `prepare_chats` takes."""
     read = partial(read_pictured, is_given=format_is_given, paths=paths, directories=directories, output_dir=output_dir)
-    return Preparation(Task(VISION), read, masker.mask, masker.stop_token_ids)
+    return Preparation(DataTask(VISION), read, masker.mask, masker.stop_token_ids)
 
 
 def read_formatted(
@@ -116,13 +116,13 @@ def read_labelled_rows(
 def prepare_preferences(masker: ChatMasker, fields: PreferenceFields) -> Preparation:
     """Preparation of rows with a chosen and a rejected answer."""
     read = partial(read_chunk, read_preferences, fields)
-    return Preparation(Task(PREFERENCE_DATA), read, partial(mask_preferences, masker), masker.stop_token_ids)
+    return Preparation(DataTask(PREFERENCE_DATA), read, partial(mask_preferences, masker), masker.stop_token_ids)
 
 
 def prepare_feedback(masker: ChatMasker, fields: FeedbackFields | PreferenceFields) -> Preparation:
     """Preparation of rows with a good or bad answer, or of preferences as two such rows."""
     read = partial(read_chunk, read_feedback if isinstance(fields, FeedbackFields) else read_pairs, fields)
-    return Preparation(Task(FEEDBACK_DATA), read, partial(mask_feedback, masker), masker.stop_token_ids)
+    return Preparation(DataTask(FEEDBACK_DATA), read, partial(mask_feedback, masker), masker.stop_token_ids)
 
 
 def read_chunk(

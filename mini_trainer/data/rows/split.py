@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.data.chat.conversation import REASONING_KEYS, Chat, Completion, Document
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.rows.chat_rows import join_parts
 from mini_trainer.data.rows.feedback_rows import Feedback
 from mini_trainer.data.rows.formats import Example
@@ -128,7 +128,7 @@ class SideWriter:
         for block in blocks:
             self.totals.add_sample(block, random.Random(f"{SHOWN_SAMPLES_SEED} {block.place}").random())
         if blocks:
-            self.write(encode_samples(blocks, self.ending, Task()))
+            self.write(encode_samples(blocks, self.ending, DataTask()))
 
 
 def mark_place(place: str, side: str) -> str:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
 
@@ -27,7 +27,7 @@ class TokenizedSample:
     tokens: TokenizedChat | TokenizedText
 
 
-def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: Task) -> EncodedSamples:
+def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: DataTask) -> EncodedSamples:
     """The samples with the columns of their task; in JSON lines, optional ones only if a sample has them."""
     columns, tokens = COLUMNS[task.objective], [sample.tokens for sample in samples]
     if ending == ".jsonl":
@@ -36,7 +36,7 @@ def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: Task) 
 
 
 @contextmanager
-def open_output(path: Path, ending: str, task: Task) -> Iterator[Callable[[EncodedSamples], Any]]:
+def open_output(path: Path, ending: str, task: DataTask) -> Iterator[Callable[[EncodedSamples], Any]]:
     """A function that appends samples to a new file, which is finished when the context ends."""
     if ending == ".jsonl":
         with open(path, "wb") as file:

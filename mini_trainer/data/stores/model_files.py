@@ -1,10 +1,8 @@
-"""Values in a model's JSON files that no model can be made of: checked before anything is, and before memory is taken.
+"""Finding and checking a model's files. None is trusted: names are checked before anything is loaded.
 
-transformers checks the types of most keys, and few ranges.
-
-Finding and checking a model's files. None is trusted: names are checked before anything is loaded.
-
-Anything in a model directory that could run code, links outside it, or is not safetensors is refused by name.
+Anything in a model directory that could run code, links outside it, or is not safetensors is refused by name. So are
+values in its JSON files that no model can be made of, before memory is taken: transformers checks the types of most
+keys, and few ranges.
 """
 
 import functools

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from mini_trainer.batch_packer import SampleLoad
-from mini_trainer.data.columns.base import IGNORED, Sample, Task
+from mini_trainer.data.columns.base import IGNORED, DataTask, Sample
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.tokenized.by_row import (
     RowRange,
@@ -298,7 +298,7 @@ class Mixture:
         )
 
 
-def find_common_task(sources: Sequence[TokenizedData]) -> Task:
+def find_common_task(sources: Sequence[TokenizedData]) -> DataTask:
     """The task of all sets. ValueError if tasks differ, or labels are numbered differently."""
     first = sources[0]
     for source in sources[1:]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import CLASSIFICATION
@@ -19,7 +19,7 @@ from mini_trainer.options import ProcessDataOptions
 
 def describe_data_set(
     totals: Totals,
-    task: Task,
+    task: DataTask,
     *,
     options: ProcessDataOptions,
     sources: Sequence[Source],
@@ -57,7 +57,7 @@ def describe_source(source: Source) -> dict[str, Any]:
     return {"file": source.name, "format": source.format, "sha256": source.sha256} | redirected
 
 
-def list_row_keys(task: Task) -> tuple[str, ...]:
+def list_row_keys(task: DataTask) -> tuple[str, ...]:
     """Keys of the counts of rows."""
     return ("blank_lines", "in", "kept", *DROPPED, *(("truncated",) if COLUMNS[task.objective].has_labels else ()))
 

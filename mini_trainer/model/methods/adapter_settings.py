@@ -1,6 +1,6 @@
-"""Regular expressions over a model's names, with a limit on their time: those of an adapter are its author's.
+"""Settings of LoRA adapters: an adapter whose config has an unsupported key is refused, and the key named.
 
-Settings of LoRA adapters: an adapter whose config has an unsupported key is refused, and the key named.
+Regular expressions over a model's names have a limit on their time: those of an adapter are its author's.
 """
 
 import dataclasses

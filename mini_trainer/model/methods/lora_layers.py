@@ -1,6 +1,7 @@
-"""LoRA's layers: which get adapters, peft's layers in a model on meta, and their product in four products.
+"""LoRA's layers: which get adapters, peft's layers in a model on meta, and their product.
 
-T tokens, r the rank, s alpha / r. W (out, in) is frozen, A (r, in) and B (out, r) train.
+x (W + s B A)^T in four products without other passes over the activations: equal to peft's layers, but faster. T
+tokens, r the rank, s alpha / r. W (out, in) is frozen, A (r, in) and B (out, r) train.
 """
 
 import copy

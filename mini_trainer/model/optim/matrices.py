@@ -1,6 +1,6 @@
-"""Which weights get weight decay: decided by what a parameter is, not by how many dimensions it has.
+"""Which weights get weight decay, and which are matrices between hidden states, and how many each: what Muon works on.
 
-Which weights are matrices between hidden states, and of how many matrices each one is made: what Muon works on.
+Both are decided by what a parameter is, not by how many dimensions it has.
 """
 
 import re

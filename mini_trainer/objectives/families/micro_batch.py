@@ -1,10 +1,8 @@
 """The micro-batch that a rank trains on: one packed row of samples, the family's additional inputs, and the targets.
 
-T tokens in a row, n sequences, N targets.
+Ranks can share a row (--context-parallel): it is split into parts, and gathered again.
 
-Splitting a packed row over the ranks that share it (--context-parallel), and gathering it again.
-
-T tokens in the row, N ranks that share it.
+T tokens in a row, n sequences, N targets, or N ranks that share a row.
 """
 
 import itertools

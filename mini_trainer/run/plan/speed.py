@@ -95,7 +95,7 @@ def plan_time(
     rates, flops = find_rates(target, speed), packing.flops.mean()
     scoring = plan_scoring(run, rates, findings)
     if run.teacher is not None:
-        findings.lines.append(f"teacher: a forward pass in each step, {run.other_models.flops / 1e12:,.2f} TFLOP")
+        findings.lines.append(f"teacher: a forward pass in each step, {run.teacher.flops / 1e12:,.2f} TFLOP")
     update_flops = 0 if run.model is None else run.model.update_flops
     if update_flops:
         findings.lines.append(f"optimizer: {update_flops / 1e12:,.2f} TFLOP in each step")

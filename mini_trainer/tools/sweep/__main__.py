@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from mini_trainer.distributed.messages import say
 from mini_trainer.run.stages import ending_experiment
 from mini_trainer.tools.sweep.running import Pool, divide_devices, list_devices
-from mini_trainer.tools.sweep.settings import Settings, Values, check_trials, list_files, read_settings
+from mini_trainer.tools.sweep.settings import SweepSettings, Values, check_trials, list_files, read_settings
 
 
 def sweep(options: SweepOptions) -> None:
@@ -46,7 +46,7 @@ def sweep(options: SweepOptions) -> None:
     run_sweep(settings, drawn, pool, more_is_better=more_is_better)
 
 
-def describe_start(settings: Settings, drawn: list[Values], environments: list[dict[str, str]]) -> None:
+def describe_start(settings: SweepSettings, drawn: list[Values], environments: list[dict[str, str]]) -> None:
     """Prints what is about to run."""
     rungs = "" if settings.search != "halving" else f", compared after steps {', '.join(map(str, settings.rungs))}"
     num_parallel = min(len(drawn), len(environments))

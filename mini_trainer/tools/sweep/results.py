@@ -12,7 +12,7 @@ from mini_trainer.distributed.command import name_launch
 from mini_trainer.options import TrainOptions, list_types
 from mini_trainer.options.command_line import describe_options
 from mini_trainer.options.option_files import flag_for
-from mini_trainer.tools.sweep.settings import UNEXPORTED, Settings, Values, show_value
+from mini_trainer.tools.sweep.settings import UNEXPORTED, SweepSettings, Values, show_value
 from mini_trainer.tools.sweep.study import Trial
 from mini_trainer.use.plots.curves_page import make_curves_page
 from mini_trainer.use.plots.run_files import Run
@@ -21,12 +21,12 @@ RESULTS, CURVES, BEST = "results.json", "curves.html", "best.yaml"
 MOST_CURVES = 24  # runs on the page: the best ones
 
 
-def describe_result(trial: Trial, settings: Settings) -> str:
+def describe_result(trial: Trial, settings: SweepSettings) -> str:
     """A trial's result in a few words."""
     return f"{settings.metric} {trial.result:.4f} after step {trial.facts['step']}"
 
 
-def describe_table(settings: Settings, trials: Sequence[Trial]) -> str:
+def describe_table(settings: SweepSettings, trials: Sequence[Trial]) -> str:
     """The trials in the order in which they are given, one per line."""
     names = [one.name for one in settings.parameters]
     head = ["trial", settings.metric, "at step", "steps", *names, "state", "run"]
@@ -41,11 +41,11 @@ def describe_table(settings: Settings, trials: Sequence[Trial]) -> str:
                      for row in rows)  # fmt: skip
 
 
-def find_run(settings: Settings, trial: Trial) -> Path:
+def find_run(settings: SweepSettings, trial: Trial) -> Path:
     return Path(settings.output_dir) / trial.name / "run"
 
 
-def write_results(settings: Settings, trials: Sequence[Trial]) -> None:
+def write_results(settings: SweepSettings, trials: Sequence[Trial]) -> None:
     """Writes the table as JSON, best first."""
     rows = [dataclasses.asdict(one) | {"facts": dict(one.facts)} for one in trials]
     content = {"metric": settings.metric, "search": settings.search, "trials": rows}
@@ -53,7 +53,7 @@ def write_results(settings: Settings, trials: Sequence[Trial]) -> None:
         aside.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def write_curves(settings: Settings, ranked: Sequence[Trial]) -> str:
+def write_curves(settings: SweepSettings, ranked: Sequence[Trial]) -> str:
     """Writes the page of the best trials' curves, in which the best is marked; returns where it is."""
     if importlib.util.find_spec("plotly") is None:
         return "curves: not written, pip install plotly"
@@ -66,7 +66,7 @@ def write_curves(settings: Settings, ranked: Sequence[Trial]) -> str:
     return f"curves: {path.as_uri()}"
 
 
-def describe_best(settings: Settings, best: Trial, num_processes: int) -> str:
+def describe_best(settings: SweepSettings, best: Trial, num_processes: int) -> str:
     """The best trial, and the command that trains it again; writes its options."""
     options = settings.options_of(best.values)
     left_out = [name for name, value in UNEXPORTED.items() if name not in settings.train and options[name] == value]
@@ -81,7 +81,7 @@ def describe_best(settings: Settings, best: Trial, num_processes: int) -> str:
     return f"best: {best.name}, {describe_result(best, settings)}\n{values}to train it again: {command}"
 
 
-def describe_command(settings: Settings, number: int, values: Values) -> str:
+def describe_command(settings: SweepSettings, number: int, values: Values) -> str:
     """The command that runs a trial by hand, whole, with all its options as flags."""
     options = settings.options_of(values) | {"output_dir": str(Path(settings.output_dir) / f"trial_{number}" / "run")}
     types, words = list_types(TrainOptions), name_launch("train", settings.num_processes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mini_trainer.distributed.children import SECONDS_TO_SAVE, find_last_words, start_child
 from mini_trainer.run.stages import Stage, stop_at_sigterm, wait_for_lock
-from mini_trainer.tools.sweep.settings import Settings
+from mini_trainer.tools.sweep.settings import SweepSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -30,7 +30,7 @@ def list_devices() -> list[str]:
     return list(map(str, range(torch.cuda.device_count())))
 
 
-def divide_devices(settings: Settings, devices: list[str]) -> list[dict[str, str]]:
+def divide_devices(settings: SweepSettings, devices: list[str]) -> list[dict[str, str]]:
     """For each trial that runs at a time the environment with its devices; ValueError for more than there are."""
     size, wanted = settings.num_processes, settings.num_parallel
     if not devices:

@@ -27,7 +27,7 @@ from mini_trainer.tools.sweep.results import (
     write_results,
 )
 from mini_trainer.tools.sweep.running import Pool
-from mini_trainer.tools.sweep.settings import Settings, Values, describe_settings, describe_values, list_files
+from mini_trainer.tools.sweep.settings import SweepSettings, Values, describe_settings, describe_values, list_files
 from mini_trainer.tools.sweep.study import Study, is_number
 
 RECORD, STORAGE = "sweep.json", "study.journal"
@@ -39,7 +39,7 @@ ENDED_FROM_OUTSIDE = (ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED, ExitCode.H
 ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED, ExitCode.NO_VALID_CHECKPOINT)
 
 
-def run_sweep(settings: Settings, drawn: list[Values], pool: Pool, *, more_is_better: bool) -> None:
+def run_sweep(settings: SweepSettings, drawn: list[Values], pool: Pool, *, more_is_better: bool) -> None:
     """Runs, or continues, a sweep. ValueError, OSError or RunError say why it cannot; RunError if every trial fails."""
     try:
         settle(settings, drawn)
@@ -50,7 +50,7 @@ def run_sweep(settings: Settings, drawn: list[Values], pool: Pool, *, more_is_be
         pool.lock.release()
 
 
-def settle(settings: Settings, drawn: list[Values]) -> None:
+def settle(settings: SweepSettings, drawn: list[Values]) -> None:
     """Records the settings, and refuses others than those that the directory has; trials can be added to a random
     search."""
     path = settings.root / RECORD
@@ -76,7 +76,7 @@ def settle(settings: Settings, drawn: list[Values]) -> None:
 class Sweep:
     """A sweep that runs."""
 
-    def __init__(self, settings: Settings, study: Study, pool: Pool):
+    def __init__(self, settings: SweepSettings, study: Study, pool: Pool):
         self.settings, self.study, self.pool = settings, study, pool
         self.num_starts: dict[int, int] = {}  # in a row that were ended from outside
 
@@ -255,7 +255,7 @@ def find_direction(metric: str) -> bool:
     return found[metric]
 
 
-def count_trials(num_trials: int, settings: Settings) -> list[int]:
+def count_trials(num_trials: int, settings: SweepSettings) -> list[int]:
     """The number of trials in each rung."""
     counts = [num_trials]
     for _ in settings.rungs[1:]:

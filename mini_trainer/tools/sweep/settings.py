@@ -66,7 +66,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SweepSettings:
     """A sweep."""
 
     output_dir: str
@@ -122,7 +122,7 @@ class Settings:
         return UNEXPORTED | validations | self.train | values
 
 
-def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> Settings:
+def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> SweepSettings:
     """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys.
 
     `allowed`: environment variables to fill in.
@@ -130,7 +130,7 @@ def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collect
     given = read_option_file(path, named=str(path), allowed=allowed)
     readers = READERS | {"train": functools.partial(read_train, allowed=allowed)}
     given |= {} if output_dir is None else {"output_dir": output_dir}
-    fields = {one.name: one for one in dataclasses.fields(Settings)}
+    fields = {one.name: one for one in dataclasses.fields(SweepSettings)}
     found, problems = {}, []
     for key, value in given.items():
         try:
@@ -146,7 +146,7 @@ def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collect
         names = {one.name for one in found["parameters"]}
         problems = [f"{name}: in train and in parameters; give one of them" for name in find_own(given) & names]
         shared = {name: value for name, value in found["train"].items() if name not in names}  # files are overridden
-        settings = Settings(**found | {"train": shared})
+        settings = SweepSettings(**found | {"train": shared})
         problems += find_setting_problems(settings, given)
     if problems:
         raise ValueError(f"{path}: " + "\n  ".join(problems))
@@ -159,7 +159,7 @@ def find_own(given: Mapping[str, Any]) -> set[str]:
 
 
 def read_plain(key: str, value: Any) -> Any:
-    return parse_value(key, value, Settings)
+    return parse_value(key, value, SweepSettings)
 
 
 def read_train(key: str, given: Any, *, allowed: Collection[str]) -> Values:
@@ -235,7 +235,7 @@ def read_range(option: str, given: dict[Any, Any], options_class: type) -> Param
     return Parameter(name=option, **numbers, log=log)
 
 
-def find_setting_problems(settings: Settings, given: Mapping[str, Any]) -> list[str]:
+def find_setting_problems(settings: SweepSettings, given: Mapping[str, Any]) -> list[str]:
     """Keys without effect, missing ones, numbers out of range."""
     s, problems = settings, []
     for name in ("num_trials", "min_steps", "num_processes", "num_parallel"):
@@ -254,7 +254,7 @@ def find_setting_problems(settings: Settings, given: Mapping[str, Any]) -> list[
     return problems
 
 
-def find_halving_problems(s: Settings, given: Mapping[str, Any]) -> list[str]:
+def find_halving_problems(s: SweepSettings, given: Mapping[str, Any]) -> list[str]:
     if s.search != "halving":
         useless = [name for name in ("min_steps", "reduction_factor") if name in given]
         return [f"{', '.join(useless)}: no effect with search: {s.search}, only with halving"] if useless else []
@@ -281,7 +281,7 @@ def find_halving_problems(s: Settings, given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def find_space_problems(s: Settings) -> list[str]:
+def find_space_problems(s: SweepSettings) -> list[str]:
     """Combinations that are too many in a grid, or fewer than the trials to draw."""
     counts = {one.name: one.count_values() for one in s.parameters}
     endless = [name for name, count in counts.items() if count is None]
@@ -297,13 +297,13 @@ def find_space_problems(s: Settings) -> list[str]:
     return []
 
 
-def list_grid(settings: Settings) -> Iterator[Values]:
+def list_grid(settings: SweepSettings) -> Iterator[Values]:
     """The values of all combinations, the last parameter's changing fastest."""
     for combination in itertools.product(*(one.list_values() for one in settings.parameters)):
         yield {one.name: value for one, value in zip(settings.parameters, combination, strict=True)}
 
 
-def check_trials(settings: Settings, trials: Sequence[Values]) -> None:
+def check_trials(settings: SweepSettings, trials: Sequence[Values]) -> None:
     """ValueError for options that train.py would refuse, with the trials that have them."""
     found: dict[str, list[int]] = {}
     for number, values in enumerate(trials):
@@ -350,7 +350,7 @@ def show_value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def list_files(settings: Settings, trials: Sequence[Values]) -> list[Path]:
+def list_files(settings: SweepSettings, trials: Sequence[Values]) -> list[Path]:
     """The files of rows and data sets of all trials; ValueError for one that does not exist."""
     named: dict[str, str] = {}
     for values in trials:
@@ -371,7 +371,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def describe_settings(settings: Settings) -> Values:
+def describe_settings(settings: SweepSettings) -> Values:
     """The settings that decide the results, as JSON returns them."""
     values = dataclasses.asdict(settings)
     for key in ("output_dir", "num_processes", "num_parallel"):

@@ -26,7 +26,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.storages.journal._storage import JournalStorageReplayResult
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from mini_trainer.tools.sweep.settings import Parameter, Settings, Values, list_grid, show_value
+from mini_trainer.tools.sweep.settings import Parameter, SweepSettings, Values, list_grid, show_value
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 NAME = "sweep"  # of the study in its storage
@@ -72,7 +72,7 @@ STATES = {
 }
 
 
-def draw_trials(settings: Settings) -> list[Values]:
+def draw_trials(settings: SweepSettings) -> list[Values]:
     """The values of all trials: the grid, or different ones drawn at random.
 
     Draw k is a pure function of the sweep's seed and k, so that more trials only come after those there are.
@@ -117,7 +117,7 @@ def read_label(one: Parameter, label: Any) -> Any:
 class Study:
     """The trials of a sweep, in a locked directory."""
 
-    def __init__(self, path: Path, settings: Settings, *, more_is_better: bool):
+    def __init__(self, path: Path, settings: SweepSettings, *, more_is_better: bool):
         """Opens the storage, or makes it."""
         self.path = path
         check_journal(path)

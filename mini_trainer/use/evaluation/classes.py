@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mini_trainer.data.columns.base import Task
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.class_scores import describe_prediction, predict_classes, summarize_classes
 from mini_trainer.objectives.classes import Classification
@@ -40,7 +40,7 @@ def read_scores(path: Path) -> np.ndarray:  # (N, 2 + K + C)
 class Predicted:
     """All models' predictions of the same targets."""
 
-    task: Task
+    task: DataTask
     sample_of: np.ndarray  # (N,): index of each target's sample
     counts: np.ndarray  # (n,) fp64: number of targets of each sample
     targets: np.ndarray  # (N, K)
@@ -96,7 +96,7 @@ def describe_samples(predicted: Predicted, model: int, scores: Sequence[Scores])
     ]
 
 
-def join_labels(task: Task, sample_of: np.ndarray, targets: np.ndarray) -> list[str]:
+def join_labels(task: DataTask, sample_of: np.ndarray, targets: np.ndarray) -> list[str]:
     """The names of each sample's targets (N, K), joined by spaces."""
     labels: list[list[str]] = [[] for _ in range(sample_of.max() + 1)]
     for sample, target in zip(sample_of.tolist(), targets, strict=True):
@@ -104,7 +104,7 @@ def join_labels(task: Task, sample_of: np.ndarray, targets: np.ndarray) -> list[
     return [" ".join(own) for own in labels]
 
 
-def name_target(task: Task, target: np.ndarray) -> str:  # (K,)
+def name_target(task: DataTask, target: np.ndarray) -> str:  # (K,)
     if task.label_type == "regression":
         return ", ".join(f"{value:.4g}" for value in target)
     if task.label_type == "multi":
@@ -112,7 +112,7 @@ def name_target(task: Task, target: np.ndarray) -> str:  # (K,)
     return task.label_names[int(target[0])]
 
 
-def count_outcomes(task: Task, sample_of: np.ndarray, targets: np.ndarray, logits: np.ndarray) -> Any:
+def count_outcomes(task: DataTask, sample_of: np.ndarray, targets: np.ndarray, logits: np.ndarray) -> Any:
     """True positives, false negatives and false positives of each sample by class, a mostly empty scipy sparse array
     (n, 3C)."""
     from scipy.sparse import csr_array

@@ -30,7 +30,7 @@ from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.rewards import REWARD
-from mini_trainer.objectives.specs import Settings, make_family, make_objective
+from mini_trainer.objectives.specs import ObjectiveSettings, make_family, make_objective
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
 from mini_trainer.run.choosing import choose_adapter_method
 from mini_trainer.use.evaluation import classes, losses, pairs
@@ -82,7 +82,7 @@ def choose_measure(data: Mixture, found: FoundModel) -> Measure:
 
 def open_objective(data: Mixture, found: FoundModel) -> Objective:
     """The objective that measures the model on the set."""
-    settings = Settings(head_seed=None if found.adapter is None else 0, preference=WITHOUT_REFERENCE)
+    settings = ObjectiveSettings(head_seed=None if found.adapter is None else 0, preference=WITHOUT_REFERENCE)
     name = choose_measure(data, found).objective
     return make_objective(name, settings, make_family(name, settings), data.task, data.count_labels)
 

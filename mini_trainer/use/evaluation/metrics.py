@@ -1,15 +1,13 @@
-"""SARI, how well a text was simplified, from 0 to 1 (Xu et al. 2016, ACL Q16-1029).
-
-It compares three edits of the source with those of all references: which n-grams, up to 4 words, an answer keeps (F1),
-deletes (precision) and adds (F1). Ratios of nothing are 1 and the recall of kept n-grams is over all their occurrences,
-as in Hugging Face's `evaluate`, whose value is 100 times this one. No maintained package has it; the words are
-sacrebleu's (13a, lower case).
-
-Measures of an answer against its references, from 0 to 1; the best of several references counts.
+"""Measures of an answer against its references, from 0 to 1; the best of several references counts.
 
 Normalisation is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles, single
 spaces. ROUGE, BLEU and chrF are from rouge-score and sacrebleu, edit similarity from rapidfuzz, classification from
 scikit-learn.
+
+SARI, how well a text was simplified (Xu et al. 2016, ACL Q16-1029), compares three edits of the source with those of
+all references: which n-grams, up to 4 words, an answer keeps (F1), deletes (precision) and adds (F1). Ratios of nothing
+are 1 and the recall of kept n-grams is over all their occurrences, as in Hugging Face's `evaluate`, whose value is 100
+times this one. No maintained package has it; the words are sacrebleu's (13a, lower case).
 """
 
 import functools

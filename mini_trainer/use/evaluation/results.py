@@ -1,6 +1,5 @@
-"""Results of an evaluation: means with intervals, pairs of models, the best model, and samples side by side.
-
-The page of results: means with their intervals, pairs of models, and samples side by side, differences first.
+"""Results of an evaluation, and their page: means with intervals, pairs of models, the best model, and samples side by
+side, differences first.
 """
 
 import json

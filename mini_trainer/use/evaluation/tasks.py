@@ -27,7 +27,7 @@ SCORING = "white space at a prompt's end is scored with its choices"  # results 
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """Prompts with their references, and the measures of every answer."""
 
     name: str
@@ -40,7 +40,7 @@ class Task:
         return bool(self.prompts[0].choices)
 
 
-def open_task(path: str, name: str, options: EvaluateOptions) -> Task:
+def open_task(path: str, name: str, options: EvaluateOptions) -> EvaluationTask:
     """Reads a task's file; ValueError for a prompt without a reference."""
     prompts = read_prompts([path], options.format, flag="--task")
     with_choices = [prompt for prompt in prompts if prompt.choices]
@@ -50,7 +50,7 @@ def open_task(path: str, name: str, options: EvaluateOptions) -> Task:
             raise ValueError(f"--task {path}: some rows have choices, but {other.place} has none: make two tasks")
         if options.engines.engine != "hf":
             raise ValueError(f"--task {path}: choices are scored by likelihood, which needs --engine hf")
-        return Task(name, prompts, CHOICE_MEASURES)
+        return EvaluationTask(name, prompts, CHOICE_MEASURES)
     for prompt in prompts:
         if not prompt.references:
             raise ValueError(f"--task {path}: {prompt.place} has no reference (a last answer, completion or answer)")
@@ -60,11 +60,11 @@ def open_task(path: str, name: str, options: EvaluateOptions) -> Task:
         if measure in PACKAGES:
             require(PACKAGES[measure], flag=f"--metrics {measure}")
     labels = sorted({reference for several in references for reference in several}) if "label" in measures else []
-    return Task(name, prompts, measures, labels)
+    return EvaluationTask(name, prompts, measures, labels)
 
 
 def measure_task(
-    task: Task, engine: Engine, sampling: SamplingOptions, folder: Path, *, world: World
+    task: EvaluationTask, engine: Engine, sampling: SamplingOptions, folder: Path, *, world: World
 ) -> list[Sample] | None:
     """A model's answers and their scores, in the order of the prompts; on rank 0 only. All ranks call this."""
     samples = answer_choices(task, engine, folder, world) if task.has_choices else None
@@ -78,7 +78,7 @@ def measure_task(
     return samples
 
 
-def score_line(line: dict[str, Any], task: Task) -> Sample:
+def score_line(line: dict[str, Any], task: EvaluationTask) -> Sample:
     """An answer with its scores."""
     prompt, answer = task.prompts[line["index"]], line["answer"]
     scores = {
@@ -89,7 +89,7 @@ def score_line(line: dict[str, Any], task: Task) -> Sample:
     return sample | ({"label": read_label(answer, task.labels)} if "label" in task.measures else {})
 
 
-def write_samples(path: Path, samples: Sequence[Sample], task: Task) -> None:
+def write_samples(path: Path, samples: Sequence[Sample], task: EvaluationTask) -> None:
     with written_aside(path) as (aside,):
         lines = [
             {"index": i, "place": prompt.place, "prompt": prompt.shown, "references": prompt.references} | sample
@@ -98,7 +98,7 @@ def write_samples(path: Path, samples: Sequence[Sample], task: Task) -> None:
         aside.write_text("".join(map(dump, lines)), encoding="utf-8")
 
 
-def collect_task(task: Task, samples: Sequence[list[Sample]]) -> Measured:
+def collect_task(task: EvaluationTask, samples: Sequence[list[Sample]]) -> Measured:
     """All models' samples side by side."""
     shown = [
         {
@@ -117,7 +117,7 @@ def collect_task(task: Task, samples: Sequence[list[Sample]]) -> Measured:
     return Measured(task.name, "choices" if task.has_choices else "answers", shown, list(samples), scores, extras)
 
 
-def summarize_answers(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
+def summarize_answers(task: EvaluationTask, samples: Sequence[Sample]) -> dict[str, Any]:
     """Corpus measures of a model's answers, in addition to the means of their scores."""
     if task.has_choices:
         return {}
@@ -126,7 +126,7 @@ def summarize_answers(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
     return {"num_cut": num_cut, **score_corpus(task.measures, answers, [prompt.references for prompt in task.prompts])}
 
 
-def answer_choices(task: Task, engine: Engine, folder: Path, world: World) -> list[Sample] | None:
+def answer_choices(task: EvaluationTask, engine: Engine, folder: Path, world: World) -> list[Sample] | None:
     """The likeliest choice of each prompt, by log-probability and by log-probability per character."""
     path = folder / f"{task.name}.choices.jsonl"
     made_by = engine.describe() | {"rows": [prompt.row for prompt in task.prompts], "scoring": SCORING}

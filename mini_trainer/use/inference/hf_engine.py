@@ -1,8 +1,7 @@
-"""Check that a model answers left-padded prompts as it answers each one alone, so that they can share a batch.
+"""The engine that uses transformers' generate: prompts of similar length share a left-padded batch.
 
-The engine that uses transformers' generate: prompts of similar length share a left-padded batch.
-
-For models to which padding is not exact (use/inference/hf_engine.py), only prompts of equal length share a batch.
+Where a check finds that a model does not answer left-padded prompts as it answers each one alone, only prompts of equal
+length share a batch.
 """
 
 import copy

@@ -1,9 +1,8 @@
-"""Reads messages of servers with an OpenAI-compatible API into the form that rows have.
-
-The engine for servers with an OpenAI-compatible API: vLLM, SGLang, TensorRT-LLM, llama.cpp, or OpenAI's own.
+"""The engine for servers with an OpenAI-compatible API: vLLM, SGLang, TensorRT-LLM, llama.cpp, or OpenAI's own.
 
 Chats go to /chat/completions, texts to continue to /completions. Requests run concurrently; the client retries
-transient failures (no connection, too many requests, server errors) with exponential backoff.
+transient failures (no connection, too many requests, server errors) with exponential backoff. Messages of the server
+are read into the form that rows have.
 """
 
 import json

@@ -15,7 +15,7 @@ from typing import Any
 
 from mini_trainer.data.chat.pictures import as_data_url, name_reference, open_image
 from mini_trainer.data.chat.token_spans import Pictures, TokenizedChat
-from mini_trainer.data.columns.base import IGNORED, Bars, Task
+from mini_trainer.data.columns.base import IGNORED, Bars, DataTask
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import DROPPED, Totals, percentile
 from mini_trainer.data.rows.writer import TokenizedSample
@@ -152,7 +152,7 @@ def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
 
 
 def write_page(
-    path: Path, totals: Totals, task: Task, *, tokenizer: Any, title: str, directory: Path | None = None
+    path: Path, totals: Totals, task: DataTask, *, tokenizer: Any, title: str, directory: Path | None = None
 ) -> None:
     """Writes the page with the report and the samples of `totals`. Image paths are relative to `directory`."""
     samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
@@ -204,7 +204,7 @@ def add_thumbnails(samples: Sequence[dict[str, Any]], totals: Totals, directory:
             num_drawn += 1
 
 
-def format_figures(totals: Totals, task: Task) -> str:
+def format_figures(totals: Totals, task: DataTask) -> str:
     label, value = COLUMNS[task.objective].summarize(totals, task)
     figures = {
         "rows": f"{totals.rows['in']:,}",
