@@ -236,6 +236,8 @@ def test_a_plan_reports_it_and_makes_no_object(inputs, elsewhere, play):
         play({}, callbacks=(UNMAKEABLE,))
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_modules_beside_a_callback_are_the_users_whatever_they_are_called(inputs, tmp_path):
     names = ("model", "options", "sampler", "train")
     for name in names:
