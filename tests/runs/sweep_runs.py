@@ -63,10 +63,11 @@ class KilledPool(ForkedPool):
         is_meant = log_file.parent.name == f"trial_{self.number}" and not self.was_killed
         if is_meant and self.moment == "start":
             raise Killed
+        before = count_bytes(find_metrics(log_file))
         process = super().launch(words, log_file, environment)
         if is_meant and self.moment in ("step", "alone"):
             self.was_killed = True
-            wait_for_step(log_file.parent / "run" / "training_metrics_0.jsonl", process)
+            wait_for_step(log_file, process, before)
             process.kill()
             if self.moment == "step":
                 raise Killed
@@ -85,12 +86,23 @@ class KilledPool(ForkedPool):
             child.process.kill()
 
 
-def wait_for_step(metrics: Path, process: ForkedRanks) -> None:
-    """Returns once a step is done that was not done before."""
-    before, deadline = metrics.stat().st_size if metrics.exists() else 0, time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size > before):
-        assert process.poll() is None and time.monotonic() < deadline
+def wait_for_step(log_file: Path, process: ForkedRanks, before: int) -> None:
+    """Returns once the trial's metrics have more than `before` bytes: another step is done."""
+    metrics = find_metrics(log_file)
+    deadline = time.monotonic() + 120
+    while count_bytes(metrics) <= before:
+        has_ended = process.poll() is not None
+        assert not has_ended or count_bytes(metrics) > before, log_file.read_text()
+        assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def find_metrics(log_file: Path) -> Path:
+    return log_file.parent / "run" / "training_metrics_0.jsonl"
+
+
+def count_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def run(given: dict[str, Any], folder: Path, pool: Pool | None = None, *, num_parallel: int = 1) -> Path:
