@@ -3,7 +3,6 @@
 Based on gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
-import json
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import iterate_owners
-from mini_trainer.model.methods.hashed_tensors import load_hashed, save_hashed
+from mini_trainer.model.methods.hashed_tensors import load_hashed, read_about, save_hashed
 from mini_trainer.model.methods.osft_subspaces import find_targets, weight_shape
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.objective import Objective
@@ -100,7 +99,7 @@ def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
     try:
         check_regular(path)
         with safe_open(path, "pt") as file:
-            yield file, json.loads(file.metadata()["about"])
+            yield file, read_about(file)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"--osft-statistics {path}: not a statistics file: {error!r}") from None
 
@@ -121,7 +120,7 @@ def write_statistics(statistics: Statistics, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(path) as (aside,):
-            save_hashed(statistics.covariances, aside, metadata={"about": json.dumps(about)})
+            save_hashed(statistics.covariances, aside, about)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--osft-statistics {path}: cannot be written: {error}") from None
 
