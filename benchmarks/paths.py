@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests"
-FOLDERS = [TESTS, *(TESTS / name for name in ("models", "rows", "runs", "servers")), ROOT / "examples" / "quickstart"]
-sys.path[:0] = map(str, [ROOT, *FOLDERS])
+sys.path.insert(0, str(ROOT / "tests" / "runs"))
+
+from processes import PATHS
+
+sys.path[:0] = map(str, PATHS)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,6 @@ def test_every_block_has_a_language_and_the_counts_are_told(capsys):
         print(f"{sum(bool(reason) for reason, _ in blocks)} are not; ", end="")
 
 
-def find_script(module: str) -> str:
-    path = f"{module.replace('.', '/')}.py"
-    return path if (ROOT / path).exists() else f"mini_trainer/{path}"
-
-
 class Shell:
     """Runs blocks of commands in a folder, as a reader would."""
 
@@ -122,11 +118,11 @@ class Shell:
             program, words = "mini-trainer", words[2:]
         if program == "mini-trainer":
             _, words = split_options(words)
-            words = [find_script(PROGRAMS[words[0]][0]), *words[1:]]
+            words = [find_spec(f"mini_trainer.{PROGRAMS[words[0]][0]}").origin, *words[1:]]
         elif program == "torchrun":
             words = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
         if words[0] == "-m":
-            words = [find_script(words[1].removeprefix("mini_trainer.")), *words[2:]]
+            words = [find_spec(words[1]).origin, *words[2:]]
         cache = {"HOME": str(self.folder), "MPLCONFIGDIR": str(Path.home() / ".cache" / "matplotlib")}
         done = run_forked(0, ROOT / words[0], *words[1:], folder=Path(folder), env=cache, timeout=900)
         self.output = done.stdout + done.stderr

@@ -256,7 +256,7 @@ class LLM:
 
 
 def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
-    """By a stand-in for the package: that its own names are these, only a machine that has it can show."""
+    """A stand-in takes the place of the package, whose own names can be checked only where it is installed."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "vllm.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))

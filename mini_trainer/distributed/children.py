@@ -75,7 +75,7 @@ def start_child(
     pass_fds: Collection[int] = (),
 ) -> subprocess.Popen:
     """Starts `python -m mini_trainer WORDS`, which writes to `output` and is asked to end when this process is gone."""
-    environment = keep_environment() | dict(more) | make_environment()
+    environment = keep_environment() | dict(more) | tie_to_this()
     return subprocess.Popen(
         [*name_module("mini_trainer"), *words],
         stdin=subprocess.DEVNULL,
@@ -101,8 +101,8 @@ def find_this_package() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
-def make_environment() -> dict[str, str]:
-    """Environment of a child that is one with this process: its package, and its end."""
+def tie_to_this() -> dict[str, str]:
+    """Environment of a child that imports this process's package, and ends with this process."""
     return find_this_package() | {ENDS_WITH_PARENT: str(os.getpid())}
 
 

@@ -18,7 +18,7 @@ from mini_trainer.data.tokenized.fetched import (
     locate_sets,
     name_source,
 )
-from mini_trainer.distributed.children import make_environment, name_module
+from mini_trainer.distributed.children import name_module, tie_to_this
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.distributed.monitor import RunControl
@@ -82,7 +82,7 @@ def run_process_data(options: TrainOptions, output_file: Path) -> None:
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
-        env=os.environ | make_environment(),
+        env=os.environ | tie_to_this(),
         process_group=0,  # a terminal's Ctrl-C reaches only this process, which ends the child
     )
     message: list[str] = []

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HELPERS = [ROOT / "tests", *(ROOT / "tests" / name for name in ("models", "rows", "runs", "servers"))]
-PATHS = (ROOT, *HELPERS, ROOT / "examples" / "quickstart", ROOT / "benchmarks")
+TESTS = ROOT / "tests"
+FOLDERS = [TESTS, *(TESTS / name for name in ("models", "rows", "runs", "servers"))]
+PATHS = [ROOT, *FOLDERS, ROOT / "examples" / "quickstart", ROOT / "benchmarks"]
 PYTHONPATH = os.pathsep.join(filter(None, [*map(str, PATHS), os.environ.get("PYTHONPATH")]))
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
 
