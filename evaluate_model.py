@@ -34,14 +34,14 @@ from mini_trainer.use.evaluation.harness import HARNESS, check_harness, collect_
 from mini_trainer.use.evaluation.models import Named, list_models, name_files
 from mini_trainer.use.evaluation.results import Measured, write_results
 from mini_trainer.use.evaluation.tasks import EvaluationTask, collect_task, measure_task, open_task
-from mini_trainer.use.inference.engines import IMPLEMENTED, open_engine
+from mini_trainer.use.inference.engine import open_engine
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:
     """Measures all models, and writes what was found; ValueError or OSError for what cannot be done."""
     # What can be refused is refused before any model is loaded.
-    check_choices(options, IMPLEMENTED)
+    check_choices(options)
     require("scipy", flag="evaluate_model.py")
     may_differ = ("config", "output_dir", "data_cache_dir")
     compare_ranks(world, lambda: describe_program(options, world, may_differ=may_differ))

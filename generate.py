@@ -24,8 +24,7 @@ from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options.choices import check_choices
 from mini_trainer.use.inference.answers import AnswerFile, describe_making
 from mini_trainer.use.inference.batch import answer_all
-from mini_trainer.use.inference.engine import Engine
-from mini_trainer.use.inference.engines import IMPLEMENTED, open_engine
+from mini_trainer.use.inference.engine import Engine, open_engine
 from mini_trainer.use.inference.loading import find_answering_model
 from mini_trainer.use.inference.prompts import read_prompts
 from mini_trainer.use.inference.terminal import chat
@@ -33,7 +32,7 @@ from mini_trainer.use.inference.terminal import chat
 
 def generate(options: GenerateOptions, world: World) -> None:
     """Writes the answers, or chats; ValueError or OSError for what cannot be done."""
-    check_choices(options, IMPLEMENTED)
+    check_choices(options)
     if world.world_size > 1 and options.engines.engine != "hf":
         raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")
     compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "output")))

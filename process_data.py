@@ -33,7 +33,6 @@ from mini_trainer.options.command_line import parse_options
 if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.rows.column_names import describe_unread
 from mini_trainer.data.rows.files import Folder, Source, check_folder, describe_skipped, find_sources
 from mini_trainer.data.rows.hub_rows import find_dataset
@@ -70,7 +69,6 @@ from mini_trainer.data.rows.report import (
     report_progress,
 )
 from mini_trainer.data.rows.rows import (
-    IMPLEMENTED_ROWS,
     NUM_REASONS_SHOWN,
     ChunkResult,
     process_chunk,
@@ -81,6 +79,7 @@ from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
 from mini_trainer.data.stores.disk import hash_file, identify_file, written_aside
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.tokenized.cache import identify_images, identify_options
 from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_versions
@@ -99,7 +98,7 @@ interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 def process_data(options: ProcessDataOptions) -> None:
     """Writes the data set and its sidecar, prints the report; with `--shard` or `--join` a part of it, or all of its
     parts joined. ValueError or OSError for errors that a user can fix."""
-    check_choices(options, IMPLEMENTED_ROWS)
+    check_choices(options)
     # What can be refused is refused before any row is read.
     sources = open_sources(options.rows)
     page = None if options.preview_html is None else Path(options.preview_html)

@@ -54,11 +54,9 @@ from mini_trainer.run.end_report import describe_continuing, describe_result
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.identity import describe_run
 from mini_trainer.run.metrics import StepMeter
-from mini_trainer.run.plan.auto_settings import settle_auto_options
-from mini_trainer.run.raw_rows import make_data_local
 from mini_trainer.run.run_directory import RunDirectory
-from mini_trainer.run.run_model import build_run_model
-from mini_trainer.run.start import open_inputs
+from mini_trainer.run.run_model import build_run_model, settle_auto_options
+from mini_trainer.run.start import make_data_local, open_inputs
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.run.validation import Validations

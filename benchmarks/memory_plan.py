@@ -32,9 +32,8 @@ import pyarrow as pa
 from harness import write_random_data
 from make_tiny_model import train_tokenizer
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 
 SIZES = {
     "base": dict(hidden_size=64, num_layers=1, vocab_size=288),

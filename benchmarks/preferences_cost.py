@@ -28,11 +28,10 @@ ROOT = paths.ROOT
 from harness import describe_versions
 from tiny_models import save_tokenizer
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.preference_columns import PreferenceColumns
 from mini_trainer.data.columns.token_columns import TextColumns
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 
 IN_MEMORY, PRECOMPUTED = "TRL, reference in memory", "TRL, reference precomputed"
 NUM_PAIRS, BATCH_SIZE, NUM_STEPS, NUM_ROUNDS = 32, 8, 5, 3

@@ -18,7 +18,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from mini_trainer.distributed.memory import MemoryCounter
 from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.options import ShardingOptions
-from mini_trainer.run.plan.choice import (
+from mini_trainer.run.auto_choice import (
     TOKEN_MULTIPLE,
     Probe,
     Room,
@@ -149,16 +149,16 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
 @pytest.mark.slow
 def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "mini_trainer.run.plan.auto_settings.resident_memory", lambda: 0
+        "mini_trainer.run.auto_settings.resident_memory", lambda: 0
     )  # of which a tiny model is next to nothing
-    monkeypatch.setattr("mini_trainer.run.plan.auto_settings.PLENTY", 2)  # never: every probe is made
+    monkeypatch.setattr("mini_trainer.run.auto_settings.PLENTY", 2)  # never: every probe is made
     goal, limit = 200, 2**60
     for name, mode, next_limit in (
         ("roomy", "none", lambda needed, activations: needed - 0.05 * activations),
         ("less", "selective", lambda needed, activations: needed - 0.05 * activations),
         ("least", "full", None),
     ):
-        monkeypatch.setattr("mini_trainer.run.plan.auto_settings.memory_limit", lambda *_, limit=limit: limit)
+        monkeypatch.setattr("mini_trainer.run.auto_settings.memory_limit", lambda *_, limit=limit: limit)
         train_here(world, **inputs | dict(max_tokens_per_gpu=goal, activation_checkpointing="auto"),
                    output_dir=str(tmp_path / name))  # fmt: skip
         params = outcome(tmp_path / name)[2]
@@ -235,7 +235,7 @@ def test_a_single_rank_keeps_its_weights_and_others_only_what_was_measured():
 
 def test_room_for_weights_is_measured_with_a_fixed_number_of_tokens_on_a_gpu(inputs, world, tmp_path, monkeypatch):
     """On one rank under FSDP2, and with a CPU in the place of the GPU."""
-    monkeypatch.setattr("mini_trainer.run.plan.auto_settings.is_worth_measuring", lambda *_: True)
+    monkeypatch.setattr("mini_trainer.run.auto_settings.is_worth_measuring", lambda *_: True)
     options = inputs | dict(
         max_tokens_per_gpu=64,
         reshard_after_backward="always",

@@ -11,7 +11,7 @@ from processes import flags, run, torchrun
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat import rendering as chat_rendering
 from mini_trainer.data.chat.conversation import Chat, Completion, Document
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.token_spans import DIVIDED, Remark, TokenizedChat, split_by_training
 from mini_trainer.data.chat.tokens import find_token
 from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 
 # Llama 3: begin-of-text, headers in special tokens, contents trimmed.
 LLAMA3_TEMPLATE = (

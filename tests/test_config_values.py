@@ -13,8 +13,8 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import GPT2Config
 
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.model_files import check_values, find_model
+from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.model.config import load_config, load_generation_config
 from mini_trainer.model.methods.adapter_files import read_generation_config
 from mini_trainer.objectives.families.text import TextFamily

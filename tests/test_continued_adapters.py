@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import write_pairs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 
 RUN = dict(
     batch_size=8, max_tokens_per_gpu=64, learning_rate=1e-2, max_steps=2, export_dtype="float32", lora=True,

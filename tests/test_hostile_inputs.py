@@ -16,8 +16,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, load_source, save_model, save_toke
 from transformers import AutoTokenizer
 
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.model_files import find_model, find_weights
+from mini_trainer.data.stores.tokenizers import load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

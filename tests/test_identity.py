@@ -10,7 +10,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.options import (
     PATH_OPTIONS,
     WITHOUT_NUMBERS,

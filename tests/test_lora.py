@@ -20,7 +20,7 @@ from tiny_models import SHAPE, VOCAB_SIZE, build, compile_by, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.model.methods.lora import NUM_COMPARED, LoRA

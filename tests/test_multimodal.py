@@ -26,8 +26,8 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.disk import hash_file
+from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.model.build import build_model
 from mini_trainer.model.method import Full
 from mini_trainer.model.stored_tensors import find_stored

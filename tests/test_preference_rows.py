@@ -10,8 +10,8 @@ from processes import flags
 from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.base import list_sequences
+from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions
 from mini_trainer.options.command_line import parse_options

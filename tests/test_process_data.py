@@ -23,11 +23,11 @@ from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from processes import run_unread
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.preparing import BYTES_PER_WORKER
 from mini_trainer.data.rows.report import percentile
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import ProcessDataOptions, replace_options
 from mini_trainer.options.command_line import parse_options

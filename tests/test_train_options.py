@@ -20,7 +20,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.options import RowOptions, TrainOptions, iterate_fields
 
 NUM_SAMPLES = 30

@@ -24,8 +24,6 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForCausalLM
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.base import (
     LENGTHS_COLUMN,
     Columns,
@@ -37,6 +35,7 @@ from mini_trainer.data.columns.base import (
 )
 from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import Totals
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel

@@ -23,7 +23,7 @@ from transformers import (
     Trainer,
 )
 
-from mini_trainer.model.optim.matrices import find_decayed
+from mini_trainer.model.optim.decay import find_decayed
 from mini_trainer.model.optim.optimizers import build_optimizer, set_step
 from mini_trainer.model.optim.rates import choose_rates
 from mini_trainer.options import OptimizationOptions, parse_rate

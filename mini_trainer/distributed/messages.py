@@ -16,6 +16,8 @@ from tqdm import tqdm
 from mini_trainer.options.environment import is_secret
 from mini_trainer.options.urls import HIDDEN, hide_credentials
 
+LONGEST_REASON = 400  # characters of an error that are shown
+
 
 def print_as_is(text: str, stream: TextIO) -> None:
     """Prints `text` at once. If nobody reads the stream any more, it is lost, and no error ends the work."""
@@ -140,3 +142,15 @@ class LinesAboveBars(logging.Handler):
 def leave_bars() -> str:
     """Text to print before a final message, so that it starts on an empty line."""
     return ERASE_LINE if sys.stderr.isatty() else ""
+
+
+def one_line(error: Exception) -> str:
+    """The error's message on one line, shortened: templates and libraries can raise pages of text."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's type and first line, without secrets."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return hide_secrets(f"{type(error).__name__}: {line[:300]}")

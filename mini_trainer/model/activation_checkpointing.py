@@ -1,7 +1,8 @@
 """Activation checkpointing: the outputs that blocks keep for backward, and those that they recompute."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from mini_trainer.model import attention as packed_attention
-from mini_trainer.model import tiling
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.packed_model import PackedModel
@@ -42,6 +42,19 @@ def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: s
     return kept
 
 
+is_inside_tiles = False  # of model.tiling: selective checkpointing keeps nothing there
+
+
+@contextmanager
+def inside_tiles() -> Iterator[None]:
+    global is_inside_tiles
+    outer, is_inside_tiles = is_inside_tiles, True
+    try:
+        yield
+    finally:
+        is_inside_tiles = outer
+
+
 def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] = frozenset()) -> None:
     """Keeps each block's input and the outputs of operations in `kept` for backward, and recomputes the rest.
 
@@ -49,7 +62,7 @@ def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] =
     """
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = operation.name() in kept and not tiling.is_inside_tiles
+        is_kept = operation.name() in kept and not is_inside_tiles
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if kept else {}

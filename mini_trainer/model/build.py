@@ -25,14 +25,9 @@ from mini_trainer.model.attention import (
 )
 from mini_trainer.model.blocks import hand_micro_batch_on
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.float8 import apply_float8
-from mini_trainer.model.liger import apply_liger_kernels, restored
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
-from mini_trainer.model.offloading import apply_offloading
-from mini_trainer.model.padded_attention import pad_attention
 from mini_trainer.model.sharding import apply_sharding
-from mini_trainer.model.tiling import apply_tiling, find_tiled
 from mini_trainer.model.weights import Reader, read_weights
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.packed_row import find_pad_position
@@ -40,6 +35,12 @@ from mini_trainer.objectives.families.text_tower import find_blocks, find_decode
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ComputeOptions, ShardingOptions
+from mini_trainer.options.doors import Doors
+
+# Model types whose own attention code needs a padded batch, and what gives it one.
+PADDED: Doors[Callable[[PreTrainedModel], None]] = Doors(
+    {"deberta-v2": "mini_trainer.model.padded_attention:pad_attention"}
+)
 
 
 def build_model(
@@ -68,12 +69,18 @@ def build_model(
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective.family)))
     method.prepare(meta, readers, world=world, progress=progress)
-    apply_tiling(meta)
+    if meta.tiled:
+        from mini_trainer.model.tiling import apply_tiling
+
+        apply_tiling(meta)
     packed_model = PackedModel(
         meta.model, objective, backend=meta.backend, compute_dtype=meta.compute_dtype, is_fused=compute.compile
     )
     packed_model.compiled = meta.compiled
-    packed_model.own_code = functools.partial(restored, meta.replaced)
+    if meta.replaced:
+        from mini_trainer.model.liger import restored
+
+        packed_model.own_code = functools.partial(restored, meta.replaced)
     apply_sharding(
         packed_model,
         meta.blocks,
@@ -97,6 +104,8 @@ def make_meta_model(
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     replaced = ()
     if compute.use_liger_kernels:
+        from mini_trainer.model.liger import apply_liger_kernels
+
         replaced = apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
     held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == OWN)
@@ -104,8 +113,14 @@ def make_meta_model(
     if backend != OWN:
         use_kernels(blocks, device)
     if compute.float8:
+        from mini_trainer.model.float8 import apply_float8
+
         apply_float8(blocks, device)
-    tiled = find_tiled(model, blocks) if compute.tiled_mlp else ()
+    tiled = ()
+    if compute.tiled_mlp:
+        from mini_trainer.model.tiling import find_tiled
+
+        tiled = find_tiled(model, blocks)
     if mode == "selective":
         kept = choose_kept_operations(model, method, backend=backend, compile=compute.compile)
         apply_activation_checkpointing(blocks, kept)  # before compiling, which hides operations
@@ -113,6 +128,8 @@ def make_meta_model(
     if mode == "full":
         apply_activation_checkpointing(blocks)
     if compute.offload_activations:
+        from mini_trainer.model.offloading import apply_offloading
+
         apply_offloading(blocks, device)
     return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced, compiled)
 
@@ -155,7 +172,8 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
             f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is not a known"
             " stack of blocks with attention or a recurrent state, and packed samples could not be kept apart"
         )
-    if pad_attention(model):
+    if model.config.model_type in PADDED:
+        PADDED[model.config.model_type](model)
         if requested != "auto":
             raise ValueError(
                 f"--attention {requested}: model type {model.config.model_type!r} computes attention in its own code,"

@@ -3,7 +3,8 @@
 L tokens of one sequence, T of a packed row, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.row_group import sum_parts
 from mini_trainer.distributed.world import World
 from mini_trainer.model.attention import OWN
-from mini_trainer.model.float8 import in_high_precision
 from mini_trainer.model.method import Method
 from mini_trainer.model.mixers import list_with_kernels, use_loop
 from mini_trainer.model.sharding import reshard
@@ -205,3 +205,23 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
             f"model type {model.config.model_type!r} cannot be trained here: its config declares {num_declared} layers"
             f" with a sliding window, but {num_seen} use one"
         )
+
+
+def is_float8(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torchao.float8.")
+
+
+@contextmanager
+def in_high_precision(model: nn.Module) -> Iterator[bool]:
+    """Layers in fp8 compute in their inputs' type. Yields whether there are any.
+
+    Over many layers fp8 turns the last bit's differences of two attention kernels into 20 % of a hidden state.
+    """
+    layers = [module for module in model.modules() if is_float8(module)]
+    for layer in layers:
+        layer.forward = nn.Linear.forward.__get__(layer)
+    try:
+        yield bool(layers)
+    finally:
+        for layer in layers:
+            del layer.forward

@@ -13,8 +13,7 @@ from mini_trainer.distributed.compilation import Compiled, count_graphs, describ
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World
 from mini_trainer.model.attention import find_features
-from mini_trainer.model.check import draw_sequences, token_errors
-from mini_trainer.model.float8 import is_float8
+from mini_trainer.model.check import draw_sequences, is_float8, token_errors
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.objective import Objective
@@ -46,8 +45,6 @@ def check_compiled(
     gets the uncompiled outputs of the one before it, for three short random sequences, and random gradients; none are
     accumulated. Models with dropout are compared in eval mode. `progress` is called for every block.
     """
-    if not packed_model.compiled:
-        return
     model = packed_model.model
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)

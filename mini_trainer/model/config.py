@@ -6,11 +6,10 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
-from mini_trainer.data.chat.rendering import one_line
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.model_files import GENERATION, check_model_dir, naming_config
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.messages import one_line
 from mini_trainer.model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config

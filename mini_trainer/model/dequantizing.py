@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_trainer.model.stored_tensors import Stored
+from mini_trainer.model.stored_tensors import FP8, Settings, Stored
 
-FP8 = ("F8_E4M3", "F8_E5M2")
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of power-of-two scales, stored as exponents
 EXPONENT_BIAS = 127
 MXFP4_BYTES = 16  # bytes of the 32 weights that share a scale
@@ -26,10 +25,12 @@ ROWS_AT_A_TIME = 1024  # rows of an fp8 matrix converted at once, which limits m
 ROW_LAYOUT = 0  # bitsandbytes' code for row-major 8-bit weights
 BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # sizes of dtypes that 4-bit weights are stored in
 MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+COMPRESSED_FORMATS = {
+    "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized",
+}  # fmt: skip
 COMPRESSED_PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
                     "weight_global_scale")  # fmt: skip
-
-Settings = dict[str, Any]  # `quantization_config` of a config.json
 
 
 def take_part(parts: dict[str, Stored], key: str, *, of: str) -> Stored:
@@ -309,3 +310,20 @@ def read_compressed(
     weight = BaseCompressor.get_value_from_registry(kind).decompress(state, scheme)["weight"].to(dtype)
     assert weight.shape == shape, f"{tuple(weight.shape)} instead of {shape}"
     return weight
+
+
+def check_compression(settings: Settings) -> None:
+    """ValueError for unsupported formats, and for transforms or sparsity."""
+    config = read_compression(settings)
+    formats = {name_format(scheme, config) for scheme in config.config_groups.values()}
+    if unknown := sorted(formats - COMPRESSED_FORMATS):
+        raise ValueError(
+            f"quantization_config: compressed-tensors' format {', '.join(unknown)} cannot be dequantized here"
+            f" ({', '.join(sorted(COMPRESSED_FORMATS))} can): use the bf16 release"
+        )
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if settings.get("transform_config") or sparsity != "dense":
+        raise ValueError(
+            "quantization_config: the weights are also rotated (transform_config) or stored sparsely (sparsity_config),"
+            " which cannot be undone here: use the bf16 release"
+        )

@@ -10,9 +10,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.stores.contents import fingerprint_file
 from mini_trainer.data.stores.disk import hash_json
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, iterate_chunks
 
 # Files, besides weights and tokenizer, that affect a model's computation or the preparation of its images.

@@ -1,8 +1,6 @@
-"""Products in fp8: torchao's linear layers in the blocks, and what a start-up check asks about them."""
+"""Products in fp8: torchao's linear layers in the blocks."""
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -43,23 +41,3 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
 
 def is_able(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def is_float8(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torchao.float8.")
-
-
-@contextmanager
-def in_high_precision(model: nn.Module) -> Iterator[bool]:
-    """Layers in fp8 compute in their inputs' type. Yields whether there are any.
-
-    Over many layers fp8 turns the last bit's differences of two attention kernels into 20 % of a hidden state.
-    """
-    layers = [module for module in model.modules() if is_float8(module)]
-    for layer in layers:
-        layer.forward = nn.Linear.forward.__get__(layer)
-    try:
-        yield bool(layers)
-    finally:
-        for layer in layers:
-            del layer.forward

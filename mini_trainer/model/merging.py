@@ -16,8 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.disk import (
     commit,
     describe_failed_write,
@@ -28,6 +26,7 @@ from mini_trainer.data.stores.disk import (
     sync_file,
 )
 from mini_trainer.data.stores.model_files import INDEX, WEIGHTS, check_weights, find_model, list_weights
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_tokenizer
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.model.fingerprints import fingerprint_model

@@ -3,17 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import World
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.gathering import WeightGroup, gather_parameters
-from mini_trainer.model.liger import Replaced
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.micro_batch import MicroBatch
@@ -21,6 +20,9 @@ from mini_trainer.objectives.families.text_tower import LeftOut
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import DataOptions
+
+if TYPE_CHECKING:
+    from mini_trainer.model.liger import Replaced
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class MetaModel:
     family: Family
     left_out: LeftOut = field(default_factory=LeftOut)  # parts of a multimodal model other than its text tower
     tiled: tuple[str, ...] = ()  # names of the modules to run on a tile of the row at a time
-    replaced: tuple[Replaced, ...] = ()  # by liger-kernel
+    replaced: "tuple[Replaced, ...]" = ()  # by liger-kernel
     compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
 
 
@@ -58,11 +60,20 @@ class Method:
     metrics: tuple[str, ...] = ()  # names of the values that `measure` returns
     export_error = 0.0  # allowed relative difference of an export's loss from the trained model's, beyond rounding
 
+    @classmethod
+    def make(cls, options: Any, *, seed: int) -> "Method":
+        """The method with its group of options. `seed`: the run's."""
+        return cls(options)
+
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         """Reads the files that its options name; ValueError if they do not fit the model. Default: none.
 
         In `data_options`, a token cap of "auto" has been resolved to a number.
         """
+
+    def read_generation_config(self) -> GenerationConfig | None:
+        """The generation config that its files have in place of the model's; ValueError if it cannot be used."""
+        return None
 
     def list_data_hashes(self) -> list[str]:
         """SHA-256, in a fixed order, of the files it reads that affect the run's numbers. On rank 0. Default: none."""

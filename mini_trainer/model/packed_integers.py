@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_trainer.model.dequantizing import ROWS_AT_A_TIME, Settings, refuse_leftovers, take_part
-from mini_trainer.model.stored_tensors import Stored
+from mini_trainer.model.dequantizing import ROWS_AT_A_TIME, refuse_leftovers, take_part
+from mini_trainer.model.stored_tensors import Settings, Stored
 
 WORD = 32  # bits
 AWQ_BITS = 4

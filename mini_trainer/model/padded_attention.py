@@ -35,10 +35,8 @@ class BucketedRow:
     order: Tensor | None = None  # (T,): index of each token of the row among all buckets' tokens
 
 
-def pad_attention(model: PreTrainedModel) -> bool:
-    """Makes attention of this kind run on buckets; returns whether the model has it."""
-    if model.config.model_type != "deberta-v2":
-        return False
+def pad_attention(model: PreTrainedModel) -> None:
+    """Makes attention of this kind run on buckets."""
     from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 
     row, base = BucketedRow(), model.base_model
@@ -49,7 +47,6 @@ def pad_attention(model: PreTrainedModel) -> bool:
     for module in model.modules():
         if isinstance(module, DisentangledSelfAttention):
             module.forward = functools.partial(attend_in_buckets, module.forward, row)
-    return True
 
 
 def hold_row(forward: Callable, row: BucketedRow, *args: Any, micro_batch: MicroBatch | None = None, **kwargs: Any):

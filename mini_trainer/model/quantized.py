@@ -15,20 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.data.stores.disk import read_object
-from mini_trainer.model.dequantizing import (
-    FP8,
-    Settings,
-    check_modelopt,
-    name_format,
-    open_bitsandbytes,
-    open_compressed,
-    open_fp8,
-    open_fp8_rows,
-    open_mxfp4,
-    read_compression,
-)
-from mini_trainer.model.packed_integers import check_awq, check_gptq, open_awq, open_gptq
-from mini_trainer.model.stored_tensors import Stored
+from mini_trainer.model.stored_tensors import FP8, Settings, Stored
+from mini_trainer.options.doors import Doors
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
 
@@ -42,21 +30,29 @@ OF_QUANTIZED_NAMES = re.compile(
     r"|dynamic|quantized)\b.*$",
     re.IGNORECASE,
 )
-COMPRESSED_FORMATS = {
-    "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp8-quantized",
-}  # fmt: skip
-KINDS: dict[str, Callable[[dict[str, Stored], Settings, torch.dtype], dict[str, Stored]]] = {
-    "mxfp4": open_mxfp4,
-    "fp8": open_fp8,
-    "mxfp8": open_fp8,
-    "fbgemm_fp8": open_fp8_rows,
-    "modelopt": open_fp8_rows,
-    "gptq": open_gptq,
-    "awq": open_awq,
-    "bitsandbytes": open_bitsandbytes,
-    "compressed-tensors": open_compressed,
-}
+# Turns the stored tensors into whole weights of a dtype, by the kind of quantization.
+KINDS: Doors[Callable[[dict[str, Stored], Settings, torch.dtype], dict[str, Stored]]] = Doors(
+    {
+        "mxfp4": "mini_trainer.model.dequantizing:open_mxfp4",
+        "fp8": "mini_trainer.model.dequantizing:open_fp8",
+        "mxfp8": "mini_trainer.model.dequantizing:open_fp8",
+        "fbgemm_fp8": "mini_trainer.model.dequantizing:open_fp8_rows",
+        "modelopt": "mini_trainer.model.dequantizing:open_fp8_rows",
+        "gptq": "mini_trainer.model.packed_integers:open_gptq",
+        "awq": "mini_trainer.model.packed_integers:open_awq",
+        "bitsandbytes": "mini_trainer.model.dequantizing:open_bitsandbytes",
+        "compressed-tensors": "mini_trainer.model.dequantizing:open_compressed",
+    }
+)
+# ValueError for settings that cannot be dequantized here.
+CHECKS: Doors[Callable[[Settings], None]] = Doors(
+    {
+        "compressed-tensors": "mini_trainer.model.dequantizing:check_compression",
+        "modelopt": "mini_trainer.model.dequantizing:check_modelopt",
+        "gptq": "mini_trainer.model.packed_integers:check_gptq",
+        "awq": "mini_trainer.model.packed_integers:check_awq",
+    }
+)
 TRANSPOSING = ("bitsandbytes", "gptq", "awq")  # kinds that store weights of Conv1D as those of linear layers
 SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # of releases older than the key
 PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
@@ -116,8 +112,8 @@ def check_quantization(settings: Settings, model_dir: str) -> str:
             f"--model-name-or-path {model_dir}: the weights are quantized by {kind}, and dequantizing them needs the"
             f" package {kind}, which is not installed: pip install {kind}"
         )
-    if (check := CHECKS.get(kind)) is not None:
-        check(settings)
+    if kind in CHECKS:
+        CHECKS[kind](settings)
     return kind
 
 
@@ -152,28 +148,3 @@ def open_dequantized(stored: dict[str, Stored], settings: Settings, dtype: torch
     """
     parts = {key: tensor for key, tensor in stored.items() if not OF_ACTIVATIONS.search(key)}
     return KINDS[name_kind(settings)](parts, settings, dtype)
-
-
-def check_compression(settings: Settings) -> None:
-    """ValueError for unsupported formats, and for transforms or sparsity."""
-    config = read_compression(settings)
-    formats = {name_format(scheme, config) for scheme in config.config_groups.values()}
-    if unknown := sorted(formats - COMPRESSED_FORMATS):
-        raise ValueError(
-            f"quantization_config: compressed-tensors' format {', '.join(unknown)} cannot be dequantized here"
-            f" ({', '.join(sorted(COMPRESSED_FORMATS))} can): use the bf16 release"
-        )
-    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
-    if settings.get("transform_config") or sparsity != "dense":
-        raise ValueError(
-            "quantization_config: the weights are also rotated (transform_config) or stored sparsely (sparsity_config),"
-            " which cannot be undone here: use the bf16 release"
-        )
-
-
-CHECKS: dict[str, Callable[[Settings], None]] = {
-    "compressed-tensors": check_compression,
-    "modelopt": check_modelopt,
-    "gptq": check_gptq,
-    "awq": check_awq,
-}

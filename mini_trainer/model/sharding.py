@@ -50,6 +50,31 @@ def stays_whole(
     return memory is None or num_copied == 0 or num_bytes + num_copied * compute_dtype.itemsize <= ROOM * memory
 
 
+def list_resharding(sharding: ShardingOptions) -> dict[str, str]:
+    """The options of resharding that are not, or no longer, auto."""
+    values = {name: getattr(sharding, name) for name in ("reshard_after_forward", "reshard_after_backward")}
+    return {name: value for name, value in values.items() if value != "auto"}
+
+
+def choose_resharding(sharding: ShardingOptions, *, has_room: bool) -> dict[str, str]:
+    """Values for those of the two options of resharding that are auto: never if all weights stay gathered.
+
+    `has_room`: for them, as measured, or since a single rank keeps them (`stays_whole`).
+    """
+    # Not kept, "auto" stays FSDP2's default, which frees all layers but the last.
+    found = {
+        "reshard_after_forward": "never" if has_room else "auto",
+        "reshard_after_backward": "never" if has_room else "always",
+    }
+    return {name: value for name, value in found.items() if name not in list_resharding(sharding)}
+
+
+def is_worth_measuring(unmeasured: dict[str, str], device: torch.device) -> bool:
+    """Whether the room for gathered weights is measured, also with a fixed number of tokens: on GPUs, where it is not
+    known without (`choose_resharding` without room)."""
+    return device.type == "cuda" and "auto" in unmeasured.values()
+
+
 def apply_sharding(
     packed_model: PackedModel,
     blocks: nn.ModuleList,

@@ -35,6 +35,9 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(tensor.isfinite().all())
 
 
+FP8 = ("F8_E4M3", "F8_E5M2")  # as safetensors names them
+
+Settings = dict[str, Any]  # `quantization_config` of a config.json
 Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
 
 

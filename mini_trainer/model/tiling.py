@@ -8,7 +8,6 @@ their statistics are unchanged.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from mini_trainer.model.activation_checkpointing import inside_tiles
 from mini_trainer.model.method import MetaModel
 
 MOST_TILES = 16  # tiles per row: each tile's contribution to a weight gradient is rounded to the compute dtype
@@ -91,16 +91,3 @@ def run_in_tiles(forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:  # 
     tiles = zip(*(tensor.split(size, dim) for tensor in inputs), strict=True)
     with inside_tiles():
         return torch.cat([checkpoint(forward, *tile, use_reentrant=False) for tile in tiles], dim)
-
-
-is_inside_tiles = False  # inside tiles, selective checkpointing keeps nothing
-
-
-@contextmanager
-def inside_tiles() -> Iterator[None]:
-    global is_inside_tiles
-    outer, is_inside_tiles = is_inside_tiles, True
-    try:
-        yield
-    finally:
-        is_inside_tiles = outer

@@ -20,12 +20,10 @@ from mini_trainer.objectives.class_scores import (
     describe_prediction,
     summarize_classes,
 )
-from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
 from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
-from mini_trainer.options import ClassificationOptions
+from mini_trainer.objectives.objective import TARGETS, Loss, Objective, ObjectiveSettings, Scores
 
 PROBLEM_TYPES = {  # as transformers' configs call them
     "single": "single_label_classification",
@@ -106,6 +104,28 @@ class Classification(Objective):
 
     gives_predictions = True
 
+    @classmethod
+    def make_family(cls, settings: ObjectiveSettings) -> ClassifierFamily:
+        return ClassifierFamily(of_tokens=False, seed=settings.head_seed)
+
+    @classmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count_labels: CountLabels | None
+    ) -> "Classification":
+        o = settings.classification
+        if o.label_smoothing and task.label_type != "single":
+            raise ValueError(
+                f"--label-smoothing {o.label_smoothing} has no effect on this data: its targets are not one class of"
+                f" several each ({task.label_type}): leave it out"
+            )
+        weights = choose_class_weights(o.class_weights, task, count_labels)
+        loss = ClassLoss(task.label_type, weights, o.label_smoothing)
+        return cls(family=replace(family, labels=make_labels(task)), noise=settings.noise, task=task, loss=loss)
+
+    @classmethod
+    def list_metrics(cls) -> dict[str, bool]:
+        return {name: is_better for metrics in METRICS.values() for name, is_better in metrics.items()}
+
     @property
     def name(self) -> str:
         return self.task.objective
@@ -170,24 +190,13 @@ class Classification(Objective):
         return np.asarray(rows)[:, :-num_labels], np.asarray(rows)[:, -num_labels:]
 
 
-def make_classification(
-    options: ClassificationOptions,
-    family: ClassifierFamily,
-    task: DataTask,
-    count_labels: CountLabels,
-    *,
-    noise: EmbeddingNoise | None = None,
-) -> Classification:
-    """The objective on data for `task`; ValueError for options that cannot be used on it."""
-    smoothing = options.label_smoothing
-    if smoothing and task.label_type != "single":
-        raise ValueError(
-            f"--label-smoothing {smoothing} has no effect on this data: its targets are not one class of several"
-            f" each ({task.label_type}): leave it out"
-        )
-    weights = choose_class_weights(options.class_weights, task, count_labels)
-    loss = ClassLoss(task.label_type, weights, smoothing)
-    return Classification(family=replace(family, labels=make_labels(task)), noise=noise, task=task, loss=loss)
+@dataclass(frozen=True, kw_only=True)
+class TokenClassification(Classification):
+    """Classes of tokens."""
+
+    @classmethod
+    def make_family(cls, settings: ObjectiveSettings) -> ClassifierFamily:
+        return ClassifierFamily(of_tokens=True, seed=settings.head_seed)
 
 
 def make_labels(task: DataTask) -> Labels:

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Sample
+from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.preference_columns import GOOD_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import TARGETS, Scores
+from mini_trainer.objectives.objective import TARGETS, ObjectiveSettings, Scores
 from mini_trainer.objectives.sequence_logps import (
     ONE,
     ZERO,
@@ -32,7 +32,6 @@ from mini_trainer.objectives.sequence_logps import (
     sum_by_source,
     weigh_samples,
 )
-from mini_trainer.options import PreferenceOptions
 
 KTO = "kto"
 BETA = 0.1
@@ -131,6 +130,14 @@ class Feedback(CausalLM):
     num_trained_sequences = 1
     reference_column = REFERENCE_COLUMN
 
+    @classmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+    ) -> "Feedback":
+        o = settings.preference
+        beta = BETA if o.preference_beta is None else o.preference_beta
+        return cls(family, beta=beta, good_weight=o.desirable_weight, bad_weight=o.undesirable_weight)
+
     def read_reference(self, sums: np.ndarray) -> np.ndarray:
         return (sums[:, :2] / sums[:, 2:]).astype(np.float32)
 
@@ -219,8 +226,3 @@ def describe_kinds(good: np.ndarray, bad: np.ndarray, point: float) -> dict[str,
         means[f"logps/{name}"] = logps / weight if weight else None
     chosen, rejected = means["rewards/chosen"], means["rewards/rejected"]
     return means | {"rewards/margins": None if chosen is None or rejected is None else chosen - rejected, "kl": point}
-
-
-def make_kto(options: PreferenceOptions, family: Family) -> Feedback:
-    beta = BETA if options.preference_beta is None else options.preference_beta
-    return Feedback(family, beta=beta, good_weight=options.desirable_weight, bad_weight=options.undesirable_weight)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, VISION, Sample
+from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN
 from mini_trainer.distributed.row_group import RowGroup
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily, TextReader
-from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
+from mini_trainer.objectives.objective import TARGETS, Loss, Objective, ObjectiveSettings, Scores
 from mini_trainer.objectives.token_loss import (
     CHUNK_BYTES,
     WEIGHTINGS,
@@ -129,6 +129,17 @@ class CausalLM(Objective):
     name = CAUSAL_LM
     metrics = {"loss": False, "perplexity": False, "token_accuracy": True}  # noqa: RUF012
 
+    @classmethod
+    def make_family(cls, settings: ObjectiveSettings) -> Family:
+        return TextFamily(settings.router_aux_loss, settings.router_loss_over)
+
+    @classmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+    ) -> "CausalLM":
+        o = settings.classification
+        return cls(family, settings.noise, label_smoothing=o.label_smoothing, weighting=o.loss_weighting)
+
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         labels = np.where(trainable, sample["input_ids"], IGNORED)
         if num_trained is not None:
@@ -169,13 +180,6 @@ class CausalLM(Objective):
             "token_accuracy": num_right / num_targets,
             "num_loss_counted_tokens": int(num_targets),
         }
-
-
-@dataclass(frozen=True)
-class VisionLanguage(CausalLM):
-    """Language modelling on texts with images."""
-
-    name = VISION
 
 
 def shift(values: np.ndarray, row: Row, *, last: int) -> np.ndarray:  # (T,)

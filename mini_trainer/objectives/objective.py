@@ -6,21 +6,38 @@ row, with targets, a loss and what a validation reports. T tokens in a packed ro
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.base import Sample, list_sequences
+from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.distributed.row_group import RowGroup
-from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets, take_part
+from mini_trainer.options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
+
+if TYPE_CHECKING:
+    from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 
 SELF = "self"  # as a teacher: the model as the run starts
 TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """Settings of objectives and families. The defaults measure a model as it is."""
+
+    classification: ClassificationOptions = field(default_factory=ClassificationOptions)
+    vision: VisionOptions = field(default_factory=VisionOptions)
+    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
+    teacher: TeacherOptions = field(default_factory=TeacherOptions)
+    router_aux_loss: float | None = None
+    router_loss_over: str = "sequence"
+    noise: "EmbeddingNoise | None" = None
+    head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ class Objective(ABC):
     """A training objective: which model learns, from which samples, by which loss."""
 
     family: Family
-    noise: EmbeddingNoise | None = None  # on the embeddings, while it trains
+    noise: "EmbeddingNoise | None" = None  # on the embeddings, while it trains
 
     name: ClassVar[str]  # as sidecars of data sets have it
     pipeline_tag: ClassVar[str] = "text-generation"  # of models that it trains, on the hub
@@ -86,6 +103,30 @@ class Objective(ABC):
     reference_column: ClassVar[str | None] = None
     scores_name: str | None = None  # of files of a teacher's scores next to the data (see `with_scores`)
     teacher_model: str | None = None  # a model that reads each micro-batch first, as `RowModel.teacher`, or SELF
+
+    @property
+    def reads_other_models(self) -> bool:
+        """Whether it learns from a reference or a teacher: the start's own weights, or other ones."""
+        return not (self.reference_column is self.scores_name is self.teacher_model is None)
+
+    # How it is made.
+
+    @classmethod
+    @abstractmethod
+    def make_family(cls, settings: ObjectiveSettings) -> Family:
+        """The family of the models that it trains, before the model's files are known."""
+
+    @classmethod
+    @abstractmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+    ) -> "Objective":
+        """The objective on data for `task`; ValueError for settings that cannot be used on it."""
+
+    @classmethod
+    def list_metrics(cls) -> dict[str, bool]:
+        """`metrics` of all its kinds of data."""
+        return cls.metrics
 
     # What it learns from.
 

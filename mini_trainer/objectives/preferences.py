@@ -11,13 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, PREFERENCE, Sample, list_sequences
+from mini_trainer.data.columns.base import (
+    IGNORED,
+    LENGTHS_COLUMN,
+    PREFERENCE,
+    CountLabels,
+    DataTask,
+    Sample,
+    list_sequences,
+)
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import TARGETS, Scores
+from mini_trainer.objectives.objective import TARGETS, ObjectiveSettings, Scores
 from mini_trainer.objectives.preference_losses import LOSSES, Pairs, PreferenceLoss, Strength
 from mini_trainer.objectives.sequence_logps import (
     ZERO,
@@ -30,7 +38,6 @@ from mini_trainer.objectives.sequence_logps import (
     sum_by_source,
     weigh_samples,
 )
-from mini_trainer.options import PreferenceOptions
 
 DEFAULT_STRENGTH = Strength(LOSSES["dpo"].beta)
 CHOSEN_TOKENS = "chosen_tokens"  # divisor of the chosen answers' NLL
@@ -115,6 +122,21 @@ class Preferences(CausalLM):
     name = PREFERENCE
     metrics = {"loss": False, "nll_loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
 
+    @classmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+    ) -> "Preferences":
+        """As the options say; problems with them are found before."""
+        o = settings.preference
+        kind = LOSSES[o.preference_loss]
+        strength = Strength(
+            kind.beta if o.preference_beta is None else o.preference_beta,
+            o.preference_label_smoothing,
+            (kind.gamma or 0.0) if o.preference_gamma is None else o.preference_gamma,
+        )
+        nll_weight = kind.nll_weight if o.preference_nll_weight is None else o.preference_nll_weight
+        return cls(family, kind=kind, strength=strength, nll_weight=nll_weight)
+
     @property
     def title(self) -> str:
         return f"{self.name} ({self.kind.measure.__name__.replace('_', '-')}, beta {self.strength.beta:g})"
@@ -179,18 +201,3 @@ def describe_sums(sums: np.ndarray) -> dict[str, float]:
     means = describe_means(SUMS, sums)
     nll, num_tokens = means.pop("nll"), means.pop(CHOSEN_TOKENS)
     return means | {"nll_loss": nll / (num_tokens or 1)}
-
-
-def make_preferences(options: PreferenceOptions, family: Family) -> Preferences:
-    """The objective as the options say; problems with them are found before."""
-    kind = LOSSES[options.preference_loss]
-    beta, gamma = options.preference_beta, options.preference_gamma
-    strength = Strength(
-        kind.beta if beta is None else beta,
-        options.preference_label_smoothing,
-        (kind.gamma or 0.0) if gamma is None else gamma,
-    )
-    nll_weight = options.preference_nll_weight
-    return Preferences(
-        family, kind=kind, strength=strength, nll_weight=kind.nll_weight if nll_weight is None else nll_weight
-    )

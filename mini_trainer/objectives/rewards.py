@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mini_trainer.data.columns.base import Sample, list_sequences
+from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
 from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import TARGETS, Loss, Objective, Scores
+from mini_trainer.objectives.objective import TARGETS, Loss, Objective, ObjectiveSettings, Scores
 from mini_trainer.objectives.sequence_logps import (
     SampleNumbers,
     describe_means,
@@ -95,6 +95,16 @@ class Rewards(Objective):
     name = REWARD
     pipeline_tag = "text-classification"
     metrics = {"loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
+
+    @classmethod
+    def make_family(cls, settings: ObjectiveSettings) -> ClassifierFamily:
+        return ClassifierFamily(of_tokens=False, seed=settings.head_seed, labels=LABELS)
+
+    @classmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count_labels: CountLabels | None
+    ) -> "Rewards":
+        return cls(family, centering=settings.preference.reward_centering)
 
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """One sequence: a chosen answer alone."""

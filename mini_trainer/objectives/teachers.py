@@ -15,22 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.data.columns.base import IGNORED, Sample
+from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sample
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.row_group import RowGroup
 from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
-from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextReader
 from mini_trainer.objectives.next_tokens import CausalLM, NextTokens, TokenLoss
-from mini_trainer.objectives.objective import SELF, TARGETS, Scores
+from mini_trainer.objectives.objective import SELF, TARGETS, ObjectiveSettings, Scores
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
 from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
-from mini_trainer.options import TeacherOptions
 
-TAUGHT = "taught"  # among objectives
 SEEN_COLUMN = "seen"  # of samples: the row, itself a sample, that a teacher reads instead
 DEFAULT_TOP_K = 32
 VALUES = ("loss", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")  # of a token
@@ -249,6 +246,21 @@ class Taught(CausalLM):
 
     metrics = CausalLM.metrics | {"teacher_kl": False}
 
+    @classmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+    ) -> "Taught":
+        o, noise = settings.teacher, settings.noise
+        weights = o.teacher_weight
+        by_source = weights if len(set(weights)) > 1 else ()
+        terms = Terms(max(weights), o.teacher_divergence, o.teacher_temperature, by_source)
+        if o.teacher_model is None:
+            return cls(family, noise, terms=terms, top_k=DEFAULT_TOP_K, scores_name=o.teacher_scores)
+        name = o.teacher_model
+        title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
+        reads_beside = len(o.teacher_data) > 0
+        return cls(family, noise, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
+
     @property
     def title(self) -> str:
         terms = self.terms
@@ -327,16 +339,3 @@ def describe_values(values: Sequence[float], num_targets: float) -> dict[str, fl
     _, cross_entropy, *said, num_taught = map(float, values)
     found = {"cross_entropy": cross_entropy / num_targets if num_targets else None}
     return found | {n: value / num_taught if num_taught else None for n, value in zip(VALUES[2:], said, strict=True)}
-
-
-def make_taught(options: TeacherOptions, family: Family, noise: EmbeddingNoise | None = None) -> Taught:
-    """The objective as the options say."""
-    weights = options.teacher_weight
-    by_source = weights if len(set(weights)) > 1 else ()
-    terms = Terms(max(weights), options.teacher_divergence, options.teacher_temperature, by_source)
-    if options.teacher_model is not None:
-        name = options.teacher_model
-        title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
-        reads_beside = len(options.teacher_data) > 0
-        return Taught(family, noise, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
-    return Taught(family, noise, terms=terms, top_k=DEFAULT_TOP_K, scores_name=options.teacher_scores)

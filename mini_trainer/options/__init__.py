@@ -82,4 +82,5 @@ from mini_trainer.options.training import (
     list_preset_values,
     list_shared_options,
     list_unchangeable_options,
+    names_raw_data,
 )

@@ -1,12 +1,10 @@
-"""Check that the program implements the chosen values of options with a fixed set of values."""
+"""Options with a fixed set of values."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer.options.fields import flag_name, flatten_options, list_types
-
-Implemented = Mapping[str, Collection[str]]  # implemented values by option
 
 
 def list_choices(options_class: type) -> dict[str, tuple[str, ...]]:
@@ -23,14 +21,11 @@ def iterate_literals(kind: Any) -> Iterator[str]:
             yield from iterate_literals(part)
 
 
-def check_choices(options: Any, implemented: Implemented) -> None:
-    """ValueError for a value that is not implemented, so that no `else` branch can mistake it for another; KeyError for
-    an option without an entry in `implemented`."""
+def check_choices(options: Any) -> None:
+    """ValueError for a value that is not allowed: the command line refuses it, and Python can pass it."""
     values = flatten_options(options)
-    for name in list_choices(type(options)):
+    for name, allowed in list_choices(type(options)).items():
         given = values[name] if isinstance(values[name], tuple) else (values[name],)
-        unknown = [value for value in given if isinstance(value, str) and value not in implemented[name]]
+        unknown = [value for value in given if isinstance(value, str) and value not in allowed]
         if unknown:
-            raise ValueError(
-                f"{flag_name(name)} {unknown[0]}: is not implemented; implemented are {', '.join(implemented[name])}"
-            )
+            raise ValueError(f"{flag_name(name)} {unknown[0]}: allowed: {', '.join(allowed)}")

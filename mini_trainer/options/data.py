@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS
+
 DEFAULT_BATCH_SIZE = 128
 DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
 
@@ -63,10 +65,7 @@ class RowOptions:
     feedback of two sequences each."""
     mock_length: int | None = None
     """Tokens in each sample of --mock-data, of all its sequences. Default: 2048."""
-    format: (
-        Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification", "preference", "feedback"]
-        | None
-    ) = None
+    format: Literal[*TEXT_FORMATS, *NAMED_FORMATS] | None = None
     """Format of the rows. Default: detected from each file's first row; the last three are never detected."""
     messages_field: str | None = None
     """Column or key of the messages; dots select nested ones (chat.turns). Default: messages."""

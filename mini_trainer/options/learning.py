@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mini_trainer.options.doors import OPTIMIZERS
 from mini_trainer.options.objectives import OBJECTIVES
 
 # Schedules that fall towards the end of the run, so the end has to be known.
@@ -103,7 +104,7 @@ class VisionOptions:
 class OptimizationOptions:
     """Optimizer, learning rate schedule and regularization."""
 
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    optimizer: Literal[*OPTIMIZERS] = "adamw"
     """adamw8bit: AdamW with 8-bit moments, which take a quarter of the memory; its steps differ slightly. muon: Muon
     for the blocks' matrices, AdamW for all else."""
     master_weights: Literal["float32", "bfloat16"] = "float32"

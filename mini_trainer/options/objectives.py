@@ -1,13 +1,15 @@
-"""Facts about each objective that the options need before anything heavy is imported; its code is in objectives/."""
+"""The objectives: where each is, and what the options need to know of it before anything heavy is imported."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
-    """Rows and options of an objective."""
+    """An objective's class, data and options."""
 
+    place: str  # of its class: "module:name"
+    data: str | None = None  # the kind of data it learns from (data.columns.kinds); None: of its own name
     row_format: str | None = None  # --format of its rows; None: any format of texts
     options: tuple[str, ...] = ()  # the options it uses, of those that not every objective has
     excluded: Mapping[str, str] = field(default_factory=dict)  # options it cannot be used with, and why
@@ -21,25 +23,49 @@ NO_ROUTER_LOSS = dict.fromkeys(
 OF_SEQUENCES = {"context_parallel": "whose targets are of whole sequences"}
 SAME_NOISE = {"neftune_alpha": "whose answers would get different noise"}
 CLASSIFIER = ObjectiveFacts(
-    "classification",
-    ("class_weights", "label_smoothing", "write_predictions"),
-    NO_ROUTER_LOSS | OF_SEQUENCES,
+    "mini_trainer.objectives.classes:Classification",
+    row_format="classification",
+    options=("class_weights", "label_smoothing", "write_predictions"),
+    excluded=NO_ROUTER_LOSS | OF_SEQUENCES,
     validation_modules=("sklearn",),
 )
 
-# The values of --objective. A new one has a row here, and its code a line in objectives.specs.OBJECTIVE_SPECS.
+# The values of --objective. A new one is a row here, and its class.
 OBJECTIVES: dict[str, ObjectiveFacts] = {
-    "causal-lm": ObjectiveFacts(options=("label_smoothing", "loss_weighting", "teacher_weight")),
+    "causal-lm": ObjectiveFacts(
+        "mini_trainer.objectives.next_tokens:CausalLM",
+        options=("label_smoothing", "loss_weighting", "teacher_weight"),
+    ),
     "sequence-classification": CLASSIFIER,
-    "token-classification": CLASSIFIER,
+    "token-classification": replace(CLASSIFIER, place="mini_trainer.objectives.classes:TokenClassification"),
     "preference": ObjectiveFacts(
-        "preference",
-        (
+        "mini_trainer.objectives.preferences:Preferences",
+        row_format="preference",
+        options=(
             *("preference_loss", "preference_gamma", "preference_label_smoothing", "preference_nll_weight"),
             *REFERENCE_OPTIONS,
         ),
-        SAME_NOISE,
+        excluded=SAME_NOISE,
     ),
-    "kto": ObjectiveFacts("feedback", (*REFERENCE_OPTIONS, "desirable_weight", "undesirable_weight"), SAME_NOISE),
-    "reward": ObjectiveFacts("preference", ("reward_centering",), NO_ROUTER_LOSS | OF_SEQUENCES | SAME_NOISE),
+    "kto": ObjectiveFacts(
+        "mini_trainer.objectives.kto:Feedback",
+        data="feedback",
+        row_format="feedback",
+        options=(*REFERENCE_OPTIONS, "desirable_weight", "undesirable_weight"),
+        excluded=SAME_NOISE,
+    ),
+    "reward": ObjectiveFacts(
+        "mini_trainer.objectives.rewards:Rewards",
+        data="preference",
+        row_format="preference",
+        options=("reward_centering",),
+        excluded=NO_ROUTER_LOSS | OF_SEQUENCES | SAME_NOISE,
+    ),
+}
+
+# Those that follow from the data, or from other options.
+TAUGHT = "taught"
+ALL_OBJECTIVES = OBJECTIVES | {
+    "vision-language": ObjectiveFacts("mini_trainer.objectives.pictured_tokens:VisionLanguage"),
+    TAUGHT: ObjectiveFacts("mini_trainer.objectives.teachers:Taught", data="causal-lm"),
 }

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mini_trainer.options.doors import TRACKERS
+
 
 @dataclass(frozen=True, kw_only=True)
 class EndOptions:
@@ -84,7 +86,7 @@ class ExportOptions:
 class TrackingOptions:
     """Experiment trackers (docs/tracking.md)."""
 
-    track: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
+    track: tuple[Literal[*TRACKERS], ...] = ()
     """Experiment trackers that receive all metrics (pip install wandb, and so on). Each reads its own environment
     variables, such as WANDB_MODE and MLFLOW_TRACKING_URI."""
     track_project: str | None = None

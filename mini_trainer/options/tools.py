@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR
+from mini_trainer.options.doors import ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Inference engine."""
 
-    engine: Literal["hf", "vllm", "openai"] = "hf"
+    engine: Literal[*ENGINES] = "hf"
     """hf: transformers; vllm: the package (pip install vllm); openai: a server with an OpenAI-compatible API, such as
     those of vLLM, SGLang or llama.cpp."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -63,7 +64,7 @@ class GenerateOptions:
     the terminal."""
     output: str | None = None
     """File for the answers: .jsonl."""
-    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
+    format: Literal[*TEXT_FORMATS] | None = None
     """Format of the rows. Default: detected for each row."""
     config: str | None = None
     """YAML file with any of these options; flags override it."""
@@ -101,7 +102,7 @@ class EvaluateOptions:
     """Run code that comes with the models; for a model on the hub only with a commit as --model-revision."""
     skip_verification: bool = False
     """Use models and data sets without comparing their files to the hashes recorded when they were written."""
-    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
+    format: Literal[*TEXT_FORMATS] | None = None
     """Format of the tasks' rows. Default: detected for each row."""
     max_tokens_per_gpu: int = 8192
     """Maximum number of tokens in a micro-batch of --data."""
@@ -144,7 +145,7 @@ class ScoreDataOptions:
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
     skip_verification: bool = False
     """Use models and data sets without comparing their files to the hashes recorded when they were written."""
-    engine: Literal["hf", "openai"] = "hf"
+    engine: Literal[*SCORERS] = "hf"
     """hf: transformers, in this process or under torchrun; openai: a server that returns prompt_logprobs (vLLM)."""
     base_url: str | None = None
     """openai: URL of the server, such as http://localhost:8000/v1."""
@@ -228,9 +229,7 @@ class ImportConfigOptions:
     tokenized_data: tuple[str, ...] = ()
     """Your data sets, written by process_data.py. Their lengths are used to convert batches of packs to tokens, as far
     as packs are filled, and fractional epochs to samples."""
-    trainer: (
-        Literal["axolotl", "llama-factory", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward"] | None
-    ) = None
+    trainer: Literal[*TRAINERS] | None = None
     """Trainer that the file is for; trl is its SFT trainer. Default: detected from its keys."""
 
 

@@ -29,6 +29,7 @@ from mini_trainer.options.running import (
     ShardingOptions,
     TrackingOptions,
 )
+from mini_trainer.options.urls import is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,13 @@ def list_data_sets(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     values = flatten_options(options)
     named = {name: values[name] for name in DATA_SETS}
     return {name: (value,) if isinstance(value, str) else tuple(value or ()) for name, value in named.items()}
+
+
+def names_raw_data(options: TrainOptions) -> bool:
+    """Whether the options name rows to tokenize, or data sets at URLs, in place of local data sets."""
+    rows = options.rows
+    paths = [path for paths in list_data_sets(options).values() for path in paths]
+    return bool(rows.input_file or rows.input_dataset or rows.mock_data) or any(map(is_url, paths))
 
 
 def list_identifying_options() -> list[str]:

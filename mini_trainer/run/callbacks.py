@@ -17,13 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 from mini_trainer.distributed.ending import ExitCode, RunError, log
+from mini_trainer.distributed.messages import describe_error
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.run_flags import FLAG_NAMES, Flag
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
 from mini_trainer.options import CallbackOptions
 from mini_trainer.options.command_line import suggest
 from mini_trainer.run.hooks import FOLDERS, Answer, Callback, StartedRun, check_callback
-from mini_trainer.run.trackers import describe
 from mini_trainer.run.training_log import Sink
 
 FLAGS = {"SAVE": Flag.CHECKPOINT_DUE, "EXPORT": Flag.EXPORT_DUE, "STOP": Flag.CALLBACK_STOP}  # by the answer's name
@@ -34,8 +34,6 @@ Stop = tuple[ExitCode, str]
 
 def load_callbacks(paths: Sequence[str]) -> Classes:
     """Imports the classes; ValueError with all problems. Modules are also looked for in the current directory."""
-    if not paths:
-        return {}
     folders = [os.getcwd(), *filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))]
     sys.path += [folder for folder in folders if folder not in sys.path]
     classes, problems = {}, []
@@ -76,7 +74,7 @@ def describe_raised(error: BaseException) -> str:
     """The exception, and the line that raised it; a syntax error says that by itself."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
-    return f"{describe(error)}{place}"
+    return f"{describe_error(error)}{place}"
 
 
 class Callbacks(Sink):
@@ -88,7 +86,6 @@ class Callbacks(Sink):
     def __init__(self, classes: Classes, options: CallbackOptions, control: RunControl, run: StartedRun):
         """Makes the objects and calls `on_start`; ValueError or RunError if that fails."""
         self.errors, self.control, self.step = options.callback_errors, control, run.first_step
-        self.are_given = bool(classes)  # the same on all ranks
         self.callbacks: dict[str, Callback] = {}
         self.pending: list[tuple[str, Answer]] = []  # since the last step's reduction: who asks, and for what
         self.asked: list[str] = []  # who asked for a stop
@@ -135,8 +132,6 @@ class Callbacks(Sink):
 
     def explain(self, stop: Stop | None, world: World) -> Stop | None:
         """Adds to a stop which callbacks are behind it. RunError if the run is done and one has raised. Collective."""
-        if not self.are_given:
-            return stop
         prefix = f"rank {world.rank}: " if world.rank else ""
         failed = gather_on_rank0(world, [f"{prefix}{who}" for who in self.failed])
         asked = gather_on_rank0(world, [f"{prefix}{who}" for who in self.asked])

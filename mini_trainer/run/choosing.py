@@ -1,68 +1,15 @@
 """Choice of a run's objective and method from its options."""
 
-import logging
 from dataclasses import asdict
 from pathlib import Path
 
 from mini_trainer.data.columns.base import CAUSAL_LM, VISION
-from mini_trainer.data.rows.rows import IMPLEMENTED_ROWS
-from mini_trainer.data.tokenized.mixture import WEIGHED_BY
 from mini_trainer.data.tokenized.reader import read_sidecar
-from mini_trainer.distributed.devices import DTYPES
-from mini_trainer.model.activation_checkpointing import MODES
-from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.method import Full, Method
-from mini_trainer.model.methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS, LoRA
-from mini_trainer.model.methods.osft_subspaces import BASES
-from mini_trainer.model.optim.averages import AVERAGES
-from mini_trainer.model.optim.muon import SCALES
-from mini_trainer.model.optim.optimizers import OPTIMIZERS
-from mini_trainer.model.optim.rates import SCHEDULES
-from mini_trainer.model.sharding import KEEPING, RESHARDING
-from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP
-from mini_trainer.objectives.embedding_noise import EmbeddingNoise
-from mini_trainer.objectives.families.router_loss import ROUTER_LOSSES
-from mini_trainer.objectives.families.vision import FREEZABLE
-from mini_trainer.objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSettings
-from mini_trainer.objectives.teachers import TAUGHT
-from mini_trainer.objectives.token_loss import WEIGHTINGS
-from mini_trainer.options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
-from mini_trainer.options.choices import Implemented
-from mini_trainer.osft import ALLOCATIONS, OSFT
-from mini_trainer.run.tracker_packages import PACKAGES
-
-IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
-    "activation_checkpointing": ("auto", *MODES),
-    "attention": ("auto", *BACKENDS),
-    "base_quantization": BASE_QUANTIZATIONS,
-    "callback_errors": ("stop", "log"),
-    "compute_dtype": ("auto", *DTYPES),
-    "data_weights_by": WEIGHED_BY,
-    "export_dtype": DTYPES,
-    "freeze": FREEZABLE,
-    "loss_weighting": WEIGHTINGS,
-    "logging_level": logging.getLevelNamesMapping(),
-    "lora_export": LORA_EXPORTS,
-    "lr_scheduler": SCHEDULES,
-    "master_weights": DTYPES,
-    "max_tokens_per_gpu": ("auto",),
-    "micro_batch_grad_sync": ("every", "last"),
-    "muon_scale": SCALES,
-    "objective": OBJECTIVE_SPECS,
-    "optimizer": OPTIMIZERS,
-    "osft_basis": BASES,
-    "osft_rank_allocation": ALLOCATIONS,
-    "preference_loss": PREFERENCE_LOSSES,
-    "preset": PRESETS,
-    "reshard_after_backward": KEEPING,
-    "reshard_after_forward": RESHARDING,
-    "router_loss_over": ROUTER_LOSSES,
-    "sharding": ("full", "hybrid"),
-    "weight_average": ("none", *AVERAGES),
-    "teacher_divergence": {*FROM_TOP, *FROM_LOGITS},
-    "track": PACKAGES,
-}
+from mini_trainer.objectives.objective import ObjectiveSettings
+from mini_trainer.options import DataOptions, TrainOptions, VisionOptions, flag_name
+from mini_trainer.options.doors import METHODS
+from mini_trainer.options.objectives import TAUGHT
 
 
 def choose_objective(options: TrainOptions) -> str:
@@ -88,7 +35,11 @@ def choose_objective(options: TrainOptions) -> str:
 
 def choose_settings(options: TrainOptions) -> ObjectiveSettings:
     """The options of objectives and model families."""
-    seed, alpha = options.data.seed, options.optimization.neftune_alpha
+    seed, noise = options.data.seed, None
+    if options.optimization.neftune_alpha is not None:
+        from mini_trainer.objectives.embedding_noise import EmbeddingNoise
+
+        noise = EmbeddingNoise(options.optimization.neftune_alpha, seed=seed)
     return ObjectiveSettings(
         options.classification,
         options.vision,
@@ -96,7 +47,7 @@ def choose_settings(options: TrainOptions) -> ObjectiveSettings:
         options.teacher,
         options.optimization.router_aux_loss,
         options.optimization.router_loss_over,
-        None if alpha is None else EmbeddingNoise(alpha, seed=seed),
+        noise,
         head_seed=seed,
     )
 
@@ -112,13 +63,13 @@ def has_images(options: DataOptions) -> bool:
 
 def choose_method(options: TrainOptions) -> Method:
     """Makes the method that the options select."""
-    if options.osft.osft:
-        return OSFT(options.osft)
-    if options.lora.lora:
-        return LoRA(options.lora, seed=options.data.seed)
+    for name in METHODS:
+        group = getattr(options, name)
+        if getattr(group, name):
+            return METHODS[name].make(group, seed=options.data.seed)
     return Full()
 
 
 def choose_adapter_method(adapter: Path, *, flag: str) -> Method:
     """Makes the method that inserts a trained adapter into its model; ValueError, naming `flag`, if it is unusable."""
-    return LoRA.from_adapter(adapter, flag=flag)
+    return METHODS["lora"].from_adapter(adapter, flag=flag)

@@ -23,6 +23,7 @@ from mini_trainer.data.stores.disk import (
     sync_dir,
     sync_file,
 )
+from mini_trainer.data.stores.model_files import GENERATION
 from mini_trainer.distributed.compilation import run_eagerly
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress, without_library_bars
@@ -31,7 +32,6 @@ from mini_trainer.model.check import draw_sequences
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.gathering import WeightGroup
 from mini_trainer.model.method import Method
-from mini_trainer.model.methods.adapter_files import GENERATION_CONFIG
 from mini_trainer.model.sharding import reshard
 from mini_trainer.model.weights import list_left_out
 from mini_trainer.objectives.families.family import Family
@@ -162,7 +162,7 @@ class ExportWriter:
         invalid, such as a temperature without `do_sample`: published models have them."""
         config = copy.deepcopy(self.parts.generation_config)
         follow_tokenizer(config, self.parts.tokenizer, vocab_size=vocab_size)
-        config.to_json_file(self.aside / GENERATION_CONFIG, keys_to_pop=["compile_config"])
+        config.to_json_file(self.aside / GENERATION, keys_to_pop=["compile_config"])
 
     def make_room(self, group: WeightGroup) -> None:
         """Waits until the group's tensors fit into memory."""

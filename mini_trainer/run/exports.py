@@ -1,9 +1,10 @@
 """A run's exports: finding, writing, checking, removing old ones, and uploading."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.disk import read_json, remove_directory
 from mini_trainer.distributed.devices import DTYPES
@@ -12,12 +13,15 @@ from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.due import find_due
 from mini_trainer.run.export import ExportParts, check_export, export_model
+from mini_trainer.run.file_names import AVERAGE, BEST, REGULAR
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.model_card import make_card
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import TrainingLog
-from mini_trainer.run.uploads import AVERAGE, BEST, REGULAR, Hub, Store, Uploads
 from mini_trainer.sampler import RunPosition
+
+if TYPE_CHECKING:
+    from mini_trainer.run.uploads import Uploads
 
 EXPORTS_DIR = "hf_format"
 AVERAGE_PREFIX = "average_"  # before the name of an export: of --weight-average
@@ -33,10 +37,12 @@ class Exports:
         self.output_dir = Path(options.output_dir)
         self.directory = self.output_dir / EXPORTS_DIR
         self.begun: set[Path] = set()  # see `make_aside`
-        hub = [Hub(options.hub)] if options.hub.push_to_hub is not None else []
-        store = [Store(options.exports.upload_to)] if options.exports.upload_to is not None else []
         self.first_averaged: int | None = None  # step before those of the average that the last export does not have
-        self.uploads = [Uploads(place) for place in (*hub, *store)] if world.rank == 0 else []
+        self.uploads: Sequence[Uploads] = ()
+        if world.rank == 0 and (options.hub.push_to_hub, options.exports.upload_to) != (None, None):
+            from mini_trainer.run.uploads import open_uploads
+
+            self.uploads = open_uploads(options.hub, upload_to=options.exports.upload_to)
 
     def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
         """Whether an export was due at `position` but was not written before the run ended."""

@@ -1,5 +1,6 @@
-"""Names of files in a run's directory; imports nothing, so that readers do not need torch."""
+"""Names of files in a run's directory, and kinds of exports; imports nothing, so that readers do not need torch."""
 
 METRICS_FILE = "training_metrics_0.jsonl"
 VALIDATION_FILE = "validation_metrics_0.jsonl"
 PARAMS_FILE = "training_params.json"
+REGULAR, BEST, AVERAGE = "regular", "best", "average"  # kinds of exports

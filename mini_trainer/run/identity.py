@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.stores.disk import hash_json, is_part, read_fields, written_aside
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.order import PERMUTATION, name_rule
+from mini_trainer.data.tokenized.reader import name_source
 from mini_trainer.distributed.devices import describe_device
 from mini_trainer.distributed.ending import EXIT_FILE, log
 from mini_trainer.distributed.lock import OWN_FILES
@@ -29,6 +31,7 @@ from mini_trainer.options import (
     TrainOptions,
     flatten_options,
     iterate_fields,
+    list_data_sets,
     list_defaults,
     list_identifying_options,
     list_shared_options,
@@ -36,7 +39,6 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.file_names import PARAMS_FILE
-from mini_trainer.run.raw_rows import flatten_with_urls
 
 # In a run's identity.
 OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
@@ -313,3 +315,15 @@ def describe_run(options: TrainOptions, world: World) -> str:
 def read_versions() -> dict[str, str]:
     names = ("torch", "transformers", "datasets", "numba", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def unwrap(paths: Mapping[str, tuple[str, ...]], options: TrainOptions) -> dict[str, Any]:
+    """The paths as the options take them: some take only one."""
+    values = flatten_options(options)
+    return {name: found[0] if isinstance(values[name], str) else found for name, found in paths.items()}
+
+
+def flatten_with_urls(options: TrainOptions) -> dict[str, Any]:
+    """All options by name, with the URLs of data sets that were copied from there."""
+    named = {name: tuple(map(name_source, paths)) for name, paths in list_data_sets(options).items() if paths}
+    return flatten_options(options) | unwrap(named, options)

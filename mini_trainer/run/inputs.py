@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,14 +16,16 @@ from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.model.method import Method
-from mini_trainer.model.scoring.score_files import ScoreFile
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import SELF, Objective
 from mini_trainer.options import DataOptions, ModelOptions, TrainOptions
-from mini_trainer.run.callbacks import Classes
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.identity import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
 from mini_trainer.sampler import Batching, RunPosition, draw_batches
+
+if TYPE_CHECKING:
+    from mini_trainer.model.scoring.score_files import ScoreFile
+    from mini_trainer.run.callbacks import Classes
 
 Result = TypeVar("Result")
 
@@ -72,12 +74,12 @@ class RunInputs:
     objective: Objective | None = None
     other_models: dict[str, ModelSource] = field(default_factory=dict)  # that it reads and does not train, by option
     teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
-    scores: list[ScoreFile] = field(default_factory=list)  # those of a teacher that the run reads
+    scores: "list[ScoreFile]" = field(default_factory=list)  # those of a teacher that the run reads
     batching: Batching | None = None  # None without data, or if a sample is longer than a batch
     num_steps: int | None = None  # None: no end
     origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
     schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end
-    callbacks: Classes = field(default_factory=dict)
+    callbacks: "Classes" = field(default_factory=dict)
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from mini_trainer.data.tokenized.fetched import (
     fetch_sets,
     find_sets,
     locate_sets,
-    name_source,
 )
 from mini_trainer.distributed.children import name_module, tie_to_this
 from mini_trainer.distributed.ending import ExitCode, log
@@ -33,6 +31,7 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.command_line import describe_options
 from mini_trainer.options.problems.training import name_random_format
+from mini_trainer.run.identity import unwrap
 
 OPTIONS_FILE = "options.yaml"  # next to the data set: the options that made it
 
@@ -127,15 +126,3 @@ def list_scores(options: TrainOptions) -> list[str]:
     """Endings of a teacher's files next to data sets."""
     scores = f".{options.teacher.teacher_scores}.scores"
     return [scores, f"{scores}.json"] if options.teacher.teacher_weight else []
-
-
-def unwrap(paths: Mapping[str, tuple[str, ...]], options: TrainOptions) -> dict[str, Any]:
-    """The paths as the options take them: some take only one."""
-    values = flatten_options(options)
-    return {name: found[0] if isinstance(values[name], str) else found for name, found in paths.items()}
-
-
-def flatten_with_urls(options: TrainOptions) -> dict[str, Any]:
-    """All options by name, with the URLs of data sets that were copied from there."""
-    named = {name: tuple(map(name_source, paths)) for name, paths in list_data_sets(options).items() if paths}
-    return flatten_options(options) | unwrap(named, options)

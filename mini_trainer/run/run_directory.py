@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,28 +17,28 @@ from mini_trainer.distributed.run_flags import Flag
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import TrainOptions, parse_steps
-from mini_trainer.run.callbacks import Callbacks
 from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_origin
 from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import EXPORTS_DIR, Exports
-from mini_trainer.run.hooks import StartedRun
 from mini_trainer.run.identity import (
     check_continues,
     check_output_dir,
     check_same_run,
     check_unused,
     describe_start,
+    flatten_with_urls,
     is_checkpoint_of,
     record_end,
     record_start,
 )
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.raw_rows import flatten_with_urls
 from mini_trainer.run.step import TrainState
-from mini_trainer.run.tracker_packages import open_trackers
 from mini_trainer.run.training_log import MetricsFile, Sink, TimeLeft, TrainingLog, open_console
 from mini_trainer.sampler import Batch, RunPosition
+
+if TYPE_CHECKING:
+    from mini_trainer.run.callbacks import Callbacks
 
 PROFILE_DIR = "profile"
 
@@ -77,6 +77,7 @@ class RunDirectory:
         self.auto_settings: dict[str, Any] | None = self.previous.get("auto_settings")
         self.last_save = time.monotonic()
         self.log = TrainingLog([])
+        self.callbacks: Callbacks | None = None
         if self.checkpoint is None:
             log.info(f"starting from step 0 in {self.path}")
         else:
@@ -133,14 +134,21 @@ class RunDirectory:
 
     def open_log(self, inputs: RunInputs, *, num_validations: int) -> TrainingLog:
         """Opens the sinks, and starts the callbacks, which ranks other than 0 can also have."""
-        first_step, num_steps = self.start.step, inputs.num_steps
-        files = [] if self.world.rank > 0 else self._open_files(inputs, num_validations=num_validations)
-        options = MappingProxyType(flatten_with_urls(self.options))
-        started = StartedRun(
-            self.path.absolute(), options, first_step, num_steps, self.world.rank, self.world.world_size
-        )
-        self.callbacks = Callbacks(inputs.callbacks, self.options.callbacks, self.control, started)
-        self.log.sinks = [*files, self.callbacks]
+        self.log.sinks = [] if self.world.rank > 0 else self._open_files(inputs, num_validations=num_validations)
+        if inputs.callbacks:
+            from mini_trainer.run.callbacks import Callbacks
+            from mini_trainer.run.hooks import StartedRun
+
+            started = StartedRun(
+                output_dir=self.path.absolute(),
+                options=MappingProxyType(flatten_with_urls(self.options)),
+                first_step=self.start.step,
+                num_steps=inputs.num_steps,
+                rank=self.world.rank,
+                world_size=self.world.world_size,
+            )
+            self.callbacks = Callbacks(inputs.callbacks, self.options.callbacks, self.control, started)
+            self.log.sinks.append(self.callbacks)
         return self.log
 
     def _open_files(self, inputs: RunInputs, *, num_validations: int) -> list[Sink]:
@@ -157,11 +165,15 @@ class RunDirectory:
             count_validations=count,
             validation_steps=num_validated / inputs.batching.mean_samples,
         )
-        return [
+        sinks: list[Sink] = [
             MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
             open_console(time_left, shown=tuple(inputs.objective.metrics)),
-            *open_trackers(self.options, self.path),
         ]
+        if self.options.tracking.track:
+            from mini_trainer.run.tracker_packages import open_trackers
+
+            sinks.append(open_trackers(self.options, self.path))
+        return sinks
 
     def profile(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields `batches`, profiling the steps of --profile-steps."""
@@ -177,7 +189,7 @@ class RunDirectory:
 
     def flags(self) -> int:
         """This rank's flags: stop requests, callbacks' answers, a checkpoint being written or due by the clock."""
-        flags = self.control.flags() | self.callbacks.take_flags()
+        flags = self.control.flags() | (0 if self.callbacks is None else self.callbacks.take_flags())
         flags |= Flag.CHECKPOINT_UNDER_WAY if self.checkpointer.is_writing else 0
         minutes = self.options.checkpoints.checkpoint_every_minutes
         is_late = minutes is not None and time.monotonic() - self.last_save > 60 * minutes
@@ -222,7 +234,7 @@ class RunDirectory:
         if is_done:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))
-        return self.callbacks.explain(stop, self.world)
+        return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
 
 
 NUM_ROWS = 40  # rows of the table of slowest operations

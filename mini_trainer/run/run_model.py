@@ -1,11 +1,9 @@
-"""Building, checking and reporting a run's model.
-
-The report on data and model at a run's start.
-"""
+"""Building, checking and reporting a run's model; the report on its data."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
@@ -15,18 +13,16 @@ from mini_trainer.model.activation_checkpointing import forget_random_states
 from mini_trainer.model.attention import list_heads
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model, draws_random_numbers
-from mini_trainer.model.compiled_check import check_compiled
-from mini_trainer.model.context_parallel import describe_heads
 from mini_trainer.model.flops import FlopCount, count_flops
-from mini_trainer.model.liger import forget_liger_kernels
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.rates import learning_rate_at
+from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import TrainOptions
+from mini_trainer.options import TrainOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.other_models import add_reference, add_teacher, assume_reference
+from mini_trainer.run.step import TrainState
 from mini_trainer.sampler import RunPosition
 
 
@@ -46,7 +42,6 @@ def build_run_model(
     """
     if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
-    forget_liger_kernels()  # of an earlier run in this process
     method, compute = inputs.method, options.compute
     build_from = functools.partial(
         build_model,
@@ -73,15 +68,21 @@ def build_run_model(
     check_model(model, inputs.objective, method, world=world)
     if not draws_random_numbers(model, inputs.objective, world=world):
         forget_random_states(model)
-    check_compiled(model, inputs.objective, world=world, progress=progress)
+    if model.compiled:
+        from mini_trainer.model.compiled_check import check_compiled
+
+        check_compiled(model, inputs.objective, world=world, progress=progress)
     weigh_images(inputs, count_flops(model.model))
     load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)
-    add_teacher(inputs, model, build_other)
-    if only_measures:
-        assume_reference(inputs)
-    else:
-        add_reference(options, inputs, model, build_other, world=world, progress=progress)
+    if inputs.objective.reads_other_models:
+        from mini_trainer.run.other_models import add_reference, add_teacher, assume_reference
+
+        add_teacher(inputs, model, build_other)
+        if only_measures:
+            assume_reference(inputs)
+        else:
+            add_reference(options, inputs, model, build_other, world=world, progress=progress)
     log.info(describe_model(options, inputs, model))
     return model
 
@@ -130,6 +131,15 @@ def describe_schedule(inputs: RunInputs, options: TrainOptions, *, start: RunPos
     return [f"start: weights and optimizer state of {origin.path}, after {origin.num_steps:,} steps", own]
 
 
+def describe_sharing(num_heads: int, num_sharing: int | None) -> list[str]:
+    """How the ranks of --context-parallel share a row; nothing without it."""
+    if num_sharing is None:
+        return []
+    from mini_trainer.model.context_parallel import describe_heads
+
+    return [describe_heads(num_heads, num_sharing)]
+
+
 def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel) -> str:
     compute, method, num_sharing = options.compute, inputs.method, options.sharding.context_parallel
     num_heads = max((count for count, _ in list_heads(text_config(inputs.config))), default=0)
@@ -137,7 +147,7 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
     parts = [
         f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
         f"{model.backend} attention",
-        *([] if num_sharing is None else [describe_heads(num_heads, num_sharing)]),
+        *describe_sharing(num_heads, num_sharing),
         f"{compute.activation_checkpointing} activation checkpointing",
         *(["tiled MLPs"] if compute.tiled_mlp else []),
         *(["offloaded activations"] if compute.offload_activations else []),
@@ -150,3 +160,27 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
         f"model: {inputs.config.model_type}, {num_params:,} parameters; {', '.join(parts)};"
         " packing and loss agree with the model's own forward pass"
     )
+
+
+def settle_auto_options(
+    options: TrainOptions,
+    state: TrainState,
+    inputs: RunInputs,
+    *,
+    start: RunPosition,
+    previous: dict[str, Any] | None,
+    progress: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The values in place of every "auto", by option, and the measurements behind them, if any, as JSON.
+
+    All ranks call this and agree. See `auto_settings.measure_auto_options`.
+    """
+    values = flatten_options(options)
+    names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if values[name] == "auto"]
+    unmeasured = choose_resharding(options.sharding, has_room=state.model.whole is not None)
+    if not names and not is_worth_measuring(unmeasured, state.world.device):
+        return unmeasured, None
+    from mini_trainer.run.auto_settings import measure_auto_options
+
+    names += unmeasured
+    return measure_auto_options(options, state, inputs, names, start=start, previous=previous, progress=progress)

@@ -6,7 +6,6 @@ Takes the complete options, like the scripts.
 import functools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,20 +17,18 @@ from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope, choose_tokenizer, load_config, load_generation_config
-from mini_trainer.model.methods.adapter_files import read_generation_config
-from mini_trainer.model.offloading import check_offloading
-from mini_trainer.model.optim.optimizers import check_optimizer
+from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.specs import find_data_kind, make_family, make_objective
-from mini_trainer.options import TrainOptions, parse_subset
+from mini_trainer.options import TrainOptions, names_raw_data, parse_subset
 from mini_trainer.options.choices import check_choices
-from mini_trainer.run.callbacks import load_callbacks
 from mini_trainer.run.checkpointing import Checkpoint
-from mini_trainer.run.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
+from mini_trainer.run.choosing import choose_method, choose_objective, choose_settings
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.other_models import open_other_models, open_scores, open_teacher_data
 from mini_trainer.run.run_model import describe_data, describe_schedule
 from mini_trainer.run.start_checks import check_placeholders, check_schedule, check_validation, find_oddities
 from mini_trainer.sampler import RunPosition, choose_batching, count_steps
@@ -49,12 +46,17 @@ def open_inputs(
 
     `origin`: the checkpoint of --continue-from.
     """
-    check_choices(options, IMPLEMENTED)
+    check_choices(options)
     name, settings = choose_objective(options), choose_settings(options)
     family, method = make_family(name, settings), choose_method(options)
     inputs = RunInputs(family, method, options.data, choose_compute_dtype(options.compute, device), origin=origin)
-    inputs.callbacks = inputs.errors.attempt(lambda: load_callbacks(options.callbacks.callbacks)) or {}
+    if options.callbacks.callbacks:
+        from mini_trainer.run.callbacks import load_callbacks
+
+        inputs.callbacks = inputs.errors.attempt(lambda: load_callbacks(options.callbacks.callbacks)) or {}
     if options.compute.offload_activations:
+        from mini_trainer.model.offloading import check_offloading
+
         inputs.errors.attempt(lambda: check_offloading(device))
     num_sharing = options.sharding.context_parallel or 1
     num_dropped = open_data(inputs, options, num_sharing=num_sharing)
@@ -70,7 +72,7 @@ def open_inputs(
         objective = make_objective(name, settings, family, DataTask(find_data_kind(name)))
     open_model_config(inputs, options)
     if inputs.config is not None:
-        inputs.errors.attempt(lambda: check_optimizer(inputs.config, options.optimization))
+        inputs.errors.attempt(lambda: open_optimizer(options.optimization).check(inputs.config))
     if inputs.config is not None and inputs.data is not None:
         inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
         for data in inputs.data_sets.values():
@@ -80,9 +82,14 @@ def open_inputs(
         num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
-        open_other_models(options, inputs)
-    if inputs.data is not None:
-        objective = objective and inputs.errors.attempt(lambda: open_scores(inputs, objective))
+        if options.preference.reference_model is not None or options.teacher.teacher_model is not None:
+            from mini_trainer.run.other_models import open_other_models
+
+            open_other_models(options, inputs)
+    if inputs.data is not None and objective is not None and objective.reads_other_models:
+        from mini_trainer.run.other_models import open_scores
+
+        objective = inputs.errors.attempt(lambda: open_scores(inputs, objective))
     inputs.objective = objective and replace(objective, family=inputs.family)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))
@@ -98,6 +105,15 @@ def open_inputs(
     return inputs
 
 
+def make_data_local(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
+    """The options with local data sets in place of rows and URLs, as rank 0 has them. All ranks call this."""
+    if not call_on_rank0(world, lambda: names_raw_data(options)):
+        return options
+    from mini_trainer.run import raw_rows
+
+    return raw_rows.make_data_local(options, world, control)
+
+
 def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> int | None:
     """Opens the data sets and their sidecars; returns the number of samples that are too long."""
     o, cap = options.data, options.data.max_tokens_per_gpu
@@ -107,6 +123,8 @@ def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> 
     if data is None:
         return None
     if options.teacher.teacher_data:
+        from mini_trainer.run.other_models import open_teacher_data
+
         inputs.errors.attempt(lambda: open_teacher_data(inputs, options.teacher.teacher_data))
     if cap == "auto":  # a provisional value until the model is loaded
         cap = -(-data.longest // num_sharing)
@@ -150,8 +168,7 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
             lambda: load_config(inputs.model_dir, inputs.family, trust_remote_code=trust)
         )
     if inputs.config is not None:
-        adapter = None if options.lora.lora_adapter is None else Path(options.lora.lora_adapter)
-        own = inputs.errors.attempt(lambda: read_generation_config(adapter))
+        own = inputs.errors.attempt(inputs.method.read_generation_config)
         found = own or inputs.errors.attempt(lambda: load_generation_config(inputs.model_dir, inputs.config))
         inputs.generation_config = found or GenerationConfig()
 

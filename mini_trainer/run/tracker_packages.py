@@ -14,9 +14,9 @@ from typing import Any
 
 from mini_trainer.distributed.ending import log
 from mini_trainer.options import TrackingOptions, TrainOptions
-from mini_trainer.run.identity import read_params
-from mini_trainer.run.raw_rows import flatten_with_urls
-from mini_trainer.run.trackers import EarlierSteps, Entry, KnownRuns, TrackedRun, Tracker, Trackers
+from mini_trainer.options.doors import TRACKERS
+from mini_trainer.run.identity import flatten_with_urls, read_params
+from mini_trainer.run.trackers import EarlierSteps, Entry, KnownRuns, TrackedRun, Trackers
 
 DEFAULT_PROJECT = "mini_trainer"
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # maximum that MLflow accepts in one call
@@ -209,13 +209,8 @@ class Trackio:
             self.run.finish()
 
 
-PACKAGES: dict[str, type[Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
-
-
-def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
-    """The sink of --track, if any; call this after training_params.json has recorded this start."""
-    if not options.tracking.track:
-        return []
+def open_trackers(options: TrainOptions, output_dir: Path) -> Trackers:
+    """The sink of --track; call this after training_params.json has recorded this start."""
     start = read_params(output_dir)
     known, earlier = KnownRuns(output_dir), EarlierSteps(output_dir)
     facts = {"host": socket.gethostname(), "output_dir": str(output_dir.absolute())} | {
@@ -236,7 +231,7 @@ def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
             keep=functools.partial(known.keep, title),
         )
 
-    return [Trackers({title: PACKAGES[title]() for title in options.tracking.track}, describe_run)]
+    return Trackers({title: TRACKERS[title]() for title in options.tracking.track}, describe_run)
 
 
 def choose_name(tracking: TrackingOptions, output_dir: Path) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from mini_trainer.data.stores.disk import read_metrics, read_object, written_aside
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.messages import hide_secrets
+from mini_trainer.distributed.messages import describe_error, hide_secrets
 from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, Sink
 
 TRACKERS_FILE = "trackers.json"  # in the run's directory: the ids of its runs in trackers
@@ -109,7 +109,7 @@ class TrackerThread:
             log.info(f"tracking: {self.title}: {hide_secrets(where)}")
         except (Exception, SystemExit) as error:
             self.is_dead = True
-            return self.tell(FAILED, f"could not be started: {describe(error)}")
+            return self.tell(FAILED, f"could not be started: {describe_error(error)}")
         if first_lacking is not None:
             earlier = self.run.read_earlier(first_lacking)
             while entries := list(itertools.islice(earlier, QUEUE_LENGTH)):
@@ -121,7 +121,7 @@ class TrackerThread:
         try:
             self.tracker.finish()
         except (Exception, SystemExit) as error:
-            self.tell(FAILED, f"could not be finished: {describe(error)}")
+            self.tell(FAILED, f"could not be finished: {describe_error(error)}")
 
     def _take(self, taken: list[Entry | None]) -> None:
         entries = [entry for entry in taken if entry is not None]
@@ -132,7 +132,7 @@ class TrackerThread:
                 self.tracker.flush()
         except (Exception, SystemExit) as error:  # later calls may succeed, when the network is back
             self.num_lost += len(entries)
-            self.tell(FAILED, f"failed: {describe(error)}")
+            self.tell(FAILED, f"failed: {describe_error(error)}")
 
 
 class Trackers(Sink):
@@ -227,12 +227,6 @@ def clean_name(name: str) -> str:
     if clean == name != "":
         return clean
     return f"{clean}_{hashlib.sha256(name.encode()).hexdigest()[:6]}".lstrip("_")
-
-
-def describe(error: BaseException) -> str:
-    """An exception's type and first line, without secrets."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return hide_secrets(f"{type(error).__name__}: {line[:300]}")
 
 
 class KnownRuns:

@@ -18,10 +18,10 @@ from typing import Protocol
 from mini_trainer.data.stores.disk import ASIDE
 from mini_trainer.data.stores.remote import check_writable, describe_upload, is_final, list_remote, upload_directory
 from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.messages import describe_error
 from mini_trainer.options import HubOptions
-from mini_trainer.run.trackers import describe
+from mini_trainer.run.file_names import AVERAGE, BEST, REGULAR
 
-REGULAR, BEST, AVERAGE = "regular", "best", "average"  # kinds of exports
 SECONDS_TO_WAIT = (10.0, 60.0)  # before the second and third attempts
 SECONDS_TO_UPLOAD = 1800.0  # at the end of a finished run, for pending uploads
 SECONDS_AT_A_STOP = 30.0  # at the end of a run that will be resumed: schedulers do not wait
@@ -79,7 +79,7 @@ class Uploads:
         try:
             shutil.copytree(export_dir, links, copy_function=link_or_copy)
         except OSError as error:
-            return self.tell(f"{export_dir} cannot be uploaded: {describe(error)}", export_dir, kind)
+            return self.tell(f"{export_dir} cannot be uploaded: {describe_error(error)}", export_dir, kind)
         with self.changed:
             waiting = [upload for upload in self.waiting if upload is not self.current]
             outdated = [upload for upload in waiting if upload.export_dir == export_dir]
@@ -145,7 +145,7 @@ class Uploads:
 
 def explain(error: BaseException) -> str:
     """The first line of an error, with its type unless it is one that we or a library raise for users."""
-    return describe(error).removeprefix("ValueError: ")
+    return describe_error(error).removeprefix("ValueError: ")
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -245,3 +245,9 @@ class Store:
 
     def describe_command(self, export_dir: Path, kind: str) -> str:
         return describe_upload(export_dir, f"{self.name}/{export_dir.name}")
+
+
+def open_uploads(hub: HubOptions, *, upload_to: str | None) -> list[Uploads]:
+    """The uploads that the options ask for. `upload_to`: URL of a store."""
+    stores = [] if upload_to is None else [Store(upload_to)]
+    return [Uploads(place) for place in (*([] if hub.push_to_hub is None else [Hub(hub)]), *stores)]

@@ -25,14 +25,14 @@ from mini_trainer.options.choices import check_choices
 def export_gguf(options: ExportGgufOptions) -> None:
     """Writes the file; ValueError or OSError for user errors."""
     try:
-        from mini_trainer.use.exporters.gguf_file import TYPES, write_gguf
+        from mini_trainer.use.exporters.gguf_file import write_gguf
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
         raise ValueError(
             "GGUF files are written by the package gguf, which is not installed: pip install gguf"
         ) from None
-    check_choices(options, {"dtype": TYPES})
+    check_choices(options)
     model_dir, output = Path(options.model_name_or_path), Path(options.output)
     if not model_dir.is_dir():
         raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")

@@ -21,13 +21,14 @@ import dataclasses
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.choices import check_choices
-from mini_trainer.tools.importers.conversion import TRAINERS, convert, list_differences
+from mini_trainer.options.doors import TRAINERS
+from mini_trainer.tools.importers.conversion import convert, list_differences
 from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, recognize
 from mini_trainer.tools.importers.rules import Conversion
 
 
 def import_config(options: ImportConfigOptions) -> None:
-    check_choices(options, {"trainer": TRAINERS})
+    check_choices(options)
     path, output_dir = Path(options.config_file), Path(options.output_dir)
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}

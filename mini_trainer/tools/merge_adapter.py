@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.model_files import find_model, find_weights, naming_config, verify_weights
+from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.distributed.world import World, call_on_rank0, call_with_world
@@ -46,7 +46,7 @@ from mini_trainer.run.export import ExportParts, write_export
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     """Writes the merged model; ValueError or OSError for user errors."""
-    check_choices(options, {"export_dtype": DTYPES})
+    check_choices(options)
     output_dir, adapter = Path(options.output_dir), Path(options.adapter)
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")

@@ -27,16 +27,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, DataTask
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.fetched import download_data_sets
 from mini_trainer.data.tokenized.mixture import Mixture, check_rows, mark_trained, read_pair
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
-from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.messages import say, say_note, show_progress
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0, call_with_world
@@ -47,12 +46,14 @@ from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, digest_data, locate_scores
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSettings, find_data_kind
+from mini_trainer.objectives.specs import find_class, find_data_kind
 from mini_trainer.options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
 from mini_trainer.options.choices import check_choices
+from mini_trainer.options.doors import SCORERS
+from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.given import list_changed
 from mini_trainer.run.inputs import hash_reference
 from mini_trainer.run.other_models import read_known, score_missing
@@ -67,7 +68,7 @@ ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank
 
 def score(options: ScoreDataOptions, world: World) -> None:
     """Writes the scores of all data sets; ValueError or OSError for what cannot be done."""
-    check_choices(options, {"engine": OPENERS, "dtype": ("auto", *DTYPES)})
+    check_choices(options)
     compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "data_cache_dir")))
     given = {"data_path": options.data_path, "teacher_data": options.teacher_data}
     options = replace(options, **download_data_sets(given, world, cache_dir=options.data_cache_dir))
@@ -75,7 +76,7 @@ def score(options: ScoreDataOptions, world: World) -> None:
     read = [open_data(path, options) for path in options.teacher_data] or sets
     for data, seen in zip(sets, read, strict=True):
         call_on_rank0(world, lambda data=data, seen=seen: check_aligned(data, seen))
-    scorer = OPENERS[options.engine](options, read, world)
+    scorer = SCORERS[options.engine](options, read, world)
     if not options.skip_verification:
         call_on_each_node(world, lambda: verify_files(scorer, [*sets, *(read if options.teacher_data else ())]))
     for data, seen in zip(sets, read, strict=True):
@@ -130,11 +131,9 @@ SCORES = {CAUSAL_LM: score_tokens, PREFERENCE: score_answers, FEEDBACK: score_an
 
 def make_reference_objective(data: Mixture) -> Objective:
     """The first objective that learns from the data by a reference."""
-    kinds = [kind for name, kind in OBJECTIVE_SPECS.items() if find_data_kind(name) == data.task.objective]
-    made = [
-        kind.make(ObjectiveSettings(), kind.make_family(ObjectiveSettings()), data.task, data.count_labels)
-        for kind in kinds
-    ]
+    kinds = [find_class(name) for name in OBJECTIVES if find_data_kind(name) == data.task.objective]
+    settings = ObjectiveSettings()
+    made = [kind.make(settings, kind.make_family(settings), data.task, data.count_labels) for kind in kinds]
     return next(objective for objective in made if objective.reference_column is not None)
 
 
@@ -261,12 +260,6 @@ class ServerScorer:
         return self.scorer.score(
             [(where, sample["input_ids"], mark_trained(sample["labels"])) for where, sample in samples]
         )
-
-
-OPENERS: dict[str, Callable[[ScoreDataOptions, Sequence[Mixture], World], Scorer]] = {
-    "hf": LocalScorer,
-    "openai": ServerScorer,
-}
 
 
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:

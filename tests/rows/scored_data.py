@@ -6,8 +6,7 @@ from pathlib import Path
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
-from mini_trainer.data.chat.templates import load_tokenizer
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.distributed.world import World
 from mini_trainer.options import ScoreDataOptions, group_options
 from mini_trainer.options.problems.finding import find_problems

@@ -9,9 +9,8 @@ import torch
 from tiny_models import VOCAB_SIZE
 from torch.nn.functional import cross_entropy
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.preference_columns import FeedbackColumns, PreferenceColumns
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 
 NUM_PAIRS = 24
 

@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_trainer.data.chat.rendering import one_line
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.chat.token_spans import Located, Passage, Pictures
-from mini_trainer.distributed.messages import hide_secrets
+from mini_trainer.data.stores.tokenizers import load_tokenizer
+from mini_trainer.distributed.messages import hide_secrets, one_line
 from mini_trainer.options.urls import check_redirect
 
 if TYPE_CHECKING:

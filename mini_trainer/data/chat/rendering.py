@@ -104,7 +104,6 @@ RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one 
 RENDER_BYTES = 4 << 30  # of memory, per call
 RENDER_CHARACTERS = 128 << 20  # per conversation, twice the longest row that is read
 MAX_NUM_SLOW = 3  # conversations over RENDER_SECONDS before rendering is given up
-LONGEST_REASON = 400  # characters of an error that are shown
 TOO_MUCH_MEMORY = 3  # exit code
 
 LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # precedes a text in a printed list
@@ -380,9 +379,3 @@ def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: A
         return function(value, *args, **options)
     except ValueError as error:
         return error
-
-
-def one_line(error: Exception) -> str:
-    """The error's message on one line, shortened: templates and libraries can raise pages of text."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."

@@ -1,13 +1,10 @@
-"""The model's tokenizer, and a base model's additions for chats: a template and special tokens."""
+"""A base model's additions for chats: a template and special tokens."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from mini_trainer.data.chat.rendering import one_line
 
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
 ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -47,43 +44,6 @@ NAMED_TEMPLATES = {
     "llama3": NamedTemplate(LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
     "zephyr": NamedTemplate(ZEPHYR),
 }
-
-
-def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str = "--model-name-or-path") -> Any:
-    """Loads the tokenizer from a directory that `find_model` found."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
-
-    # transformers takes tekken.json where mistral-common is installed; that tokenizer does not say where tokens are.
-    has_both = Path(model_dir, "tokenizer.json").is_file() and Path(model_dir, "tekken.json").is_file()
-    choice = {"mistral_format": False} if has_both else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code, **choice)
-    except Exception as error:  # reads files of any origin, and the network
-        what = "config: config.json" if isinstance(error, StrictDataclassError) else "tokenizer"
-        raise ValueError(f"{flag} {model_dir}: no usable {what}: {one_line(error)}") from None
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one from the config alone
-        raise ValueError(
-            f"{flag} {model_dir}: has no tokenizer, only special tokens: copy tokenizer.json and tokenizer_config.json"
-            " there from the model it was made from"
-        )
-    if not trust_remote_code:
-        tokenizer.init_kwargs.pop("auto_map", None)  # the saved tokenizer would ask for code that is not there
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = read_processors_template(Path(model_dir))
-    return tokenizer
-
-
-def read_processors_template(model_dir: Path) -> str | None:
-    """The chat template in a file of a multi-modal model's processor, for tokenizers without one."""
-    for name in ("chat_template.json", "processor_config.json"):
-        try:
-            template = json.loads((model_dir / name).read_text(encoding="utf-8")).get("chat_template")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue
-        if isinstance(template, str):
-            return template
-    return None
 
 
 def find_template(name_or_file: str) -> NamedTemplate:

@@ -13,18 +13,18 @@ from mini_trainer.data.columns.base import (
     DataTask,
     LabelType,
 )
-from mini_trainer.data.columns.label_columns import SequenceColumns, TokenColumns
-from mini_trainer.data.columns.preference_columns import FeedbackColumns, PreferenceColumns
-from mini_trainer.data.columns.token_columns import PicturedColumns, TextColumns
+from mini_trainer.options.doors import Doors
 
-COLUMNS: dict[str, Columns] = {
-    CAUSAL_LM: TextColumns(),
-    VISION: PicturedColumns(),
-    SEQUENCES: SequenceColumns(),
-    TOKENS: TokenColumns(),
-    PREFERENCE: PreferenceColumns(),
-    FEEDBACK: FeedbackColumns(),
-}
+COLUMNS: Doors[Columns] = Doors(
+    {
+        CAUSAL_LM: "mini_trainer.data.columns.token_columns:TEXTS",
+        VISION: "mini_trainer.data.columns.token_columns:PICTURED",
+        SEQUENCES: "mini_trainer.data.columns.label_columns:SEQUENCE_LABELS",
+        TOKENS: "mini_trainer.data.columns.label_columns:TOKEN_LABELS",
+        PREFERENCE: "mini_trainer.data.columns.preference_columns:PREFERENCES",
+        FEEDBACK: "mini_trainer.data.columns.preference_columns:FEEDBACKS",
+    }
+)
 
 
 def describe_task(task: DataTask) -> str:

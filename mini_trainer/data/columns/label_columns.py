@@ -146,6 +146,9 @@ class TokenColumns(LabelledColumns):
         return counts.labels.total()
 
 
+SEQUENCE_LABELS, TOKEN_LABELS = SequenceColumns(), TokenColumns()
+
+
 def describe_names(names: Sequence[str], *, most: int = 12) -> str:
     more = f", ... ({len(names)} in all)" if len(names) > most else ""
     return ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:most]) + more

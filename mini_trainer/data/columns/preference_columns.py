@@ -1,20 +1,15 @@
 """The columns of preferences (a chosen and a rejected sequence of one prompt), and of good and bad answers."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.chat.token_spans import (
-    TokenizedChat,
-    TokenizedFeedback,
-    TokenizedPair,
-    TrainedSpan,
-    add_mismatched,
-    pair_up,
-)
 from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, Counts, DataTask, RowFacts, Sample
 from mini_trainer.data.columns.token_columns import TextColumns
+
+if TYPE_CHECKING:
+    from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedFeedback, TokenizedPair
 
 MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"
 REFERENCE_COLUMN = "reference_logps"  # computed before training: of each answer, (2,)
@@ -59,12 +54,14 @@ class PreferenceColumns(TextColumns):
         check_number(sample, MARGIN_COLUMN, row, least=0)
         check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
 
-    def make_row(self, tokens: TokenizedPair) -> dict[str, Any]:
+    def make_row(self, tokens: "TokenizedPair") -> dict[str, Any]:
         row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
         numbers = {MARGIN_COLUMN: tokens.margin, PAIR_WEIGHT_COLUMN: tokens.weight}
         return row | {name: [number] for name, number in numbers.items() if number is not None}
 
-    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedPair:
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedPair":
+        from mini_trainer.data.chat.token_spans import pair_up
+
         return pair_up(*make_random_answers(random, token_ids, length))
 
     encode = Columns.encode
@@ -105,19 +102,26 @@ class FeedbackColumns(TextColumns):
         check_number(sample, GOOD_COLUMN, row, least=0, most=1)
         check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
 
-    def make_row(self, tokens: TokenizedFeedback) -> dict[str, Any]:
+    def make_row(self, tokens: "TokenizedFeedback") -> dict[str, Any]:
         row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
         weight = {} if tokens.weight is None else {PAIR_WEIGHT_COLUMN: [tokens.weight]}
         return row | {GOOD_COLUMN: [float(tokens.is_good)]} | weight
 
-    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedFeedback:
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedFeedback":
+        from mini_trainer.data.chat.token_spans import add_mismatched
+
         return add_mismatched(*make_random_answers(random, token_ids, length), is_good=bool(random.integers(2)))
 
     encode = Columns.encode
 
 
-def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, length: int) -> list[TokenizedChat]:
+PREFERENCES, FEEDBACKS = PreferenceColumns(), FeedbackColumns()
+
+
+def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, length: int) -> "list[TokenizedChat]":
     """Two sequences of `length` tokens together: half of each is a prompt in common, the rest is trained."""
+    from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
+
     prompt = random.choice(token_ids, length // 4).tolist()
     sides = []
     for num_tokens in (-(-length // 2), length // 2):

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
 from mini_trainer.data.columns.base import (
     IGNORED,
     Bars,
@@ -19,6 +18,9 @@ from mini_trainer.data.columns.base import (
     check_numbers,
     format_count,
 )
+
+if TYPE_CHECKING:
+    from mini_trainer.data.chat.token_spans import TokenizedChat
 
 WEIGHTS_COLUMN = "loss_weights"
 IMAGES_COLUMN = "images"
@@ -61,7 +63,7 @@ class TextColumns(Columns):
                 f" first are not {IGNORED}: tokenize the data again with process_data.py"
             )
 
-    def make_row(self, tokens: TokenizedChat) -> dict[str, Any]:
+    def make_row(self, tokens: "TokenizedChat") -> dict[str, Any]:
         labels = tokens.labels
         row = {
             "input_ids": tokens.input_ids,
@@ -71,11 +73,13 @@ class TextColumns(Columns):
         }
         return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
 
-    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedChat:
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedChat":
         """All tokens are trained."""
+        from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan  # of --mock-data alone
+
         return TokenizedChat(random.choice(token_ids, length).tolist(), [TrainedSpan(0, length, "random")])
 
-    def encode(self, samples: Sequence[TokenizedChat]) -> pa.RecordBatch:
+    def encode(self, samples: "Sequence[TokenizedChat]") -> pa.RecordBatch:
         lengths = np.array([len(tokens.input_ids) for tokens in samples], np.int32)
         bounds = np.cumsum([0, *lengths], dtype=np.int32)
         input_ids = np.fromiter(chain.from_iterable(tokens.input_ids for tokens in samples), np.int32)
@@ -139,7 +143,7 @@ class PicturedColumns(TextColumns):
     def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
         return {"objective": task.objective}
 
-    def make_row(self, tokens: TokenizedChat) -> dict[str, Any]:
+    def make_row(self, tokens: "TokenizedChat") -> dict[str, Any]:
         row, pictures = super().make_row(tokens), tokens.pictures
         return row | {
             "num_image_tokens": 0 if pictures is None else pictures.num_tokens,
@@ -148,6 +152,9 @@ class PicturedColumns(TextColumns):
         }
 
     encode = Columns.encode
+
+
+TEXTS, PICTURED = TextColumns(), PicturedColumns()
 
 
 def wrap(values: np.ndarray) -> pa.Array:

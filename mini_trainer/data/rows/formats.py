@@ -47,6 +47,7 @@ from mini_trainer.data.rows.layout import describe_wrapper, find_wrapped
 from mini_trainer.data.rows.lines import Encoding
 from mini_trainer.data.rows.turn_texts import check_prompt, leave_untrained, parse_turns
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, BadRow, Row, TooLong, parse_json, quote
+from mini_trainer.options.doors import TEXT_FORMATS
 
 MOST_PATHS = 40  # most paths listed in a message
 
@@ -134,7 +135,8 @@ def read_fields(
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
-    read = {*READ_BY.get(data_format, ()), *also_read, *(OF_CHATS if paths.as_chat else ())} - replaced
+    own_columns = TEXT_FORMATS[data_format].columns if data_format in TEXT_FORMATS else ()
+    read = {*own_columns, *also_read, *(OF_CHATS if paths.as_chat else ())} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
     # columns are no reason to refuse rows that have nothing else to train.
@@ -152,7 +154,7 @@ def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> N
     found = find_format(row)
     kept = {name: value for name, value in row.items() if name not in paths.ignored}
     if not paths.given and found is not None and find_format(kept) is None and data_format in (None, found):
-        needed |= {name for choices in FORMATS[found][1] for name in choices}
+        needed |= {name for choices in TEXT_FORMATS[found].keys for name in choices}
     names = [name for name in paths.ignored if name in needed]
     if names:
         raise RefusedColumn(f"--ignore-columns {quote_names(names)}: rows are read from there and cannot be without it")
@@ -232,7 +234,7 @@ def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, .
     if paths.as_chat:
         beside = (*beside, *OF_CHATS)
     elif paths.data_format in ("alpaca", "sharegpt"):
-        beside = READ_BY[paths.data_format]
+        beside = TEXT_FORMATS[paths.data_format].columns
         found = {paths.rename(name): value for name, value in found.items()}
     return {name: row[name] for name in (*beside, *also_read) if name in row} | found
 
@@ -245,8 +247,8 @@ def is_sharegpt(turns: Any) -> bool:
 def find_format(fields: Fields) -> str | None:
     """The first format whose keys a row has; null counts as missing, because tables cannot leave keys out."""
     has = {key for key, value in fields.items() if value is not None}
-    for name, (_, keys) in FORMATS.items():
-        if all(has & set(choices) for choices in keys):
+    for name, known in TEXT_FORMATS.items():
+        if all(has & set(choices) for choices in known.keys):
             return name
     return None
 
@@ -255,7 +257,7 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
     """The row's example. Raises ValueError for a row of a format other than the file's, or with invalid values."""
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
-        expected = "; ".join(f"{name}: {describe_keys(name)}" for name in FORMATS)
+        expected = "; ".join(f"{name}: {describe_keys(name)}" for name in TEXT_FORMATS)
         wanted = f"no {data_format} row" if data_format else "of no known format"
         wrapped = find_wrapped(row)
         holds_rows = wrapped is not None and find_format(row[wrapped][0]) is not None
@@ -263,8 +265,7 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
         raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}{hint}")
     if found != data_format and not is_given:
         raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
-    read, _ = FORMATS[data_format]
-    example = read(row)
+    example = TEXT_FORMATS[data_format].read(row)
     if isinstance(example, Chat) and not takes_images:
         refuse_images(example)
     return example
@@ -280,7 +281,7 @@ def refuse_images(chat: Chat) -> None:
 
 
 def describe_keys(name: str) -> str:
-    return " and ".join(" or ".join(choices) for choices in FORMATS[name][1])
+    return " and ".join(" or ".join(choices) for choices in TEXT_FORMATS[name].keys)
 
 
 def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fields | None:
@@ -340,26 +341,29 @@ def read_document(row: Fields) -> Document:
     return Document(require_one_text(row, "document", "text"))
 
 
-# Reader and keys of each format; a row has one key of each tuple. If several formats match, the first counts.
-FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...]]] = {
-    "messages": (read_messages, (("messages",),)),
-    "sharegpt": (read_sharegpt, (("conversations",),)),
-    "alpaca": (read_alpaca, (("instruction",), ("output",))),
-    "completion": (read_completion, (("prompt",), ("completion", "generation"))),
-    "document": (read_document, (("document", "text"),)),
-}
-
-
 OF_CHATS = ("system", "tools", "unmask", TEMPLATE_ARGS)
 IN_ALPACA = {"prompt": "instruction", "completion": "output"}
-# Columns by the format that reads them.
-READ_BY = {
-    "messages": ("messages", "tools", "unmask", TEMPLATE_ARGS),
-    "sharegpt": ("conversations", *OF_CHATS),
-    "alpaca": ("instruction", "input", "output", "history", *OF_CHATS),
-    "completion": ("prompt", "completion", "generation"),
-    "document": ("document", "text"),
-}
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """A format of rows with texts (options.doors.TEXT_FORMATS)."""
+
+    read: Callable[[Fields], Example]
+    keys: tuple[tuple[str, ...], ...]  # a row has one key of each tuple
+    columns: tuple[str, ...]  # that it reads
+
+
+MESSAGES = TextFormat(read_messages, (("messages",),), ("messages", "tools", "unmask", TEMPLATE_ARGS))
+SHAREGPT = TextFormat(read_sharegpt, (("conversations",),), ("conversations", *OF_CHATS))
+ALPACA = TextFormat(
+    read_alpaca, (("instruction",), ("output",)), ("instruction", "input", "output", "history", *OF_CHATS)
+)
+COMPLETION = TextFormat(
+    read_completion, (("prompt",), ("completion", "generation")), ("prompt", "completion", "generation")
+)
+DOCUMENT = TextFormat(read_document, (("document", "text"),), ("document", "text"))
+
 # Columns that a format reads in addition to those set by a path.
 BESIDE = {
     "messages": ("tools", "unmask", TEMPLATE_ARGS),

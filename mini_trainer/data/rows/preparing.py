@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.fingerprints import load_stop_token_ids
 from mini_trainer.data.chat.masking import ChatMasker, Contents
 from mini_trainer.data.chat.pictures import ImageExpander, load_processor
-from mini_trainer.data.chat.templates import change_tokenizer, load_tokenizer
+from mini_trainer.data.chat.templates import change_tokenizer
 from mini_trainer.data.rows.feedback_rows import FEEDBACK, FeedbackFields
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths
@@ -27,6 +26,7 @@ from mini_trainer.data.rows.rows import (
 )
 from mini_trainer.data.rows.survey import describe_repeats, survey_rows
 from mini_trainer.data.stores.model_files import find_model
+from mini_trainer.data.stores.tokenizers import load_stop_token_ids, load_tokenizer
 from mini_trainer.distributed.process import without_collector
 from mini_trainer.options import ProcessDataOptions, RowOptions, parse_template_args
 

@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Document
-from mini_trainer.data.chat.masking import THINKING_PREFIXES, ChatMasker
-from mini_trainer.data.chat.rendering import one_line
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
-from mini_trainer.data.chat.tokens import MODES
 from mini_trainer.data.columns.base import FEEDBACK as FEEDBACK_DATA
 from mini_trainer.data.columns.base import PREFERENCE as PREFERENCE_DATA
 from mini_trainer.data.columns.base import VISION, DataTask
-from mini_trainer.data.columns.label_columns import LABEL_TYPES
 from mini_trainer.data.rows.feedback_rows import (
-    FEEDBACK,
     Feedback,
     FeedbackFields,
     mask_feedback,
@@ -30,7 +26,6 @@ from mini_trainer.data.rows.feedback_rows import (
 )
 from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import (
-    FORMATS,
     OWN_NAMES,
     Example,
     FieldPaths,
@@ -38,12 +33,11 @@ from mini_trainer.data.rows.formats import (
     detect_format,
     read_examples,
 )
-from mini_trainer.data.rows.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
+from mini_trainer.data.rows.labelled import FieldNames, Labelled, read_labelled
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, TokenizedText
 from mini_trainer.data.rows.lines import Encoding
 from mini_trainer.data.rows.pictured import read_pictured
 from mini_trainer.data.rows.preference_rows import (
-    PREFERENCE,
     Preference,
     PreferenceFields,
     mask_preferences,
@@ -53,14 +47,7 @@ from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLE
 from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
 from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
 from mini_trainer.data.stores.json_lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
-from mini_trainer.options.choices import Implemented
-
-IMPLEMENTED_ROWS: Implemented = {
-    "format": (*FORMATS, CLASSIFICATION, PREFERENCE, FEEDBACK),
-    "label_type": LABEL_TYPES,
-    "thinking_prefix": THINKING_PREFIXES,
-    "control_tokens": MODES,
-}
+from mini_trainer.distributed.messages import one_line
 
 NUM_REASONS_SHOWN = 10
 PRINTED_AS_MISSING = {"nan", "NaN", "None", "NaT", "<NA>"}  # missing values of pandas and Python, printed

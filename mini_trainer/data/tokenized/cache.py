@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.rows.files import Source, find_sources
 from mini_trainer.data.rows.hub_rows import find_revision, list_files
 from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.disk import hash_file, hash_json, remove
+from mini_trainer.data.stores.tokenizers import (
+    fingerprint_chat_template,
+    fingerprint_tokenizer,
+    load_stop_token_ids,
+    load_tokenizer,
+)
 from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.sidecar import FORMAT_VERSION, describe_versions
 from mini_trainer.options import RowOptions

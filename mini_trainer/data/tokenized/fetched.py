@@ -26,12 +26,12 @@ from mini_trainer.data.stores.remote import (
 )
 from mini_trainer.data.tokenized.cache import KEY_LENGTH
 from mini_trainer.data.tokenized.outputs import DataSetFiles
+from mini_trainer.data.tokenized.reader import FOLDER, SOURCE_FILE
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0
 from mini_trainer.options import flag_name
 from mini_trainer.options.urls import find_url_faults, is_url
 
-FOLDER, SOURCE_FILE = "fetched", "source.json"
 SECONDS_BETWEEN_LINES = 20.0  # about how much of a long download is done
 ENDINGS = (".arrow", ".parquet", ".jsonl")
 
@@ -201,11 +201,3 @@ def locate_sets(found: Found, cache_dir: str) -> dict[str, tuple[str, ...]]:
         option: tuple(str(one.place_in(cache_dir)) if isinstance(one, RemoteSet) else one for one in sets)
         for option, sets in found.items()
     }
-
-
-def name_source(path: str) -> str:
-    """The URL that a data set was copied from; its path if it was not."""
-    folder = Path(path).parent
-    if folder.parent.name != FOLDER or not (folder / SOURCE_FILE).is_file():
-        return path
-    return json.loads((folder / SOURCE_FILE).read_text())["url"]

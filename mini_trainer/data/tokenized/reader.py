@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import math
 import mmap
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
 from mini_trainer.data.stores.disk import list_wrong, read_object
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
-from mini_trainer.data.stores.parquet import check_file, choose_batch_rows
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
 from mini_trainer.distributed.ending import log
@@ -312,6 +312,8 @@ def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
         datasets.disable_progress_bars()
     try:
         if path.suffix == ".parquet":
+            from mini_trainer.data.stores.parquet import check_file, choose_batch_rows
+
             num_rows = choose_batch_rows(check_file(path), most_rows=CONVERTED_ROWS, most_bytes=MAX_ROW_BYTES)
             data = datasets.Dataset.from_parquet(str(path), batch_size=num_rows)
         else:
@@ -398,3 +400,14 @@ def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:
 def find_recorded_file(sidecar: dict[str, Any] | None) -> dict[str, Any]:
     """Size and SHA-256 of the data set's file according to its sidecar; empty if an older version wrote it."""
     return (sidecar or {}).get("file") or {}
+
+
+FOLDER, SOURCE_FILE = "fetched", "source.json"  # of copies of data sets at URLs (data.tokenized.fetched)
+
+
+def name_source(path: str) -> str:
+    """The URL that a data set was copied from; its path if it was not."""
+    folder = Path(path).parent
+    if folder.parent.name != FOLDER or not (folder / SOURCE_FILE).is_file():
+        return path
+    return json.loads((folder / SOURCE_FILE).read_text())["url"]

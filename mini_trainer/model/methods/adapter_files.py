@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mini_trainer.data.stores.contents import Tell, verify_model
 from mini_trainer.data.stores.disk import hash_file, read_object
-from mini_trainer.data.stores.model_files import check_values
+from mini_trainer.data.stores.model_files import GENERATION, check_values
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.config import load_generation_file
 from mini_trainer.model.methods.adapter_settings import (
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from mini_trainer.model.method import MetaModel
 
-GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 BASE_FILE = "base_model.json"  # next to config and weights: name, revision and fingerprint of the base model
 
@@ -55,10 +54,10 @@ def find_beside(adapter: Path | None, name: str) -> Path | None:
 
 def read_generation_config(adapter: Path | None) -> GenerationConfig | None:
     """The adapter's own generation config, None if it has none; ValueError if it cannot be used."""
-    directory = find_beside(adapter, GENERATION_CONFIG)
+    directory = find_beside(adapter, GENERATION)
     if directory is None:
         return None
-    check_values(read_object(directory / GENERATION_CONFIG), directory / GENERATION_CONFIG)
+    check_values(read_object(directory / GENERATION), directory / GENERATION)
     return load_generation_file(directory)
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from mini_trainer.data.stores.model_files import GENERATION
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
@@ -20,13 +21,13 @@ from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.gathering import WeightGroup, gather_all, gather_parameters
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.methods.adapter_files import (
-    GENERATION_CONFIG,
     add_adapter,
     check_base,
     find_beside,
     hash_adapter,
     read_adapter,
     read_config,
+    read_generation_config,
     verify_adapter,
     write_adapter,
 )
@@ -74,6 +75,10 @@ class LoRA(Method):
     saves_frozen = False
     vocabulary_multiple = 1  # so that the adapter fits a model resized to the tokenizer's length
 
+    @classmethod
+    def make(cls, options: LoRAOptions, *, seed: int) -> "LoRA":
+        return cls(options, seed=seed)
+
     def __init__(self, options: LoRAOptions, *, seed: int):
         self.options, self.seed = options, seed
         self.is_packed = BASE_QUANTIZATIONS[options.base_quantization]
@@ -116,11 +121,14 @@ class LoRA(Method):
         if self.options.lora_adapter is not None:
             verify_adapter(Path(self.options.lora_adapter))
 
+    def read_generation_config(self) -> GenerationConfig | None:
+        return read_generation_config(None if self.options.lora_adapter is None else Path(self.options.lora_adapter))
+
     def list_read_files(self) -> dict[str, Path]:
         if self.options.lora_adapter is None:
             return {}
         adapter = Path(self.options.lora_adapter)
-        files = {ADAPTER_CONFIG: adapter, GENERATION_CONFIG: find_beside(adapter, GENERATION_CONFIG)}
+        files = {ADAPTER_CONFIG: adapter, GENERATION: find_beside(adapter, GENERATION)}
         return {f"--lora-adapter, {name}": folder / name for name, folder in files.items() if folder is not None}
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
@@ -261,8 +269,8 @@ class LoRA(Method):
         if self.writes_adapter and self.merges:
             merged, directory = directory, directory / "adapter"
             tokenizer.save_pretrained(directory)
-            if (merged / GENERATION_CONFIG).is_file():
-                shutil.copyfile(merged / GENERATION_CONFIG, directory / GENERATION_CONFIG)
+            if (merged / GENERATION).is_file():
+                shutil.copyfile(merged / GENERATION, directory / GENERATION)
         if self.writes_adapter:
             tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
             write_adapter(directory, self.config, tensors, self.base)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.stores.disk import hash_file, written_aside
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log

@@ -7,16 +7,22 @@ on its way while the last round's is computed.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
+from mini_trainer.distributed.ending import log
 from mini_trainer.model.optim.compact_adamw import CompactAdamW
-from mini_trainer.model.optim.matrices import Layout
+from mini_trainer.model.optim.matrices import Layout, find_family, find_matrices
+from mini_trainer.model.optim.optimizers import AdamW, choose_settings
+from mini_trainer.model.optim.rates import BLOCK, name_of_file
+from mini_trainer.options import OptimizationOptions
 
 COEFFICIENTS, NUM_ITERATIONS, EPS = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch.optim.Muon's
 
@@ -223,3 +229,46 @@ def share_out(units: list[Unit], num_owners: int) -> list[Round]:
         owned[owner].append(unit)
         work[owner] += unit.count_flops()
     return [[units[i] if i < len(units) else None for units in owned] for i in range(max(map(len, owned)))]
+
+
+class MuonForMatrices(AdamW):
+    """--optimizer muon."""
+
+    def check(self, config: PreTrainedConfig) -> None:
+        find_family(config)
+
+    def find_matrices(self, model: nn.Module) -> dict[str, Layout]:
+        """With their layouts; ValueError if none trains."""
+        layouts = find_matrices(model)
+        if not layouts:
+            raise ValueError("--optimizer muon: no matrix between hidden states trains: use adamw")
+        return layouts
+
+    def build(self, model: nn.Module, groups: list[dict], options: OptimizationOptions, *, seed: int) -> Muon:
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        layouts = self.find_matrices(model)
+        log.info(describe_muon(params, layouts))
+        own = {params[name]: layout for name, layout in layouts.items()}
+        return Muon(groups, own, **choose_settings(options), momentum=options.muon_momentum, scale=options.muon_scale)
+
+    def count_bytes(self, param: Tensor, *, is_matrix: bool) -> int:
+        return 4 * param.numel() if is_matrix else super().count_bytes(param, is_matrix=is_matrix)
+
+    def count_flops(self, model: nn.Module) -> int:
+        params = dict(model.named_parameters())
+        return sum(
+            params[name].shape[:-2].numel() * sum(map(count_flops, layout.list_shapes(params[name])))
+            for name, layout in self.find_matrices(model).items()
+        )
+
+
+def describe_muon(params: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> str:
+    """Which weights Muon updates, and which AdamW, by their names without the blocks' numbers."""
+    kinds = {name: BLOCK.sub(".*.", name_of_file(name)) for name in params}
+    counts = Counter(kinds[name] for name in layouts)
+    large = dict.fromkeys(kinds[name] for name, param in params.items() if name not in layouts and param.ndim >= 2)
+    num_small = sum(param.ndim < 2 for param in params.values())
+    return (
+        f"optimizer: Muon for {', '.join(f'{kind} ({count})' for kind, count in counts.items())}; AdamW for"
+        f" {', '.join([*large, f'{num_small} norms and biases'])}"
+    )

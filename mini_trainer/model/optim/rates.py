@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from transformers import PreTrainedModel
 
-from mini_trainer.model.optim.matrices import find_decayed
+from mini_trainer.model.optim.decay import find_decayed
 from mini_trainer.objectives.families.text_tower import find_depths
 from mini_trainer.options import OptimizationOptions, parse_rate
 

@@ -6,21 +6,25 @@ from dataclasses import replace
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.memory import GIB, MARGIN
 from mini_trainer.model.activation_checkpointing import MODES
-from mini_trainer.model.sharding import count_gathered_bytes, stays_whole
+from mini_trainer.model.sharding import (
+    choose_resharding,
+    count_gathered_bytes,
+    is_worth_measuring,
+    list_resharding,
+    stays_whole,
+)
 from mini_trainer.options import ComputeOptions, TrainOptions, flag_name, replace_options
-from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.plan.choice import (
+from mini_trainer.run.auto_choice import (
     NUM_BATCHES,
     Probe,
     Room,
     choose_mode,
-    choose_resharding,
     count_useful_tokens,
     find_room,
-    is_worth_measuring,
-    list_resharding,
+    has_room_gathered,
     refuse_longest,
 )
+from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
 from mini_trainer.run.plan.packing import Packing, pack_batches
 from mini_trainer.run.plan.simulation import Load, PlannedModel, Ranks, StepMemory, lay_out_model, simulate_step
@@ -138,7 +142,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
         world_size=target.ranks.world_size,
         memory=target.ranks.memory,
     )
-    unmeasured = choose_resharding(options.sharding, None, weights_bytes=0, is_whole=is_whole)
+    unmeasured = choose_resharding(options.sharding, has_room=is_whole)
     if target.limit is None or not ("auto" in (given, mode) or is_worth_measuring(unmeasured, target.device)):
         return options
     data = run.inputs.data
@@ -165,12 +169,9 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
         cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
             findings.add_problem(refuse_longest(data, room))
-    resharding = choose_resharding(
-        options.sharding,
-        room,
-        weights_bytes=count_gathered_bytes(meta.model, meta.compute_dtype),
-        is_whole=is_whole,
-    )
+    weights_bytes = count_gathered_bytes(meta.model, meta.compute_dtype)
+    has_room = is_whole or has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
+    resharding = choose_resharding(options.sharding, has_room=has_room)
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)
 
 

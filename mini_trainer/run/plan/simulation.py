@@ -32,7 +32,7 @@ from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.compact_adamw import load_map
-from mini_trainer.model.optim.optimizers import build_optimizer, count_state_bytes, count_update_flops
+from mini_trainer.model.optim.optimizers import build_optimizer, count_state_bytes, open_optimizer
 from mini_trainer.model.sharding import KEEPING, apply_sharding, prepare_backward
 from mini_trainer.model.tiling import apply_tiling
 from mini_trainer.objectives.objective import Objective
@@ -138,7 +138,7 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
         + count_state_bytes(named, model, options.optimization)
         + (4 * sum(param.numel() for param in trained) if options.optimization.weight_average != "none" else 0),
         flops=count_flops(model),
-        update_flops=count_update_flops(model, options.optimization),
+        update_flops=open_optimizer(options.optimization).count_flops(model),
     )
 
 

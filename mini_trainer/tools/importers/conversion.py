@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.option_files import parse_value
 from mini_trainer.options.problems.finding import find_wrong_options
-from mini_trainer.tools.importers import axolotl, llama_factory, trl, trl_preferences
 from mini_trainer.tools.importers.batches import count_batch, count_epochs
 from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, PREFERENCES
 from mini_trainer.tools.importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
-
-TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl, **trl_preferences.PEERS}
 
 
 def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:

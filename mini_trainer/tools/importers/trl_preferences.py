@@ -165,11 +165,13 @@ REWARD_RULES: dict[str, Rule] = BASE | {
     "lora_task_type": of_lora(convert_task),
 }
 WITH_LOSS = {"learning_rate": 1e-6, "beta": 0.1}
-PEERS = {
-    "trl-dpo": Peer("preference", WITH_LOSS | {"loss_type": ["sigmoid"]}, DPO_RULES),
-    "trl-kto": Peer("kto", WITH_LOSS | {"loss_type": "kto", "train_sampling_strategy": "sequential"}, KTO_RULES),
-    "trl-orpo": Peer("preference", WITH_LOSS | {"loss": "orpo"}, ORPO_RULES),
-    "trl-cpo": Peer("preference", WITH_LOSS | {"loss_type": "sigmoid", "cpo_alpha": 1.0, "simpo_gamma": 0.5},
-                    CPO_RULES, normalize=list_cpo_keys),
-    "trl-reward": Peer("reward", {"learning_rate": 1e-4, "lora_task_type": "CAUSAL_LM"}, REWARD_RULES),
-}  # fmt: skip
+DPO = Peer("preference", WITH_LOSS | {"loss_type": ["sigmoid"]}, DPO_RULES)
+KTO = Peer("kto", WITH_LOSS | {"loss_type": "kto", "train_sampling_strategy": "sequential"}, KTO_RULES)
+ORPO = Peer("preference", WITH_LOSS | {"loss": "orpo"}, ORPO_RULES)
+CPO = Peer(
+    "preference",
+    WITH_LOSS | {"loss_type": "sigmoid", "cpo_alpha": 1.0, "simpo_gamma": 0.5},
+    CPO_RULES,
+    normalize=list_cpo_keys,
+)
+REWARD = Peer("reward", {"learning_rate": 1e-4, "lora_task_type": "CAUSAL_LM"}, REWARD_RULES)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mini_trainer.data.chat.fingerprints import fingerprint_tokenizer
 from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, list_sequences
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.columns.label_columns import describe_names
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.stores.disk import describe_failed_write, sync_file, written_aside
 from mini_trainer.data.stores.model_files import MODEL_FLAG, find_model, find_weights
+from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.model.config import ModelSource, load_config, load_generation_config
 from mini_trainer.model.quantized import find_quantization, name_kind

@@ -16,7 +16,9 @@ from transformers import (
 )
 
 from mini_trainer.data.chat.conversation import Message
-from mini_trainer.options import SamplingOptions
+from mini_trainer.options import EngineOptions, SamplingOptions
+from mini_trainer.options.doors import ENGINES
+from mini_trainer.use.inference.loading import FoundModel
 from mini_trainer.use.inference.prompts import Prompt
 
 
@@ -88,6 +90,19 @@ class Answer:
 class Engine(Protocol):
     """A backend that generates answers."""
 
+    @classmethod
+    def open(
+        cls,
+        found: FoundModel | None,
+        name: str,
+        engine: EngineOptions,
+        sampling: SamplingOptions,
+        *,
+        device: torch.device,
+    ) -> "Engine":
+        """See `open_engine`."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """Everything besides sampling that its answers depend on: model, dtype, versions. JSON-serializable."""
         ...
@@ -102,3 +117,15 @@ class Engine(Protocol):
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Yields one answer in pieces; closing the iterator stops generation."""
         ...
+
+
+def open_engine(
+    found: FoundModel | None,
+    name: str,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    *,
+    device: torch.device,
+) -> Engine:
+    """Opens the engine that the options name; `found` is None for a server, which knows the model by `name`."""
+    return ENGINES[engine.engine].open(found, name, engine, sampling, device=device)

@@ -10,18 +10,16 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.chat.templates import load_tokenizer
 from mini_trainer.data.columns.base import SEQUENCES, TOKENS
 from mini_trainer.data.stores.disk import hash_file, read_object
-from mini_trainer.data.stores.model_files import find_model, find_weights, naming_config, verify_weights
+from mini_trainer.data.stores.model_files import GENERATION, find_model, find_weights, naming_config, verify_weights
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_tokenizer
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.messages import say_note, shows_progress
 from mini_trainer.model.config import load_generation_file, read_config
 from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.methods.adapter_files import (
     ADAPTER_CONFIG,
-    GENERATION_CONFIG,
     TOKENIZER_CONFIG,
     add_adapter,
     check_adapter,
@@ -51,7 +49,7 @@ class FoundModel:
     @property
     def generation_dir(self) -> Path:
         """Directory whose generation_config.json applies, if it has one: the adapter's own, or the model's."""
-        return find_beside(self.adapter, GENERATION_CONFIG) or Path(self.directory)
+        return find_beside(self.adapter, GENERATION) or Path(self.directory)
 
     @property
     def tokenizer_dir(self) -> Path:
@@ -79,7 +77,7 @@ class FoundModel:
         identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
         identity |= {"tokenizer": fingerprint_tokenizer(self.tokenizer)}
         identity |= {"chat_template": fingerprint_chat_template(self.tokenizer)}
-        generation = self.generation_dir / GENERATION_CONFIG
+        generation = self.generation_dir / GENERATION
         identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
         if self.adapter is not None:
             identity |= {"adapter": str(self.adapter), "adapter_sha256": hash_adapter(self.adapter)}
@@ -143,7 +141,7 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
         raise ValueError(f"--model {found.name}: {obstacle}")
     if not shows_progress():
         transformers.utils.logging.disable_progress_bar()
-    if Path(found.directory, GENERATION_CONFIG).is_file():
+    if Path(found.directory, GENERATION).is_file():
         load_generation_file(found.directory)  # refused by its name
     try:
         with naming_config(found.directory):

@@ -102,6 +102,12 @@ LISTING_RETRIES = 1
 class OpenAIEngine:
     """A model on a server (see `use.inference.engine.Engine`)."""
 
+    @classmethod
+    def open(
+        cls, found: None, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: Any
+    ) -> "OpenAIEngine":
+        return cls(name, engine, sampling)
+
     def __init__(self, model: str, engine: EngineOptions, sampling: SamplingOptions):
         require("openai", flag="--engine openai")
         from openai import OpenAI, Timeout

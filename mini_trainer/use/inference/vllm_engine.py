@@ -20,6 +20,12 @@ MODELS_OWN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "to
 class VLLMEngine:
     """A model in vLLM (see `use.inference.engine.Engine`)."""
 
+    @classmethod
+    def open(
+        cls, found: FoundModel, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: Any
+    ) -> "VLLMEngine":
+        return cls(found, engine, sampling)
+
     def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions):
         require("vllm", flag="--engine vllm")
         from vllm import LLM

@@ -18,19 +18,18 @@ from mini_trainer.distributed.row_group import count_sharing
 from mini_trainer.distributed.world import call_on_rank0
 from mini_trainer.model.activation_checkpointing import MODES, set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
-from mini_trainer.model.sharding import count_gathered_bytes, prepare_backward
+from mini_trainer.model.sharding import choose_resharding, count_gathered_bytes, prepare_backward
 from mini_trainer.options import TrainOptions, flag_name, flatten_options
-from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.plan.choice import (
+from mini_trainer.run.auto_choice import (
     Probe,
     Room,
     choose_mode,
-    choose_resharding,
     count_useful_tokens,
     find_room,
-    is_worth_measuring,
+    has_room_gathered,
     refuse_longest,
 )
+from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import TrainState
 from mini_trainer.sampler import RunPosition
 
@@ -146,26 +145,22 @@ class Prober:
             torch.cuda.reset_peak_memory_stats(state.world.device)
 
 
-def settle_auto_options(
+def measure_auto_options(
     options: TrainOptions,
     state: TrainState,
     inputs: RunInputs,
+    names: list[str],
     *,
     start: RunPosition,
     previous: dict[str, Any] | None,
     progress: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The values in place of every "auto", by option, and the measurements behind them, as JSON.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values in place of "auto" for the options `names`, and the measurements behind them, as JSON.
 
     All ranks call this and agree. What was chosen before the run was resumed, `previous`, is kept on as many of the
     same devices: it decides the rounding. ValueError if not even the longest sample has room.
     """
     values, world = flatten_options(options), state.world
-    names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if values[name] == "auto"]
-    unmeasured = choose_resharding(options.sharding, None, weights_bytes=0, is_whole=state.model.whole is not None)
-    if not names and not is_worth_measuring(unmeasured, world.device):
-        return unmeasured, None
-    names += unmeasured
     place = dict(
         device=describe_device(world.device),
         world_size=world.world_size,
@@ -220,10 +215,7 @@ def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most
     )
     cap = -(-room.num_tokens // num_sharing)
     model = prober.state.model
-    resharding = choose_resharding(
-        options.sharding,
-        room,
-        weights_bytes=count_gathered_bytes(model, model.compute_dtype),
-        is_whole=model.whole is not None,
-    )
+    weights_bytes = count_gathered_bytes(model, model.compute_dtype)
+    has_room = model.whole is not None or has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
+    resharding = choose_resharding(options.sharding, has_room=has_room)
     return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds) | resharding

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from mini_trainer.data.tokenized.by_row import find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -71,35 +70,11 @@ def choose_mode(find: Callable[[str], Room], modes: Sequence[str], *, enough: in
     return mode, rooms[mode]
 
 
-def list_resharding(sharding: ShardingOptions) -> dict[str, str]:
-    """The options of resharding that are not, or no longer, auto."""
-    values = {name: getattr(sharding, name) for name in ("reshard_after_forward", "reshard_after_backward")}
-    return {name: value for name, value in values.items() if value != "auto"}
-
-
-def choose_resharding(
-    sharding: ShardingOptions, room: Room | None, *, weights_bytes: int, is_whole: bool
-) -> dict[str, str]:
-    """Values for those of the two options of resharding that are auto: never if all weights have room to stay gathered.
-
-    `is_whole`: a single rank keeps them (`stays_whole`). `room`: of the largest micro-batch; None if it was not
-    measured. Its peak contains the gathered weights, `weights_bytes`, only with --reshard-after-forward never.
-    """
+def has_room_gathered(room: Room, sharding: ShardingOptions, *, weights_bytes: int) -> bool:
+    """Whether all weights can stay gathered, beside the largest micro-batch. Its peak contains them, `weights_bytes`,
+    only with --reshard-after-forward never."""
     more = 0 if sharding.reshard_after_forward == "never" else weights_bytes
-    is_known = room is not None and room.num_tokens > 0
-    has_room = is_known and extrapolate(room.probes, "excess_bytes", room.num_tokens) + more <= 0
-    fits = has_room or is_whole
-    # Not kept, "auto" stays FSDP2's default, which frees all layers but the last.
-    found = dict(
-        reshard_after_forward="never" if fits else "auto", reshard_after_backward="never" if fits else "always"
-    )
-    return {name: value for name, value in found.items() if name not in list_resharding(sharding)}
-
-
-def is_worth_measuring(unmeasured: dict[str, str], device: torch.device) -> bool:
-    """Whether the room for gathered weights is measured, also with a fixed number of tokens: on GPUs, where it is not
-    known without (`choose_resharding` of no room)."""
-    return device.type == "cuda" and "auto" in unmeasured.values()
+    return room.num_tokens > 0 and extrapolate(room.probes, "excess_bytes", room.num_tokens) + more <= 0
 
 
 def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: float) -> Room:

@@ -1,0 +1,99 @@
+"""Doors: what can be chosen by name, and where it is, imported only once it is chosen.
+
+A table is keyed by the words of options and files. With its row, a new entry needs nothing but its own module: the
+options' choices, --help, completion, the reference and the checks read the table.
+"""
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+Door = TypeVar("Door")
+
+
+@functools.cache  # rows look up their format
+def open_door(place: str) -> Any:
+    """What is at "module:attribute", or the module of that name."""
+    name, _, attribute = place.partition(":")
+    module = importlib.import_module(name)
+    return getattr(module, attribute) if attribute else module
+
+
+class Doors(Mapping[str, Door]):
+    """What is at "module:attribute", by name. Listing the names imports nothing."""
+
+    def __init__(self, places: Mapping[str, str]):
+        self.places = dict(places)
+
+    def __getitem__(self, name: str) -> Door:
+        return open_door(self.places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+
+METHODS = Doors({"osft": "mini_trainer.osft:OSFT", "lora": "mini_trainer.model.methods.lora:LoRA"})  # by their option
+
+OPTIMIZERS = Doors(
+    {
+        "adamw": "mini_trainer.model.optim.optimizers:AdamW",
+        "adamw8bit": "mini_trainer.model.optim.optimizers:AdamW8bit",
+        "muon": "mini_trainer.model.optim.muon:MuonForMatrices",
+    }
+)
+
+TRACKERS = Doors(
+    {
+        "wandb": "mini_trainer.run.tracker_packages:Wandb",
+        "tensorboard": "mini_trainer.run.tracker_packages:TensorBoard",
+        "mlflow": "mini_trainer.run.tracker_packages:MLflow",
+        "trackio": "mini_trainer.run.tracker_packages:Trackio",
+    }
+)
+
+# Formats of rows that are detected by their keys, the first that fits; and those that are named.
+TEXT_FORMATS = Doors(
+    {
+        "messages": "mini_trainer.data.rows.formats:MESSAGES",
+        "sharegpt": "mini_trainer.data.rows.formats:SHAREGPT",
+        "alpaca": "mini_trainer.data.rows.formats:ALPACA",
+        "completion": "mini_trainer.data.rows.formats:COMPLETION",
+        "document": "mini_trainer.data.rows.formats:DOCUMENT",
+    }
+)
+NAMED_FORMATS = ("classification", "preference", "feedback")
+
+ENGINES = Doors(
+    {
+        "hf": "mini_trainer.use.inference.hf_engine:HFEngine",
+        "vllm": "mini_trainer.use.inference.vllm_engine:VLLMEngine",
+        "openai": "mini_trainer.use.inference.openai_engine:OpenAIEngine",
+    }
+)
+SCORERS = Doors(
+    {
+        "hf": "mini_trainer.tools.score_data:LocalScorer",
+        "openai": "mini_trainer.tools.score_data:ServerScorer",
+    }
+)
+
+# Trainers whose configurations can be imported.
+TRAINERS = Doors(
+    {
+        "axolotl": "mini_trainer.tools.importers.axolotl",
+        "llama-factory": "mini_trainer.tools.importers.llama_factory",
+        "trl": "mini_trainer.tools.importers.trl",
+        "trl-dpo": "mini_trainer.tools.importers.trl_preferences:DPO",
+        "trl-kto": "mini_trainer.tools.importers.trl_preferences:KTO",
+        "trl-orpo": "mini_trainer.tools.importers.trl_preferences:ORPO",
+        "trl-cpo": "mini_trainer.tools.importers.trl_preferences:CPO",
+        "trl-reward": "mini_trainer.tools.importers.trl_preferences:REWARD",
+    }
+)
