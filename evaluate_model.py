@@ -9,8 +9,8 @@ Existing results are reused: a killed evaluation resumes, and adding a model com
 """
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.options import EvaluateOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import EvaluateOptions
 
 if __name__ == "__main__":
     options = parse_options(EvaluateOptions)  # before the heavy imports: --help and typos answer at once

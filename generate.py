@@ -9,8 +9,8 @@ same command is started again.
 """
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.options import GenerateOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import GenerateOptions
 
 if __name__ == "__main__":
     options = parse_options(GenerateOptions)  # before the heavy imports: --help and typos answer at once

@@ -27,8 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from mini_trainer.options import ProcessDataOptions, RowOptions, parse_shard
+from mini_trainer.options import RowOptions, parse_shard
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import ProcessDataOptions
 
 if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once

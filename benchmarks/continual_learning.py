@@ -52,7 +52,8 @@ from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.teachers import make_taught
-from mini_trainer.options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options import DataOptions, LoRAOptions, TrainOptions, group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.osft import OSFT
 from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, export_model

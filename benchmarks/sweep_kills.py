@@ -115,7 +115,7 @@ def drive(settings: Path, log: Path, shared: dict[str, str]) -> None:
     use_server(shared)
     from sweep_runs import ForkedPool
 
-    from mini_trainer.options import SweepOptions
+    from mini_trainer.options.tools import SweepOptions
     from mini_trainer.run.stages import ending_experiment
 
     for number in (1, 2):

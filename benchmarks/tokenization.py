@@ -47,7 +47,8 @@ from transformers import AutoTokenizer
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.columns.base import IGNORED
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 CHUNK_ROWS = 1000

@@ -44,8 +44,9 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader
 from mini_trainer.objectives.next_tokens import VisionLanguage
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
 from mini_trainer.options.problems.packages import is_installed
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, export_model
 

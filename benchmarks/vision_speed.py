@@ -35,7 +35,8 @@ from mini_trainer.model.build import build_model
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import iterate_batches, prefetch

@@ -17,41 +17,94 @@ import runpy
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-PROGRAMS = {  # word -> the module that it starts, and what that does
-    "train": ("train", "fine-tune a model: one process for each GPU of this machine"),
-    "process-data": ("process_data", "chats, completions or documents in, tokenized data set out"),
-    "merge-adapter": ("tools.merge_adapter", "a LoRA adapter and its model in, one model out"),
-    "generate": ("generate", "a model asked: prompts from files, or a chat in the terminal"),
-    "evaluate": ("evaluate_model", "models measured side by side: losses, tasks, a page of samples"),
-    "merge-models": ("tools.merge_models", "models of one architecture mixed, tensor by tensor"),
-    "export-gguf": ("tools.export_gguf", "a model in, one GGUF file out, for llama.cpp and Ollama"),
-    "import-config": ("tools.import_config", "another trainer's configuration in, this one's out"),
-    "score-data": ("tools.score_data", "a teacher's most probable tokens of a data set, for train"),
-    "continual": ("tools.continual", "tasks in, a model trained on one after the other out: what is forgotten"),
-    "sweep": ("tools.sweep.__main__", "options to vary in, runs with each of their values and the best of them out"),
-    "verify": ("tools.verify", "data sets, models or runs in, and whether they are still what was written"),
-    "board": ("tools.board", "a directory of runs in, a live table of them and their curves out, in a browser"),
-    "plot-metrics": ("tools.plot_metrics", "runs in, their curves out: a page for a browser, or a picture"),
-}
-OPTIONS = {
-    "train": "TrainOptions",
-    "process-data": "ProcessDataOptions",
-    "merge-adapter": "MergeAdapterOptions",
-    "generate": "GenerateOptions",
-    "evaluate": "EvaluateOptions",
-    "merge-models": "MergeModelsOptions",
-    "import-config": "ImportConfigOptions",
-    "score-data": "ScoreDataOptions",
-    "continual": "ContinualOptions",
-    "sweep": "SweepOptions",
-    "plot-metrics": "PlotOptions",
-    "export-gguf": "ExportGgufOptions",
-    "board": "BoardOptions",
-    "verify": "VerifyOptions",
+
+class Program(NamedTuple):
+    """What a word starts."""
+
+    module: str  # in this package
+    options: str  # the class of its options: "module:name"
+    purpose: str
+
+    def read_options(self) -> type:
+        from mini_trainer.options.doors import open_door
+
+        return open_door(self.options)
+
+
+PROGRAMS = {
+    "train": Program(
+        "train", "mini_trainer.options:TrainOptions", "fine-tune a model: one process for each GPU of this machine"
+    ),
+    "process-data": Program(
+        "process_data",
+        "mini_trainer.options.tools:ProcessDataOptions",
+        "chats, completions or documents in, tokenized data set out",
+    ),
+    "merge-adapter": Program(
+        "tools.merge_adapter",
+        "mini_trainer.options.tools:MergeAdapterOptions",
+        "a LoRA adapter and its model in, one model out",
+    ),
+    "generate": Program(
+        "generate",
+        "mini_trainer.options.tools:GenerateOptions",
+        "a model asked: prompts from files, or a chat in the terminal",
+    ),
+    "evaluate": Program(
+        "evaluate_model",
+        "mini_trainer.options.tools:EvaluateOptions",
+        "models measured side by side: losses, tasks, a page of samples",
+    ),
+    "merge-models": Program(
+        "tools.merge_models",
+        "mini_trainer.options.tools:MergeModelsOptions",
+        "models of one architecture mixed, tensor by tensor",
+    ),
+    "export-gguf": Program(
+        "tools.export_gguf",
+        "mini_trainer.options.tools:ExportGgufOptions",
+        "a model in, one GGUF file out, for llama.cpp and Ollama",
+    ),
+    "import-config": Program(
+        "tools.import_config",
+        "mini_trainer.options.tools:ImportConfigOptions",
+        "another trainer's configuration in, this one's out",
+    ),
+    "score-data": Program(
+        "tools.score_data",
+        "mini_trainer.options.tools:ScoreDataOptions",
+        "a teacher's most probable tokens of a data set, for train",
+    ),
+    "continual": Program(
+        "tools.continual",
+        "mini_trainer.options.tools:ContinualOptions",
+        "tasks in, a model trained on one after the other out: what is forgotten",
+    ),
+    "sweep": Program(
+        "tools.sweep.__main__",
+        "mini_trainer.options.tools:SweepOptions",
+        "options to vary in, runs with each of their values and the best of them out",
+    ),
+    "verify": Program(
+        "tools.verify",
+        "mini_trainer.options.tools:VerifyOptions",
+        "data sets, models or runs in, and whether they are still what was written",
+    ),
+    "board": Program(
+        "tools.board",
+        "mini_trainer.options.tools:BoardOptions",
+        "a directory of runs in, a live table of them and their curves out, in a browser",
+    ),
+    "plot-metrics": Program(
+        "tools.plot_metrics",
+        "mini_trainer.options.tools:PlotOptions",
+        "runs in, their curves out: a page for a browser, or a picture",
+    ),
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
+TORCHRUN = "torchrun"  # the word after --help for its options
 COMPLETION = "completion"  # the word that is no program: prints what a shell needs to complete the others
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
@@ -108,8 +161,10 @@ def main() -> None:
         become_program(word, argv)
     torchrun_options, argv = split_options(argv)
     if {"-h", "--help"} & set(argv):
-        tell(describe_torchrun_options())
-        become_program(word, ["--help"])
+        if TORCHRUN in argv:
+            return tell(describe_torchrun_options())
+        tell(f"Started by torchrun where there are several processes: --nproc-per-node and others, --help {TORCHRUN}\n")
+        become_program(word, argv)
     num_processes = torchrun_options.pop("nproc-per-node", None)
     if num_processes is None:
         num_processes = str(max(1, count_gpus())) if word == "train" else "1"
@@ -120,7 +175,7 @@ def main() -> None:
 
 
 def describe_words() -> str:
-    lines = [f"  {word:15}{purpose}" for word, (_, purpose) in PROGRAMS.items()]
+    lines = [f"  {word:15}{purpose}" for word, (_, _, purpose) in PROGRAMS.items()]
     lines.append(
         f"  {COMPLETION:15}bash, zsh or fish: code for the shell's start-up file, with which it completes words"
     )
@@ -136,7 +191,6 @@ def print_version() -> None:
 
 def print_completion(argv: list[str]) -> None:
     """`completion SHELL` prints the shell's code, which calls `completion words WORD ...` for each completion."""
-    from mini_trainer import options as groups
     from mini_trainer.options.completion import SHELLS, complete_options
 
     if len(argv) == 1 and argv[0] in SHELLS:
@@ -149,9 +203,9 @@ def print_completion(argv: list[str]) -> None:
         found = [name for name in [*PROGRAMS, COMPLETION, "--help", "--version"] if name.startswith(word)]
     elif word == COMPLETION:
         found = [name for name in SHELLS if len(rest) == 1 and name.startswith(rest[0])]
-    elif word in OPTIONS:
+    elif word in PROGRAMS:
         more = [f"--{name}" for name in TORCHRUN_OPTIONS] if word in PARALLEL else []
-        found = complete_options(getattr(groups, OPTIONS[word]), rest, more=more)
+        found = complete_options(PROGRAMS[word].read_options(), rest, more=more)
     else:
         found = []
     tell("\n".join(found))
@@ -159,7 +213,7 @@ def print_completion(argv: list[str]) -> None:
 
 def describe_torchrun_options() -> str:
     lines = [f"  --{name:20}{meaning}" for name, meaning in TORCHRUN_OPTIONS.items()]
-    return "\n".join(["how many processes are started, and on how many machines (by torchrun):", *lines, ""])
+    return "\n".join(["how many processes are started, and on how many machines (by torchrun):", *lines])
 
 
 def tell(text: str) -> None:
@@ -191,7 +245,7 @@ def refuse_mixed_installation() -> None:
 
 def become_program(word: str, argv: list[str]) -> NoReturn:
     sys.argv[1:] = argv
-    runpy.run_module(f"mini_trainer.{PROGRAMS[word][0]}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"mini_trainer.{PROGRAMS[word].module}", run_name="__main__", alter_sys=True)
     sys.exit()
 
 
@@ -230,7 +284,6 @@ def count_gpus() -> int:
 
 def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[str]) -> int:
     """Runs a script in several processes, waits for them, and returns the exit code of the run."""
-    from mini_trainer import options as groups
     from mini_trainer.data.stores.disk import identify_file
     from mini_trainer.distributed.children import find_this_package, name_module
     from mini_trainer.distributed.ending import EXIT_FILE
@@ -240,7 +293,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank
     sys.argv[1:] = argv
     # What cannot be used is refused once, and not by every rank.
-    options = parse_options(getattr(groups, OPTIONS[word]))
+    options = parse_options(PROGRAMS[word].read_options())
     # Its reports of signals and of ranks that have failed, beside what the ranks print.
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -253,7 +306,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
 
         flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
         os.environ |= find_this_package()
-        torchrun([*flags, "--no-python", *name_module(f"mini_trainer.{PROGRAMS[word][0]}"), *argv])
+        torchrun([*flags, "--no-python", *name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv])
         return 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

@@ -23,7 +23,8 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.generate import generate
 from mini_trainer.model.scoring.score_files import ScoreFile
-from mini_trainer.options import GenerateOptions, MergeAdapterOptions, ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import GenerateOptions, MergeAdapterOptions, ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.tools.merge_adapter import merge_adapter
 

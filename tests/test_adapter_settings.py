@@ -25,7 +25,7 @@ from mini_trainer.model.methods.adapter_settings import (
     check_settings,
 )
 from mini_trainer.model.methods.lora_layers import choose_names
-from mini_trainer.options import MergeAdapterOptions
+from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.tools.merge_adapter import merge_adapter
 from mini_trainer.use.inference.loading import find_answering_model, load_answering_model
 

@@ -35,13 +35,13 @@ from mini_trainer.distributed.process import count_open_files, list_group_sizes
 from mini_trainer.options import (
     MAY_DIFFER,
     PATH_OPTIONS,
-    ProcessDataOptions,
     TrainOptions,
     flag_name,
     flatten_options,
     group_options,
     list_identifying_options,
 )
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.start_checks import describe_inputs, describe_start

@@ -12,7 +12,10 @@ from mini_trainer import options as all_options
 from mini_trainer.data.rows.rows import IMPLEMENTED_ROWS
 from mini_trainer.evaluate_model import evaluate
 from mini_trainer.generate import generate
-from mini_trainer.options import (
+from mini_trainer.options import TrainOptions, flag_name, group_options
+from mini_trainer.options.choices import check_choices, list_choices
+from mini_trainer.options.fields import iterate_fields
+from mini_trainer.options.tools import (
     BoardOptions,
     ContinualOptions,
     EvaluateOptions,
@@ -25,13 +28,8 @@ from mini_trainer.options import (
     ProcessDataOptions,
     ScoreDataOptions,
     SweepOptions,
-    TrainOptions,
     VerifyOptions,
-    flag_name,
-    group_options,
 )
-from mini_trainer.options.choices import check_choices, list_choices
-from mini_trainer.options.fields import iterate_fields
 from mini_trainer.process_data import process_data
 from mini_trainer.run.choosing import IMPLEMENTED
 from mini_trainer.run.start import open_inputs

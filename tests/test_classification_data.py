@@ -27,8 +27,9 @@ from mini_trainer.data.rows.labelled import FieldNames
 from mini_trainer.data.rows.survey import survey_rows
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import ProcessDataOptions, RowOptions, group_options, replace_options
+from mini_trainer.options import RowOptions, group_options, replace_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']

@@ -18,7 +18,8 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.chat_rows import read_marks, read_messages
 from mini_trainer.data.rows.column_names import RefusedColumn, check_messages, find_meaning
-from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 

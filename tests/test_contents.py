@@ -26,14 +26,14 @@ from mini_trainer.generate import generate
 from mini_trainer.model.methods.osft_bases import open_bases
 from mini_trainer.model.methods.osft_calibration import open_statistics
 from mini_trainer.model.methods.osft_subspaces import read_subspace
-from mini_trainer.options import (
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import (
     EvaluateOptions,
     ExportGgufOptions,
     GenerateOptions,
     MergeAdapterOptions,
     MergeModelsOptions,
     VerifyOptions,
-    group_options,
 )
 from mini_trainer.run.other_models import read_file
 from mini_trainer.run.start_checks import describe_data

@@ -18,7 +18,7 @@ from mini_trainer.continual.measuring import read_cell, read_harness
 from mini_trainer.continual.rounds import read_answers
 from mini_trainer.continual.settings import SetSettings
 from mini_trainer.continual.settings_file import read_settings
-from mini_trainer.options import ContinualOptions
+from mini_trainer.options.tools import ContinualOptions
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.continual import continual
 

@@ -21,8 +21,9 @@ from tiny_data import make_samples, read_lines, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.options import EvaluateOptions, group_options
+from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.comparison import Scores, adjust_by_holm, compare
 from mini_trainer.use.evaluation.metrics import (
     MEASURES,

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.tokenization_utils_base import generate_merges
 
-from mini_trainer.options import ExportGgufOptions
+from mini_trainer.options.tools import ExportGgufOptions
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.use.exporters.gguf_tokenizer import SPLITS
 

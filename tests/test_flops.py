@@ -15,7 +15,8 @@ from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.objectives.kto import Feedback
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.preferences import Preferences
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.plan.packing import count_row_tokens
 

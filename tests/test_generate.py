@@ -16,8 +16,9 @@ from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
 from mini_trainer.generate import generate, open_model
-from mini_trainer.options import GenerateOptions, SamplingOptions, group_options
+from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import GenerateOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Request
 from mini_trainer.use.inference.hf_engine import find_padding_obstacle, make_generation_config
 from mini_trainer.use.inference.prompts import encode_prompt, read_prompts

@@ -20,9 +20,10 @@ from typeguard import check_type
 from mini_trainer.data.rows.hub_rows import find_dataset
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.preference_losses import LOSSES, Pairs, Strength
-from mini_trainer.options import ProcessDataOptions, RowOptions, TrainOptions, flatten_options, list_types
+from mini_trainer.options import RowOptions, TrainOptions, flatten_options, list_types
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.doors import TRAINERS
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.tools.importers.batches import measure_packs
 from mini_trainer.tools.importers.conversion import convert, follow
 from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, recognize

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.options import MergeModelsOptions
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import MergeModelsOptions
 from mini_trainer.tools.merge_models import merge_models
 
 

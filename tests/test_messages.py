@@ -80,7 +80,7 @@ except Exception as error:
 """
 GUARD = """
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options import GenerateOptions
+from mini_trainer.options.tools import GenerateOptions
 parse_options(GenerateOptions, ["--model", "m"])
 """
 

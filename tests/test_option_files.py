@@ -17,19 +17,17 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.continual.settings_file import read_settings as read_continual
-from mini_trainer.options import (
+from mini_trainer.options import TrainOptions, environment, flatten_options
+from mini_trainer.options.command_line import describe_options, parse_options
+from mini_trainer.options.completion import complete_options
+from mini_trainer.options.option_files import check_yaml, read_option_file, read_yaml
+from mini_trainer.options.tools import (
     ContinualOptions,
     ImportConfigOptions,
     PlotOptions,
     ProcessDataOptions,
     SweepOptions,
-    TrainOptions,
-    environment,
-    flatten_options,
 )
-from mini_trainer.options.command_line import describe_options, parse_options
-from mini_trainer.options.completion import complete_options
-from mini_trainer.options.option_files import check_yaml, read_option_file, read_yaml
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.sweep.settings import read_settings as read_sweep

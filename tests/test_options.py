@@ -19,21 +19,14 @@ from mini_trainer import options
 from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.specs import OBJECTIVE_SPECS
-from mini_trainer.options import (
-    GenerateOptions,
-    ProcessDataOptions,
-    TrainOptions,
-    flatten_options,
-    group_options,
-    list_types,
-    replace_options,
-)
+from mini_trainer.options import TrainOptions, flatten_options, group_options, list_types, replace_options
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.names_elsewhere import NAMES_ELSEWHERE, find_closest
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems import packages
 from mini_trainer.options.problems.finding import find_problems, find_wrong_options
+from mini_trainer.options.tools import GenerateOptions, ProcessDataOptions
 
 ROOT = Path(__file__).parent.parent
 OTHERS = sorted({*PROGRAMS} - {"train"})  # words of mini-trainer

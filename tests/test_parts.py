@@ -24,9 +24,10 @@ from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.parts import Part, divide, list_parts, name_directory, read_results
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.process import find_task
-from mini_trainer.options import ProcessDataOptions, replace_options
+from mini_trainer.options import replace_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 COUNT = 3

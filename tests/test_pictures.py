@@ -17,7 +17,8 @@ from tiny_vision import VISION_MODELS, make_image, make_rows, save_vision_model
 from mini_trainer.data.chat.pictures import ImageExpander, load_processor, open_image
 from mini_trainer.data.chat.token_spans import Located
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.pages.preview import THUMBNAIL_SIDE
 

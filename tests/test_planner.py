@@ -29,9 +29,10 @@ from mini_trainer.model.sharding import prepare_backward
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.specs import OBJECTIVE_SPECS, make_objective
-from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.choosing import choose_method, choose_settings
 from mini_trainer.run.export import ExportParts

@@ -25,8 +25,8 @@ from processes import ENV, check_serving, run
 from run_directories import make_sources, write_run
 from tiny_data import write_jsonl
 
-from mini_trainer.options import PlotOptions
 from mini_trainer.options.problems.tools import find_plot_problems
+from mini_trainer.options.tools import PlotOptions
 from mini_trainer.use.plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
 from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
 from mini_trainer.use.plots.curves_page import describe_page, make_curves_page

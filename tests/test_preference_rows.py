@@ -13,8 +13,8 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import ProcessDataOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"

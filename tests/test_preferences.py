@@ -22,7 +22,8 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.preference_losses import LOSSES
 from mini_trainer.objectives.sequence_logps import sum_logps
 from mini_trainer.objectives.token_loss import TrainedTokens
-from mini_trainer.options import ScoreDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ScoreDataOptions
 from mini_trainer.run.identity import find_changes
 from mini_trainer.run.other_models import split_rows
 from mini_trainer.sampler import draw_samples

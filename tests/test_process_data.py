@@ -29,9 +29,10 @@ from mini_trainer.data.rows.report import percentile
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import ProcessDataOptions, replace_options
+from mini_trainer.options import replace_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 ROOT = Path(__file__).parent.parent

@@ -27,7 +27,8 @@ from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.formats import find_format, read_example
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
 from mini_trainer.generate import open_model
-from mini_trainer.options import GenerateOptions, ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import GenerateOptions, ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.evaluation.likelihood import encode_choices
 from mini_trainer.use.inference.engine import Request

@@ -63,7 +63,8 @@ from mini_trainer.data.stores.remote import BrokenTransfer
 from mini_trainer.distributed import children
 from mini_trainer.distributed.children import find_last_words
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, RunError
-from mini_trainer.options import ProcessDataOptions, TrainOptions, flatten_options, group_options, iterate_fields
+from mini_trainer.options import TrainOptions, flatten_options, group_options, iterate_fields
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import RefusedRedirect
 from mini_trainer.process_data import process_data as run_process_data
 from mini_trainer.run.checkpointing import NoValidCheckpoint

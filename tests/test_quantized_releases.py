@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from mini_trainer.model.quantized import guess_base
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.options import MergeAdapterOptions
+from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.tools.merge_adapter import merge_adapter
 
 STEPS = 3

@@ -20,7 +20,8 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import ProcessDataOptions, RowOptions, TrainOptions, group_options, parse_subset
+from mini_trainer.options import RowOptions, TrainOptions, group_options, parse_subset
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 

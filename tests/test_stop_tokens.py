@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 # What begins the next turn ends the last one, as in GLM 4.6 and GLM 4.7: a user's turn a text, a tool's result a call.

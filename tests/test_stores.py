@@ -25,8 +25,9 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_each_node
-from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import choose_part, process_data
 from mini_trainer.run import uploads as uploads_module
 from mini_trainer.run.raw_rows import make_data_local

@@ -28,8 +28,9 @@ from sweep_runs import (
 )
 
 from mini_trainer.distributed.ending import ExitCode, RunError
-from mini_trainer.options import SweepOptions, TrainOptions, group_options
+from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import SweepOptions
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.sweep.__main__ import sweep
 from mini_trainer.tools.sweep.running import Pool, divide_devices

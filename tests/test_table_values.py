@@ -28,7 +28,8 @@ from mini_trainer.data.rows.formats import OWN_NAMES, parse_row, read_example, r
 from mini_trainer.data.rows.labelled import FieldNames, check_values
 from mini_trainer.data.rows.pictured import read_column
 from mini_trainer.data.rows.preference_rows import PreferenceFields, read_preference
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.inference.prompts import read_prompts
 

@@ -12,8 +12,9 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from trace_rows import ROWS, write_trace
 from transformers import AutoTokenizer
 
-from mini_trainer.options import ProcessDataOptions, TrainOptions, group_options
+from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.evaluation.metrics import score_answer
 from mini_trainer.use.inference.prompts import read_prompts

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mini_trainer.model.weights import list_left_out
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.options import MergeAdapterOptions
+from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.tools.merge_adapter import merge_adapter
 
 HIDDEN = SHAPE["hidden_size"]

@@ -24,9 +24,10 @@ from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.rows.split import HASH_BYTES, falls_into_validation, hash_example
 from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 SHARE = 0.3

@@ -36,8 +36,9 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLanguageFamily
 from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
-from mini_trainer.options import LoRAOptions, MergeAdapterOptions, TrainOptions, flatten_options, group_options
+from mini_trainer.options import LoRAOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.run.raw_rows import find_data
 from mini_trainer.tools.merge_adapter import merge_adapter
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from mini_trainer import options as groups
 from mini_trainer.options import flag_name, group_options, iterate_fields
 from mini_trainer.options.choices import iterate_literals
-from mini_trainer.options.option_files import name_type
+from mini_trainer.options.fields import name_type
 from mini_trainer.options.problems.finding import find_wrong_options
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mini_trainer.options import OSFTOptions, ProcessDataOptions, TrainOptions, iterate_fields
+from mini_trainer.options import OSFTOptions, TrainOptions, iterate_fields
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.hooks import Callback
 
 

@@ -20,7 +20,8 @@ from mini_trainer.api.arguments import (
 )
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file
-from mini_trainer.options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, iterate_fields
+from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, iterate_fields
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.hooks import FOLDERS, check_callback
 

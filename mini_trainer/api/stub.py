@@ -15,7 +15,9 @@ from typing import Any, Union, get_args, get_origin
 
 from mini_trainer.api import arguments
 from mini_trainer.api.commands import DATA_NAMES, TRAIN_NAMES
-from mini_trainer.options import ProcessDataOptions, TrainOptions, iterate_fields
+from mini_trainer.options import TrainOptions
+from mini_trainer.options.help import read_class_helps, read_helps
+from mini_trainer.options.tools import ProcessDataOptions
 
 STUB = Path(arguments.__file__).with_suffix(".pyi")
 GENERATED = {
@@ -52,36 +54,12 @@ def make_stub() -> str:
 
 def render_class(node: ast.ClassDef, args: type, options_class: type, names: dict[str, str]) -> str:
     helps = read_helps(options_class)
-    own = read_class_helps(node)
+    own = read_class_helps(node.body)
     lines = ["@dataclass(kw_only=True)", f"class {node.name}:", indent(quote(ast.get_docstring(node)))]
     for field in dataclasses.fields(args):
         told = own.get(field.name) or helps.get(field.name) or f"`{names[field.name]}`: {helps[names[field.name]]}"
         lines += [f"    {field.name}: {render_type(field.type)} = ...", indent(quote(told))]
     return "\n".join(lines)
-
-
-def read_helps(options_class: type) -> dict[str, str]:
-    """The help of every option by name: the text that follows its declaration."""
-    groups = {option.name: group for option, group in iterate_fields(options_class)}
-    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
-    owners = {options_class, *(types[group] for group in groups.values() if group is not None)}
-    found: dict[str, str] = {}
-    for owner in owners:
-        for base in reversed(owner.__mro__[:-1]):
-            found |= read_class_helps(ast.parse(textwrap.dedent(inspect.getsource(base))).body[0])
-    return {name: found[name] for name in groups}
-
-
-def read_class_helps(node: ast.ClassDef) -> dict[str, str]:
-    """Texts of a class by the fields that they follow."""
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(node.body, node.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
 
 
 def render_type(kind: Any) -> str:

@@ -7,7 +7,8 @@ from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
 from mini_trainer.continual.settings import ContinualSettings, Task, Values, complete_options
 from mini_trainer.continual.settings_file import CHOICE_METRICS, LATER
-from mini_trainer.options import EvaluateOptions, TrainOptions, group_options
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.tasks import open_task
 from mini_trainer.use.inference.prompts import Prompt
 

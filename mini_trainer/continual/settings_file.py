@@ -21,19 +21,17 @@ from mini_trainer.continual.settings import (
     complete_options,
     splits_off,
 )
-from mini_trainer.options import (
+from mini_trainer.options import TrainOptions, group_options, list_types
+from mini_trainer.options.option_files import parse_value, parse_values, read_option_file
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.problems.tools import MOST_TOP_K
+from mini_trainer.options.tools import (
     EvaluateOptions,
     GenerateOptions,
     MergeModelsOptions,
     ProcessDataOptions,
     ScoreDataOptions,
-    TrainOptions,
-    group_options,
-    list_types,
 )
-from mini_trainer.options.option_files import parse_value, parse_values, read_option_file
-from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.problems.tools import MOST_TOP_K
 from mini_trainer.options.urls import hide_credentials, is_url
 from mini_trainer.use.evaluation.metrics import MEASURES, SARI
 

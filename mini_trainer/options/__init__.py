@@ -4,14 +4,13 @@ In: command lines and YAML files (options/command_line.py). Out: checked options
 (options/problems/).
 
 An option's name is both its flag and its YAML key; names are unique across groups. A function takes the group that it
-needs. Imports nothing heavy, so that `--help` and mistyped flags respond at once.
+needs. Imports nothing heavy, so that `--help` and mistyped flags respond at once. Those of the programs other than
+train.py are in options/tools.py.
 """
 
 from mini_trainer.options.data import (
     DEFAULT_BATCH_SIZE,
-    ContentOptions,
     DataOptions,
-    ProcessDataOptions,
     RowOptions,
     ValidationOptions,
 )
@@ -21,6 +20,7 @@ from mini_trainer.options.fields import (
     flatten_options,
     group_options,
     iterate_fields,
+    list_facts,
     list_types,
     parse_duration,
     parse_rate,
@@ -53,34 +53,14 @@ from mini_trainer.options.running import (
     ShardingOptions,
     TrackingOptions,
 )
-from mini_trainer.options.tools import (
-    BoardOptions,
-    ContinualOptions,
-    EngineOptions,
-    EvaluateOptions,
-    ExportGgufOptions,
-    GenerateOptions,
-    ImportConfigOptions,
-    MergeAdapterOptions,
-    MergeModelsOptions,
-    PlotOptions,
-    SamplingOptions,
-    ScoreDataOptions,
-    SweepOptions,
-    VerifyOptions,
-)
 from mini_trainer.options.training import (
-    DATA_SETS,
-    MAY_DIFFER,
-    PATH_OPTIONS,
     PRESETS,
-    WITHOUT_NUMBERS,
     TrainOptions,
     list_data_sets,
+    list_deciding_options,
     list_defaults,
+    list_differing_options,
     list_identifying_options,
     list_preset_values,
-    list_shared_options,
-    list_unchangeable_options,
     names_raw_data,
 )

@@ -13,23 +13,17 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from mini_trainer.distributed.command import describe_version, name_command
 from mini_trainer.distributed.ending import exit_with_message, shorten_interrupts
-from mini_trainer.distributed.messages import leave_unread, print_as_is, say
+from mini_trainer.distributed.messages import print_as_is, say
 from mini_trainer.options import (
-    BoardOptions,
-    ContinualOptions,
-    ImportConfigOptions,
     Options,
-    PlotOptions,
-    SweepOptions,
     TrainOptions,
-    VerifyOptions,
     environment,
     flag_name,
     flatten_options,
@@ -39,12 +33,9 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.options.choices import list_choices
-from mini_trainer.options.names_elsewhere import find_closest
-from mini_trainer.options.option_files import flag_for, name_type, read_configs_as_flags
+from mini_trainer.options.fields import flag_for, name_type
+from mini_trainer.options.help import describe_help, find_topic
 from mini_trainer.options.problems.finding import find_problems
-
-# Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions, BoardOptions, ImportConfigOptions, ContinualOptions, SweepOptions, VerifyOptions)
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
@@ -52,13 +43,6 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
 
     Prints one message and exits with `ExitCode.BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
     """
-    try:
-        import tyro
-    except ModuleNotFoundError as error:
-        exit_with_message(
-            f"the package {error.name}, which reads the options, is not installed: install the dependencies in"
-            " pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
-        )
     refuse_hub_kernels()
     if argv is None:
         shorten_interrupts()
@@ -67,19 +51,28 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         say(describe_version())
         sys.exit()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
+    if (topic := find_topic(argv)) is not None:
+        show_help(options_class, topic, is_shown=is_first)
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        exit_with_message(
+            f"the package {error.name}, which reads the options, is not installed: install the dependencies in"
+            " pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
+        )
     markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
-    if options_class in WITHOUT_FLAG:
+    if getattr(options_class, "takes_words", False):
         markers.append(tyro.conf.PositionalRequiredArgs)
     try:
         argv, allowed = take_allowed(argv, options_class)
         refuse_repeated_flags(argv, options_class)
         refuse_empty_flags(argv, options_class)
         check_unicode([os.getcwd(), *argv])
-        words = read_configs_as_flags(find_configs(argv, options_class), options_class, allowed=allowed) + argv
+        words = [*read_configs(argv, options_class, allowed), *argv]
         check_unicode(words)
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
-        with reading_flags(options_class, has_help=is_first):
+        with reading_flags(options_class):
             options = tyro.cli(options_class, prog=name_command(), config=markers, args=words)
         problems = find_problems(options)
         if problems:
@@ -95,6 +88,17 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     if isinstance(options, TrainOptions) and options.plan.dry_run:
         return leave_out_callbacks(options, argv, is_first=is_first)
     return options
+
+
+def show_help(options_class: type, topic: str, *, is_shown: bool) -> NoReturn:
+    """Prints the help on a topic, and exits."""
+    try:
+        text = describe_help(options_class, topic, command=name_command())
+    except ValueError as error:
+        exit_with_message(str(error))
+    if is_shown:
+        print_as_is(f"{text}\n", sys.stdout)
+    sys.exit()
 
 
 def leave_out_callbacks(options: TrainOptions, argv: list[str], *, is_first: bool) -> TrainOptions:
@@ -126,15 +130,12 @@ def take_allowed(argv: list[str], options_class: type) -> tuple[list[str], list[
 
 
 @contextlib.contextmanager
-def reading_flags(options_class: type, *, has_help: bool) -> Iterator[None]:
-    """Makes a ValueError of what tyro says in a box; --help is printed only with `has_help`."""
-    said, shown = io.StringIO(), sys.stdout if has_help else io.StringIO()
+def reading_flags(options_class: type) -> Iterator[None]:
+    """Makes a ValueError of what tyro says in a box."""
+    said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said):
             yield
-    except BrokenPipeError:  # --help | head
-        leave_unread(sys.stdout)
-        sys.exit()
     except SystemExit as end:
         if not end.code:
             raise
@@ -232,6 +233,8 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
         if not flag.startswith("--") or flag == "--help":
             continue
         if flag not in flags:
+            from mini_trainer.options.names_elsewhere import find_closest
+
             close = find_closest(name_option(flag), [name_option(known) for known in flags])
             problems.append(f"unknown option {flag}{'' if close is None else f'; did you mean {flag_name(close)}?'}")
         elif flags[flag] in choices and not value.startswith("--") and value not in (*choices[flags[flag]], "None"):
@@ -257,6 +260,16 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """A question whether the closest of the `known` words was meant; empty if none is close."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def read_configs(argv: list[str], options_class: type, allowed: Collection[str]) -> list[str]:
+    """The words of the option files that the command line names. `allowed`: environment variables to fill in."""
+    paths = find_configs(argv, options_class)
+    if not paths:
+        return []
+    from mini_trainer.options.option_files import read_configs_as_flags
+
+    return read_configs_as_flags(paths, options_class, allowed=allowed)
 
 
 def find_configs(argv: list[str], options_class: type) -> list[Path]:

@@ -1,10 +1,11 @@
 """Data options: rows, tokenized data sets, and the samples that a run draws."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS
+from mini_trainer.options.fields import option, parse_subset
 
 DEFAULT_BATCH_SIZE = 128
 DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
@@ -14,28 +15,28 @@ DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
 class DataOptions:
     """Training data, and how much of it each step uses."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: tuple[str, ...] = option((), may_differ=True, names_data=True, is_basic=True)
     """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl; or URLs of such, which are copied to
     --data-cache-dir. For raw rows use --input-file, --input-dataset or --mock-data."""
-    data_weights: tuple[float, ...] = ()
+    data_weights: tuple[float, ...] = option((), decides="numbers")
     """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch contains every sample
     once."""
-    data_weights_by: Literal["samples", "tokens"] = "samples"
+    data_weights_by: Literal["samples", "tokens"] = option("samples", decides="numbers")
     """Unit of the weights: samples drawn, or their tokens."""
-    batch_size: int | None = None
+    batch_size: int | None = option(None, at_least=1, decides="numbers", is_basic=True)
     """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""
-    batch_tokens: int | None = None
+    batch_tokens: int | None = option(None, at_least=1, decides="numbers")
     """Instead of --batch-size: tokens (trained or masked) per optimizer step, over all ranks; at least the longest
     sample's. Samples stay whole: step t takes those whose first token is one of the stream's tokens from t times this
     number on, up to the next step's."""
-    max_tokens_per_gpu: int | Literal["auto"] = 8192
+    max_tokens_per_gpu: int | Literal["auto"] = option(8192, at_least=1, is_basic=True)
     """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: the largest value that
     fits with a margin, measured at the start."""
     drop_overlong: bool = False
     """Drop and count samples longer than --max-tokens-per-gpu, instead of refusing to start."""
-    seed: int = 42
+    seed: int = option(42, at_least=0, decides="numbers")
     """Random seed for the sample order and dropout."""
-    subset: str | None = None
+    subset: str | None = option(None, parse=parse_subset)
     """Use a random subset of each data set, validation sets included: a number of samples (10) or a share (1%)."""
 
     @property
@@ -50,20 +51,20 @@ class DataOptions:
 class RowOptions:
     """Rows to tokenize: location, format, and conversion to samples (docs/data.md)."""
 
-    input_file: tuple[str, ...] = ()
+    input_file: tuple[str, ...] = option((), may_differ=True, is_basic=True)
     """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst); or URLs
     of such (s3://, gs://, hf:// or https://), also with wildcards."""
-    input_dataset: str | None = None
+    input_dataset: str | None = option(None, may_differ=True)
     """Instead of files: a data set on the hub (NAME or NAME:CONFIG), streamed, or a local folder saved by the datasets
     library."""
     split: str | None = None
     """Split of --input-dataset. Default: train."""
     revision: str | None = None
     """Branch, tag or commit of --input-dataset on the hub. Default: its main branch."""
-    mock_data: int | None = None
+    mock_data: int | None = option(None, at_least=1)
     """Instead of rows: this many samples of random tokens, to measure training speed; with --format preference or
     feedback of two sequences each."""
-    mock_length: int | None = None
+    mock_length: int | None = option(None, at_least=2)
     """Tokens in each sample of --mock-data, of all its sequences. Default: 2048."""
     format: Literal[*TEXT_FORMATS, *NAMED_FORMATS] | None = None
     """Format of the rows. Default: detected from each file's first row; the last three are never detected."""
@@ -89,7 +90,7 @@ class RowOptions:
     pillow; transformers' processors import torch if it is installed."""
     allow_downloads: bool = False
     """With --images: download images given by URL and store them in the data set."""
-    chat_template: str | None = None
+    chat_template: str | None = option(None, may_differ=True)
     """Chat template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory next to the output, which training uses."""
     add_special_tokens: tuple[str, ...] = ()
@@ -104,7 +105,7 @@ class RowOptions:
     """If the template's generation prompt has text that rendered rows lack, such as <think>: as-rendered trains answers
     as the template renders rows; train-as-prompted trains the last answer of each row after the prompt's own text,
     starting with the text that closes the reasoning."""
-    max_sample_num_tokens: int | None = None
+    max_sample_num_tokens: int | None = option(None, at_least=1)
     """Drop and count samples with more tokens than this."""
     truncate: bool = False
     """Classification: truncate and count samples longer than --max-sample-num-tokens, instead of dropping them."""
@@ -119,17 +120,17 @@ class RowOptions:
     """Classification: one label, several labels, or numbers to predict. Default: inferred from the labels."""
     label_names: tuple[str, ...] = ()
     """Classification: the labels, in class order. Default: all that occur, sorted."""
-    labels_from: str | None = None
+    labels_from: str | None = option(None, may_differ=True)
     """Classification: tokenized data set, or its sidecar, whose labels to reuse, such as the training set's for a
     validation set."""
-    block_size: int | None = None
+    block_size: int | None = option(None, at_least=3)
     """Documents: cut their stream into blocks of this many tokens."""
-    validation_share: float | None = None
+    validation_share: float | None = option(None, above=0, below=1, is_basic=True)
     """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. Which rows depends only on
     their content."""
     skip_invalid: bool = False
     """Skip rows that cannot be used and write them next to the output, instead of stopping."""
-    num_proc: int = os.cpu_count() or 1
+    num_proc: int = option(os.cpu_count() or 1, at_least=1, may_differ=True)
     """Number of tokenizing processes."""
 
 
@@ -137,9 +138,9 @@ class RowOptions:
 class ValidationOptions:
     """Validation on held-out data, and early stopping (docs/validation.md)."""
 
-    validation_data_path: tuple[str, ...] = ()
+    validation_data_path: tuple[str, ...] = option((), may_differ=True, names_data=True, is_basic=True)
     """Tokenized validation sets, scored before the first step, after the last, and as set by the next two options."""
-    validate_every_steps: int | None = None
+    validate_every_steps: int | None = option(None, at_least=1)
     """Validate every this many steps."""
     validate_at_epoch: bool = False
     """Validate at the end of each epoch."""
@@ -155,59 +156,10 @@ class ValidationOptions:
     preferences loss, rewards/accuracies or rewards/margins."""
     write_predictions: bool = False
     """Classifiers: write each validation's predictions to OUTPUT_DIR/predictions_samples_N.jsonl."""
-    early_stopping_patience: int | None = None
+    early_stopping_patience: int | None = option(None, at_least=1)
     """Stop after this many validations in a row without improvement."""
 
     @property
     def is_asked(self) -> bool:
         """Whether there is validation data."""
         return bool(self.validation_data_path) or self.validate_training_data
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContentOptions:
-    """Treatment of rows' texts (docs/data.md); process_data.py alone has these options."""
-
-    control_tokens: Literal["keep", "as-text", "refuse"] = "keep"
-    """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and such
-    rows are counted; as-text: such contents are encoded as if the tokenizer had none; refuse: such rows cannot be
-    used."""
-    template_args: tuple[str, ...] = ()
-    """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
-    chat_template_kwargs override them. Use the same for inference."""
-    strict_reasoning: bool = False
-    """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
-    as_chat: bool = False
-    """With --format completion: make a chat of each row, the prompt as the user's message."""
-    system_field: str | None = None
-    """Column or key of the system prompt, for --as-chat, alpaca and sharegpt. Default: system."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessDataOptions:
-    """Tokenize chats, completions, documents or labelled texts; in chats, only the assistant's tokens are trained."""
-
-    output_file: str
-    """Tokenized data set to write: .arrow, .parquet or .jsonl; or a URL (s3://, gs:// or hf://) to upload it to."""
-    model_name_or_path: str
-    """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
-    model_revision: str | None = None
-    """Branch, tag or commit of a model on the hub. Default: its main branch."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
-    config: tuple[str, ...] = ()
-    """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
-    preview: int = 2
-    """Number of samples to print at the end, with trained tokens in colour, or in brackets without a terminal."""
-    preview_html: str | None = None
-    """HTML page to write, with the report and samples to browse."""
-    string_for_printing_masks: str | None = None
-    """Text to print for each run of masked tokens, instead of the tokens."""
-    shard: str | None = None
-    """Make only part I of N (3/8) of the output; the process that makes the last part joins them. Processes of torchrun
-    and srun each make one by themselves; 1/1 makes everything."""
-    join: bool = False
-    """Only join the parts that --shard made, with the same other options."""
-    rows: RowOptions = field(default_factory=RowOptions)
-    contents: ContentOptions = field(default_factory=ContentOptions)

@@ -69,6 +69,7 @@ TEXT_FORMATS = Doors(
     }
 )
 NAMED_FORMATS = ("classification", "preference", "feedback")
+RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
 
 ENGINES = Doors(
     {

@@ -4,10 +4,68 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar, get_origin
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 Options = TypeVar("Options")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the program knows of an option beside its type and its help, for code that serves all of them."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    parse: Callable[[str], Any] | None = None  # ValueError for a text that the option does not take
+    only_with: tuple[str, tuple[str, ...]] | None = None  # another option, and the values of it that this one is for
+    # What it decides. numbers: those of a run, which stay the same when it is resumed; state: also the content of
+    # checkpoints, which a run that continues another one takes over; method: so much of it that nothing can change it.
+    decides: Literal["nothing", "numbers", "state", "method"] | None = None  # None: what its group decides
+    is_path: bool = False  # the content there decides, and where it lies can differ between ranks
+    may_differ: bool = False  # between ranks, as only rank 0 reads it, or it decides nothing
+    names_data: bool = False  # tokenized data sets
+    is_basic: bool = False  # among what a first run needs: `--help` alone shows it
+
+    def describe_range(self, *, is_float: bool, turns_off: bool) -> str:
+        """The numbers that it takes, in words. `turns_off`: None does."""
+        low = f"at least {self.at_least:g}" if self.at_least is not None else f"above {self.above:g}"
+        high = f"at most {self.at_most:,g}" if self.at_most is not None else ""
+        high = f"below {self.below:g}" if self.below is not None else high
+        words = f"{low} and {high}" if high else low + (", and finite" if is_float else "")
+        if None not in (self.at_least, self.at_most):
+            words = f"from {self.at_least:g} to {self.at_most:,g}"
+        return f"must be {words}" + ("; None turns it off" if turns_off else "")
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is in the range."""
+        return (
+            math.isfinite(value)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+
+def option(default: Any = dataclasses.MISSING, **facts: Any) -> Any:
+    """The field of an option with `Facts`."""
+    return field(default=default, metadata={"facts": Facts(**facts)})
+
+
+def list_facts(options_class: type) -> dict[str, Facts]:
+    """The facts of all options by name; `decides` is never None."""
+    found = {}
+    for entry in dataclasses.fields(options_class):
+        owner = entry.type if dataclasses.is_dataclass(entry.type) else options_class
+        for each in dataclasses.fields(owner) if owner is entry.type else [entry]:
+            facts = each.metadata.get("facts", Facts())
+            decides = facts.decides or getattr(owner, "decides", "nothing")
+            found[each.name] = dataclasses.replace(facts, decides=decides)
+    return found
 
 
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
@@ -139,3 +197,48 @@ def parse_template_args(given: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             parsed[name] = value
     return parsed
+
+
+def name_type(kind: Any) -> str:
+    """The values that an option of this type takes, as messages say it."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return ", ".join(map(str, args))
+    if origin in (Union, UnionType):
+        return " or ".join(map(name_type, args))
+    if origin is tuple:
+        return f"a list of {name_type(args[0])}"
+    return "null" if kind is type(None) else kind.__name__
+
+
+def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
+    """`name: value` of the YAML file as command-line words, of which only the first is a flag."""
+    flag, is_bool = flag_name(name), field_type is bool
+    if is_bool != isinstance(value, bool):
+        allowed = "true or false" if is_bool else "a value that is not true or false; put a text in quotes"
+        raise ValueError(f"{name}: given {value!r}, allowed: {allowed}")
+    if is_bool:
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if get_origin(field_type) is tuple:
+        return [flag, *list_words(name, value)]
+    if isinstance(value, (dict, list)):
+        raise ValueError(f"{name}: given {value!r}, allowed: one value")
+    if value is None and type(None) not in get_args(field_type):
+        raise ValueError(f"{name}: given null, allowed: a value; leave the line out for the default, if it has one")
+    return [f"{flag}={value}"]
+
+
+def list_words(name: str, value: Any) -> list[str]:
+    """The words of an option that takes several values, none of which can be taken for a flag."""
+    if value is None:
+        raise ValueError(f"{name}: given null, allowed: one value, or a list of values; [] for none")
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if isinstance(item, (dict, list)):
+            raise ValueError(f"{name}: given {value!r}, allowed: one value, or a list of values")
+        if item is None or isinstance(item, bool):
+            shown = "null" if item is None else str(item).lower()
+            raise ValueError(f"{name}: given {shown} in a list; put a text such as 'null', 'yes' or 'no' in quotes")
+        if str(item).startswith("--") or str(item) == "-h":
+            raise ValueError(f"{name}: given {item!r}, allowed: values that cannot be taken for flags")
+    return list(map(str, values))

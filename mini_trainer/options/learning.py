@@ -1,12 +1,14 @@
 """Learning options: model, objective, optimizer, method."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mini_trainer.options.doors import OPTIMIZERS
+from mini_trainer.options.fields import option, parse_rate
 from mini_trainer.options.objectives import OBJECTIVES
 
 # Schedules that fall towards the end of the run, so the end has to be known.
+MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
 SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", "wsd")
 
 
@@ -14,7 +16,7 @@ SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", 
 class ModelOptions:
     """The model to train."""
 
-    model_name_or_path: str
+    model_name_or_path: str = option(may_differ=True, is_basic=True)
     """Model directory or hub name, Hugging Face format."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
@@ -26,6 +28,8 @@ class ModelOptions:
 class ClassificationOptions:
     """The objective: language modelling, classification (docs/classification.md) or preferences."""
 
+    decides: ClassVar = "numbers"
+
     objective: Literal[*OBJECTIVES] = "causal-lm"
     """Training objective; the data must have been tokenized for it. kto: on binary feedback; reward: a reward model, on
     preferences."""
@@ -35,7 +39,7 @@ class ClassificationOptions:
     loss_weighting: Literal["dft", "eaft"] | None = None
     """Language models: weigh each token's loss by the model's own probabilities, as constants. dft: by the target's
     (arXiv 2508.05629); eaft: by the entropy of the 20 most probable tokens (arXiv 2601.02151)."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = option(0.0, at_least=0, below=1)
     """Share of each target spread over all classes, or over the vocabulary for language models. Validations of language
     models do not use it."""
 
@@ -44,32 +48,37 @@ class ClassificationOptions:
 class PreferenceOptions:
     """Learning from answers that are better or worse than others (docs/preferences.md)."""
 
+    decides: ClassVar = "numbers"
+
     preference_loss: Literal["dpo", "robust", "ipo", "hinge", "apo-zero", "apo-down", "simpo", "orpo"] = "dpo"
     """Loss of a pair. simpo and orpo need no reference model."""
-    preference_beta: float | None = None
+    preference_beta: float | None = option(None, above=0)
     """Scale of rewards: larger values keep the model closer to its reference. orpo: weight of the odds ratio. Default:
     0.1; simpo: 2."""
     preference_gamma: float | None = None
     """simpo only: target margin between the rewards. Default: 0.5."""
-    preference_label_smoothing: float = 0.0
+    preference_label_smoothing: float = option(0.0, at_least=0, below=0.5)
     """dpo and robust only: share of pairs whose answers are assumed to be swapped (conservative DPO, robust DPO)."""
-    preference_nll_weight: float | None = None
+    preference_nll_weight: float | None = option(None, at_least=0)
     """Weight of the chosen answers' negative log-likelihood per token, which is added (RPO). Default: 0; orpo: 1."""
-    reference_model: str | None = None
+    reference_model: str | None = option(None, is_path=True)
     """Directory or hub name of the reference model. Default: the model that the run starts with."""
-    reuse_reference_only: bool = False
+    reuse_reference_only: bool = option(False, decides="nothing")
     """Refuse to start unless the reference's log-probabilities were computed by an earlier run."""
-    desirable_weight: float = 1.0
+    desirable_weight: float = option(1.0, at_least=0)
     """kto only: weight of good answers' losses."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: float = option(1.0, at_least=0)
     """kto only: weight of bad answers' losses."""
-    reward_centering: float = 0.0
+    reward_centering: float = option(0.0, at_least=0)
     """reward only: weight of the squared sum of a pair's rewards, which keeps their mean near 0; such as 0.01."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOptions:
     """Learning from a teacher's next-token distributions (docs/teachers.md)."""
+
+    decides: ClassVar = "numbers"
+    has_switch: ClassVar = True
 
     teacher_weight: tuple[float, ...] = ()
     """Weight of the divergence from the teacher, from 0 to 1, for all rows or for those of each --data-path; the
@@ -78,13 +87,13 @@ class TeacherOptions:
     """forward-kl: KL(teacher || model), in files with one bucket for all tokens that they do not name; top-k-kl: the
     same, renormalised over the named ones; masked-kl: leaves the target out, so that it can be learned and everything
     else is kept. reverse-kl and jsd need --teacher-model."""
-    teacher_temperature: float = 1.0
+    teacher_temperature: float = option(1.0, above=0)
     """Temperature of both distributions; that of the files."""
-    teacher_scores: str = "teacher"
+    teacher_scores: str = option("teacher", is_path=True)
     """Name of the teacher's files next to the data sets, as given to score-data --name."""
-    teacher_model: str | None = None
+    teacher_model: str | None = option(None, is_path=True)
     """Directory or hub name of a teacher that reads each batch, instead of files; self: the model as the run starts."""
-    teacher_data: tuple[str, ...] = ()
+    teacher_data: tuple[str, ...] = option((), is_path=True, names_data=True)
     """Data sets that the teacher of --teacher-model reads instead, one for each --data-path: the same trained tokens in
     the same rows after other prompts, as in score-data. Their tokens count in --max-tokens-per-gpu."""
 
@@ -93,9 +102,9 @@ class TeacherOptions:
 class VisionOptions:
     """Vision-language models (docs/vision.md)."""
 
-    freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = ("vision",)
+    freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = option(("vision",), decides="state")
     """Parts of a vision-language model to freeze; nothing: train all of it."""
-    max_image_tokens_per_gpu: int | None = None
+    max_image_tokens_per_gpu: int | None = option(None, at_least=1)
     """Maximum number of image patches in a micro-batch on one rank, counted as they enter the vision tower; determines
     its memory. Default: limited by --max-tokens-per-gpu alone."""
 
@@ -104,17 +113,19 @@ class VisionOptions:
 class OptimizationOptions:
     """Optimizer, learning rate schedule and regularization."""
 
-    optimizer: Literal[*OPTIMIZERS] = "adamw"
+    decides: ClassVar = "numbers"
+
+    optimizer: Literal[*OPTIMIZERS] = option("adamw", decides="state")
     """adamw8bit: AdamW with 8-bit moments, which take a quarter of the memory; its steps differ slightly. muon: Muon
     for the blocks' matrices, AdamW for all else."""
-    master_weights: Literal["float32", "bfloat16"] = "float32"
+    master_weights: Literal["float32", "bfloat16"] = option("float32", decides="state")
     """bfloat16: halve the memory of weights, and of gradients between micro-batches, with stochastic rounding of
     updates, so that small ones are not lost; noisier."""
-    learning_rate: float = 1e-5
+    learning_rate: float = option(1e-5, at_least=0, is_basic=True)
     """Peak learning rate."""
-    num_warmup_steps: int = 0
+    num_warmup_steps: int = option(0, at_least=0, is_basic=True)
     """Number of linear warm-up steps."""
-    warmup_ratio: float | None = None
+    warmup_ratio: float | None = option(None, at_least=0, below=1)
     """Warm-up steps as a share of the run's, instead of a number."""
     lr_scheduler: Literal[
         "constant_with_warmup",
@@ -125,58 +136,58 @@ class OptimizationOptions:
         "polynomial",
         "inverse_sqrt",
         "wsd",
-    ] = "constant_with_warmup"
+    ] = option("constant_with_warmup", is_basic=True)
     """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
-    schedule_steps: int | None = None
+    schedule_steps: int | None = option(None, at_least=1)
     """Number of steps of the schedule, where several runs share it (--continue-from). Default: those of the run."""
-    num_cycles: int | None = None
+    num_cycles: int | None = option(None, at_least=1, only_with=("lr_scheduler", ("cosine_with_restarts",)))
     """cosine_with_restarts only: number of cycles."""
-    lr_power: float | None = None
+    lr_power: float | None = option(None, above=0, only_with=("lr_scheduler", ("polynomial",)))
     """polynomial only: power of the decay. Default: 1 (linear)."""
-    num_decay_steps: int | None = None
+    num_decay_steps: int | None = option(None, at_least=1, only_with=("lr_scheduler", ("wsd",)))
     """wsd only: length of the final decay in steps. Default: 10 % of the run."""
-    min_lr_ratio: float | None = None
+    min_lr_ratio: float | None = option(None, at_least=0, at_most=1, only_with=("lr_scheduler", SCHEDULES_WITH_END))
     """Final learning rate as a share of the peak, for schedules that decay. Default: 0."""
-    weight_decay: float = 0.0
+    weight_decay: float = option(0.0, at_least=0)
     """AdamW's decoupled weight decay, of matrices, embeddings and convolutions: not of norms, biases and scales."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = option(0.9, at_least=0, below=1)
     """AdamW's decay of the first moment."""
-    adam_beta2: float = 0.95
+    adam_beta2: float = option(0.95, at_least=0, below=1)
     """AdamW's decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: float = option(1e-8, above=0)
     """AdamW's epsilon."""
-    adam_learning_rate: float | None = None
+    adam_learning_rate: float | None = option(None, at_least=0, only_with=("optimizer", ("muon",)))
     """muon only: peak learning rate of what AdamW updates. Default: --learning-rate."""
-    muon_momentum: float = 0.95
+    muon_momentum: float = option(0.95, at_least=0, below=1, only_with=("optimizer", ("muon",)))
     """muon only: decay of the momentum, which is Nesterov's."""
-    muon_scale: Literal["match-rms-adamw", "original"] = "match-rms-adamw"
+    muon_scale: Literal["match-rms-adamw", "original"] = option("match-rms-adamw", only_with=("optimizer", ("muon",)))
     """muon only: scale of a matrix's update by its shape: about as large as AdamW's, for its learning rates, or as Muon
     was first published."""
-    learning_rate_for: tuple[str, ...] = ()
+    learning_rate_for: tuple[str, ...] = option((), parse=parse_rate)
     """Peak learning rate, weight decay or both of parameters by their names, as PATTERN=RATE ('lm_head*=1e-6'),
     PATTERN=:DECAY or PATTERN=RATE:DECAY; the first that fits counts. The schedule is the same."""
-    layer_lr_decay: float | None = None
+    layer_lr_decay: float | None = option(None, above=0, at_most=1)
     """Learning rate of each block as a multiple of the one above it; embeddings come last. A vision tower is a stack of
     its own."""
     weight_average: Literal["none", "ema", "tail"] = "none"
     """Keep an average of what trains beside the weights, in fp32, and export it as average_NAME. ema:
     exponential, from the start on; tail: the mean of the weights after each of the last steps."""
-    ema_decay: float | None = None
+    ema_decay: float | None = option(None, at_least=0, below=1, only_with=("weight_average", ("ema",)))
     """ema only: share of the average that a step leaves, such as 0.999."""
-    ema_half_life: int | None = None
+    ema_half_life: int | None = option(None, at_least=1, only_with=("weight_average", ("ema",)))
     """ema only, instead of --ema-decay: number of samples after which a step's share in the average has halved."""
-    tail_steps: int | None = None
+    tail_steps: int | None = option(None, at_least=1, only_with=("weight_average", ("tail",)))
     """tail only: number of steps, up to the run's end."""
-    router_aux_loss: float | None = None
+    router_aux_loss: float | None = option(None, at_least=0)
     """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
     without output_router_logits."""
     router_loss_over: Literal["sequence", "global-batch"] = "sequence"
     """Tokens over which the load-balancing loss is computed. sequence: each sequence by itself; global-batch: all
     tokens of a step, so that experts may specialize on some samples; costs a forward pass."""
-    neftune_alpha: float | None = None
+    neftune_alpha: float | None = option(None, above=0)
     """NEFTune: add uniform noise of at most this / sqrt(tokens x hidden size) to each sample's embeddings in training;
     5 to 15 are usual."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = option(1.0, above=0)
     """Maximum global gradient norm; None: no clipping."""
 
     @property
@@ -189,28 +200,31 @@ class OptimizationOptions:
 class OSFTOptions:
     """Continual learning (docs/osft.md)."""
 
-    osft: bool = False
+    decides: ClassVar = "method"
+    has_switch: ClassVar = True
+
+    osft: bool = option(False, is_basic=True)
     """Orthogonal subspace fine-tuning: keep each weight's most important directions exactly, train the rest
     (docs/osft.md)."""
-    osft_unfreeze_rank_ratio: float | None = None
+    osft_unfreeze_rank_ratio: float | None = option(None, at_least=0, at_most=1)
     """Share of each layer's directions to train, from 0 to 1; the others are kept."""
     osft_target_patterns: tuple[str, ...] = ()
     """Layers to constrain, by parts of their names, such as q_proj or mlp. Default: all linear layers of the blocks."""
     osft_train_others: bool = False
     """Train embeddings, norms, biases and head too, which can still change what the kept directions protect."""
-    osft_cache_dir: str = "~/.cache/mini_trainer/osft"
+    osft_cache_dir: str = option("~/.cache/mini_trainer/osft", is_path=True)
     """Cache directory for decompositions, by the hash of the weights."""
     osft_basis: Literal["weights", "activations"] = "weights"
     """Directions to keep: the weights' singular vectors, or the principal directions of the layers' inputs on earlier
     tasks' data."""
-    osft_calibration_data: str | None = None
+    osft_calibration_data: str | None = option(None, is_path=True, names_data=True)
     """Tokenized data set of earlier tasks; a sample of it is read once."""
-    osft_statistics: str | None = None
+    osft_statistics: str | None = option(None, is_path=True)
     """File of the earlier tasks' statistics, instead of their data; those of --osft-calibration-data are added."""
-    osft_keep_energy: float | None = None
+    osft_keep_energy: float | None = option(None, above=0, at_most=1, only_with=("osft_basis", ("activations",)))
     """activations only: keep the directions that carry this share of each layer's input energy, instead of
     --osft-unfreeze-rank-ratio."""
-    osft_bases: str | None = None
+    osft_bases: str | None = option(None, is_path=True)
     """Tasks in a row: osft/bases.safetensors of the export that this run starts from, whose kept directions are all
     kept exactly, or new for the first task. Exports then hold these and this run's directions."""
     osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
@@ -221,13 +235,16 @@ class OSFTOptions:
 class LoRAOptions:
     """Low-rank adapters (docs/lora.md)."""
 
-    lora: bool = False
+    decides: ClassVar = "method"
+    has_switch: ClassVar = True
+
+    lora: bool = option(False, is_basic=True)
     """Train low-rank adapters of linear layers and freeze the model's weights (docs/lora.md)."""
-    lora_rank: int | None = None
+    lora_rank: int | None = option(None, at_least=1, at_most=MOST_RANK)
     """Rank of the adapters. Default: 16, or that of --lora-adapter."""
-    lora_alpha: float | None = None
+    lora_alpha: float | None = option(None, above=0)
     """Adapters are scaled by alpha / rank. Default: twice the rank, or that of --lora-adapter."""
-    lora_dropout: float = 0.0
+    lora_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout of the adapters' inputs."""
     lora_target_modules: tuple[str, ...] = ()
     """Layers to adapt: names, their endings (q_proj), or patterns (layers.[0-3].*). Default: all linear layers of the
@@ -238,9 +255,9 @@ class LoRAOptions:
     """DoRA: also train the magnitude of each row of a weight."""
     lora_modules_to_save: tuple[str, ...] = ()
     """Modules to train in full and save with the adapters, such as embed_tokens or lm_head."""
-    lora_adapter: str | None = None
+    lora_adapter: str | None = option(None, is_path=True)
     """Directory of an adapter to continue from, which determines rank, alpha and layers."""
-    lora_export: Literal["adapter", "merged", "both"] = "adapter"
+    lora_export: Literal["adapter", "merged", "both"] = option("adapter", decides="nothing")
     """Content of an export: the adapter, for peft and vLLM; the model with the adapter merged into its weights; or
     both, with the adapter in the subdirectory adapter/."""
     base_quantization: Literal["none", "nf4"] = "none"

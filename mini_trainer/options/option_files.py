@@ -8,10 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from mini_trainer.options import environment, flag_name, list_types
+from mini_trainer.options import environment, list_types
+from mini_trainer.options.fields import flag_for, name_type
 from mini_trainer.options.names_elsewhere import find_closest
 from mini_trainer.options.reading import read_small
 
@@ -258,48 +258,3 @@ def parse_values(
     if problems:
         raise ValueError("\n  ".join(problems))
     return found
-
-
-def name_type(kind: Any) -> str:
-    """The values that an option of this type takes, as messages say it."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return ", ".join(map(str, args))
-    if origin in (Union, UnionType):
-        return " or ".join(map(name_type, args))
-    if origin is tuple:
-        return f"a list of {name_type(args[0])}"
-    return "null" if kind is type(None) else kind.__name__
-
-
-def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
-    """`name: value` of the YAML file as command-line words, of which only the first is a flag."""
-    flag, is_bool = flag_name(name), field_type is bool
-    if is_bool != isinstance(value, bool):
-        allowed = "true or false" if is_bool else "a value that is not true or false; put a text in quotes"
-        raise ValueError(f"{name}: given {value!r}, allowed: {allowed}")
-    if is_bool:
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if get_origin(field_type) is tuple:
-        return [flag, *list_words(name, value)]
-    if isinstance(value, (dict, list)):
-        raise ValueError(f"{name}: given {value!r}, allowed: one value")
-    if value is None and type(None) not in get_args(field_type):
-        raise ValueError(f"{name}: given null, allowed: a value; leave the line out for the default, if it has one")
-    return [f"{flag}={value}"]
-
-
-def list_words(name: str, value: Any) -> list[str]:
-    """The words of an option that takes several values, none of which can be taken for a flag."""
-    if value is None:
-        raise ValueError(f"{name}: given null, allowed: one value, or a list of values; [] for none")
-    values = value if isinstance(value, list) else [value]
-    for item in values:
-        if isinstance(item, (dict, list)):
-            raise ValueError(f"{name}: given {value!r}, allowed: one value, or a list of values")
-        if item is None or isinstance(item, bool):
-            shown = "null" if item is None else str(item).lower()
-            raise ValueError(f"{name}: given {shown} in a list; put a text such as 'null', 'yes' or 'no' in quotes")
-        if str(item).startswith("--") or str(item) == "-h":
-            raise ValueError(f"{name}: given {item!r}, allowed: values that cannot be taken for flags")
-    return list(map(str, values))

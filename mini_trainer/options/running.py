@@ -1,28 +1,31 @@
 """Options of a run: its end, its outputs, and its use of the machine."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mini_trainer.options.doors import TRACKERS
+from mini_trainer.options.fields import option, parse_duration, parse_steps
+
+MOST_SECONDS = 10 * 24 * 3600  # of a timeout: 10 days; torch's clocks overflow at far larger ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndOptions:
     """When the run ends."""
 
-    max_steps: int | None = None
+    max_steps: int | None = option(None, at_least=1, is_basic=True)
     """Stop after this many optimizer steps. Without any --max-* option the run has no end."""
-    max_epochs: int | None = None
+    max_epochs: int | None = option(None, at_least=1, is_basic=True)
     """Stop after the step in which every sample has been drawn this many times."""
-    max_samples: int | None = None
+    max_samples: int | None = option(None, at_least=1)
     """Stop after the step in which this many samples have been trained on."""
-    max_tokens: int | None = None
+    max_tokens: int | None = option(None, at_least=1)
     """Stop after the step in which this many tokens (trained or masked) have been processed."""
-    max_time: str | None = None
+    max_time: str | None = option(None, parse=parse_duration)
     """Stop with a checkpoint after the step in which this time limit is reached: minutes, or H:MM:SS."""
-    start_timeout: int = 600
+    start_timeout: int = option(600, at_least=1, at_most=MOST_SECONDS)
     """End the run if not all ranks have joined after this many seconds. Missing ranks are reported every 30 seconds."""
-    hang_timeout: int = 600
+    hang_timeout: int = option(600, at_least=1, at_most=MOST_SECONDS)
     """End the run, with every rank's stack traces in OUTPUT_DIR/errors, if a rank is silent or makes no progress for
     this many seconds. Must exceed the longest step; the first step, loading and saving have an hour."""
 
@@ -36,18 +39,18 @@ class EndOptions:
 class CheckpointOptions:
     """Checkpoints and resuming."""
 
-    checkpoint_every_steps: int | None = None
+    checkpoint_every_steps: int | None = option(None, at_least=1)
     """Write a checkpoint every this many steps, and after the last one."""
-    checkpoint_every_minutes: float | None = 30.0
+    checkpoint_every_minutes: float | None = option(30.0, above=0, is_basic=True)
     """Write a checkpoint every this many minutes; None turns it off."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = option(2, at_least=1)
     """Number of newest checkpoints to keep."""
     async_checkpoint: bool = False
     """Write checkpoints from a copy of the state in CPU memory while training continues."""
-    resume: str = "auto"
+    resume: str = option("auto", may_differ=True, is_basic=True)
     """Checkpoint to resume from. auto: the newest valid one in OUTPUT_DIR, if any; strict: the newest, which must be
     valid; none: start from scratch, in a new directory; or a checkpoint's directory."""
-    continue_from: str | None = None
+    continue_from: str | None = option(None, may_differ=True)
     """Directory of another run's checkpoint: start a new run with its weights, optimizer state and place in the
     learning-rate schedule (docs/running.md)."""
     allow_changed_options: bool = False
@@ -58,7 +61,7 @@ class CheckpointOptions:
 class ExportOptions:
     """Exports: the trained model in the Hugging Face format."""
 
-    min_samples_per_checkpoint: int | None = None
+    min_samples_per_checkpoint: int | None = option(None, at_least=1)
     """Export the model every this many samples."""
     checkpoint_at_epoch: bool = False
     """Export the model at the end of each epoch."""
@@ -66,7 +69,7 @@ class ExportOptions:
     """Export the model at the end of the run."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
-    keep_exports: int | None = None
+    keep_exports: int | None = option(None, at_least=1)
     """Number of newest exports to keep, in addition to hf_format/best; None: all."""
     export_name: str | None = None
     """Fixed name in hf_format, such as last, under which each export replaces the previous one. Default: samples_N."""
@@ -86,6 +89,8 @@ class ExportOptions:
 class TrackingOptions:
     """Experiment trackers (docs/tracking.md)."""
 
+    has_switch: ClassVar = True
+
     track: tuple[Literal[*TRACKERS], ...] = ()
     """Experiment trackers that receive all metrics (pip install wandb, and so on). Each reads its own environment
     variables, such as WANDB_MODE and MLFLOW_TRACKING_URI."""
@@ -99,6 +104,8 @@ class TrackingOptions:
 class CallbackOptions:
     """Callbacks: your own code at a run's events (docs/callbacks.md)."""
 
+    has_switch: ClassVar = True
+
     callbacks: tuple[str, ...] = ()
     """Classes derived from mini_trainer.Callback, as package.module:Class. Modules are found like installed ones, on
     PYTHONPATH, or in the current directory."""
@@ -110,6 +117,8 @@ class CallbackOptions:
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
     """Exports on the Hugging Face hub (docs/tracking.md)."""
+
+    has_switch: ClassVar = True
 
     push_to_hub: str | None = None
     """Repository to upload exports to, in the background: NAME or OWNER/NAME; created if missing."""
@@ -140,13 +149,13 @@ class ComputeOptions:
     offload_activations: bool = False
     """Offload the block inputs kept by full activation checkpointing to CPU memory until backward, overlapped with
     computation: tokens x hidden size x blocks numbers in compute-dtype on each rank. Needs a GPU."""
-    memory_budget_gb: float | None = None
+    memory_budget_gb: float | None = option(None, above=0)
     """Memory in GiB of one GPU, or of one process on CPU, for auto and --dry-run. Default: the machine's. On CPU, a run
     with a budget returns freed memory at once to stay within it, which takes time."""
     compile: bool = False
     """torch.compile each block, once for all sequence lengths, and compare it with the uncompiled one. The start takes
     a minute or more longer, less when the code is cached."""
-    float8: bool = False
+    float8: bool = option(False, decides="numbers")
     """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install torchao): faster, less accurate. Gains
     little without --compile, which fuses the casts."""
     use_liger_kernels: bool = False
@@ -160,7 +169,7 @@ class ShardingOptions:
     sharding: Literal["full", "hybrid"] = "full"
     """full: shard weights, gradients and optimizer state over all ranks. hybrid: shard within a node and replicate over
     nodes: more memory, but nodes exchange only gradients, once per step."""
-    shard_size: int | None = None
+    shard_size: int | None = option(None, only_with=("sharding", ("hybrid",)), at_least=1)
     """hybrid only: number of ranks that share one copy of the model. Default: the ranks of a node."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free a layer's gathered weights after forward and gather them again for backward. never: less communication, but
@@ -171,13 +180,13 @@ class ShardingOptions:
     """Free gathered weights after the backward of each micro-batch and gather them again for the next one. never: only
     after the last one of a step, at the same price. auto: as in --reshard-after-forward; always without such a
     measurement."""
-    prefetch_blocks: int = 1
+    prefetch_blocks: int = option(1, at_least=1)
     """Number of blocks whose weights are prefetched, in forward and backward. More hide a slower network, but take
     memory for their weights in compute-dtype."""
     micro_batch_grad_sync: Literal["every", "last"] = "every"
     """Reduce gradients over ranks after every micro-batch, or only after the last of a step: less communication, but
     memory for the whole model's gradients in float32 on every rank."""
-    context_parallel: int | None = None
+    context_parallel: int | None = option(None, at_least=2)
     """Split each packed row over this many consecutive ranks, which each compute attention for part of the heads, so
     that rows and samples can be this many times --max-tokens-per-gpu long."""
     cpu_offload: bool = False
@@ -189,7 +198,7 @@ class ShardingOptions:
 class ProfilingOptions:
     """Profiling (docs/performance.md)."""
 
-    profile_steps: str | None = None
+    profile_steps: str | None = option(None, parse=parse_steps)
     """First and last step to profile with torch.profiler (10:13): a Chrome trace per rank and a table of the slowest
     operations in OUTPUT_DIR/profile. Other steps are not slowed down."""
 
@@ -198,9 +207,9 @@ class ProfilingOptions:
 class PlanOptions:
     """Dry runs: estimates before starting a run."""
 
-    dry_run: bool = False
+    dry_run: bool = option(False, is_basic=True)
     """Dry run: estimate memory, time and disk, and report all problems; trains and writes nothing."""
-    plan_world_size: int | None = None
+    plan_world_size: int | None = option(None, at_least=1)
     """--dry-run only: plan for this many GPUs (or CPU processes) from this one process."""
     plan_device: str | None = None
     """--dry-run only: plan for GPUs of this name (H100, A100, L4, ...) on a machine without them."""

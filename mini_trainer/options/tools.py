@@ -1,10 +1,60 @@
-"""Options of the other programs."""
+"""Options of the programs other than train.py."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from mini_trainer.options.data import DATA_CACHE_DIR
+from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
 from mini_trainer.options.doors import ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
+from mini_trainer.options.fields import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentOptions:
+    """Treatment of rows' texts (docs/data.md); process_data.py alone has these options."""
+
+    control_tokens: Literal["keep", "as-text", "refuse"] = "keep"
+    """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and such
+    rows are counted; as-text: such contents are encoded as if the tokenizer had none; refuse: such rows cannot be
+    used."""
+    template_args: tuple[str, ...] = ()
+    """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
+    chat_template_kwargs override them. Use the same for inference."""
+    strict_reasoning: bool = False
+    """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
+    as_chat: bool = False
+    """With --format completion: make a chat of each row, the prompt as the user's message."""
+    system_field: str | None = None
+    """Column or key of the system prompt, for --as-chat, alpaca and sharegpt. Default: system."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessDataOptions:
+    """Tokenize chats, completions, documents or labelled texts; in chats, only the assistant's tokens are trained."""
+
+    output_file: str
+    """Tokenized data set to write: .arrow, .parquet or .jsonl; or a URL (s3://, gs:// or hf://) to upload it to."""
+    model_name_or_path: str
+    """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
+    preview: int = option(2, at_least=0)
+    """Number of samples to print at the end, with trained tokens in colour, or in brackets without a terminal."""
+    preview_html: str | None = None
+    """HTML page to write, with the report and samples to browse."""
+    string_for_printing_masks: str | None = None
+    """Text to print for each run of masked tokens, instead of the tokens."""
+    shard: str | None = None
+    """Make only part I of N (3/8) of the output; the process that makes the last part joins them. Processes of torchrun
+    and srun each make one by themselves; 1/1 makes everything."""
+    join: bool = False
+    """Only join the parts that --shard made, with the same other options."""
+    rows: RowOptions = field(default_factory=RowOptions)
+    contents: ContentOptions = field(default_factory=ContentOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +66,13 @@ class EngineOptions:
     those of vLLM, SGLang or llama.cpp."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of computation; auto: the stored weights' data type."""
-    batch_size: int = 32
+    batch_size: int = option(32, at_least=1)
     """hf: maximum number of prompts in a batch."""
     base_url: str | None = None
     """openai: URL of the server, such as http://localhost:8000/v1."""
     api_key_env: str = "OPENAI_API_KEY"
     """openai: environment variable with the API key; self-hosted servers often need none."""
-    concurrency: int = 16
+    concurrency: int = option(16, at_least=1)
     """openai: number of concurrent requests."""
 
 
@@ -30,15 +80,15 @@ class EngineOptions:
 class SamplingOptions:
     """Sampling."""
 
-    max_new_tokens: int = 512
+    max_new_tokens: int = option(512, at_least=1)
     """Maximum number of tokens in an answer."""
-    temperature: float = 0.0
+    temperature: float = option(0.0, at_least=0)
     """Sampling temperature; 0: greedy decoding."""
-    top_p: float | None = None
+    top_p: float | None = option(None, above=0, at_most=1)
     """Nucleus sampling: sample from the most probable tokens with this total probability."""
-    top_k: int | None = None
+    top_k: int | None = option(None, at_least=1)
     """Sample from this many of the most probable tokens."""
-    num_samples: int = 1
+    num_samples: int = option(1, at_least=1)
     """Number of answers per prompt."""
     seed: int = 0
     """Random seed. An answer depends on it, on the prompt's index and on its own number, not on the rest of its
@@ -104,9 +154,9 @@ class EvaluateOptions:
     """Use models and data sets without comparing their files to the hashes recorded when they were written."""
     format: Literal[*TEXT_FORMATS] | None = None
     """Format of the tasks' rows. Default: detected for each row."""
-    max_tokens_per_gpu: int = 8192
+    max_tokens_per_gpu: int = option(8192, at_least=1)
     """Maximum number of tokens in a micro-batch of --data."""
-    num_resamples: int = 10_000
+    num_resamples: int = option(10_000, at_least=100)
     """Number of resamples of bootstrap intervals and permutation tests."""
     config: str | None = None
     """YAML file with any of these options; flags override it."""
@@ -131,11 +181,11 @@ class ScoreDataOptions:
     after other prompts."""
     name: str = "teacher"
     """Name of the scores: train.py --teacher-scores."""
-    top_k: int = 32
+    top_k: int = option(32, at_least=1, at_most=256)
     """Number of most probable tokens to keep of each position, 1 to 256."""
-    temperature: float = 1.0
+    temperature: float = option(1.0, above=0)
     """Temperature of the distributions: train.py --teacher-temperature."""
-    max_tokens_per_gpu: int = 8192
+    max_tokens_per_gpu: int = option(8192, at_least=1)
     """Maximum number of tokens in a micro-batch."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of computation; auto: bfloat16 on a GPU, float32 on the CPU."""
@@ -151,7 +201,7 @@ class ScoreDataOptions:
     """openai: URL of the server, such as http://localhost:8000/v1."""
     api_key_env: str = "OPENAI_API_KEY"
     """openai: environment variable with the API key; self-hosted servers often need none."""
-    concurrency: int = 16
+    concurrency: int = option(16, at_least=1)
     """openai: number of concurrent requests."""
     config: str | None = None
     """YAML file with any of these options; flags win over it."""
@@ -220,11 +270,13 @@ class ExportGgufOptions:
 class ImportConfigOptions:
     """Convert another trainer's configuration to files for process_data.py and train.py."""
 
+    takes_words: ClassVar = True  # its required option has no flag
+
     config_file: str
     """YAML file of Axolotl, LLaMA-Factory or TRL."""
     output_dir: str = "."
     """Directory for data.yaml and train.yaml."""
-    num_gpus: int = 1
+    num_gpus: int = option(1, at_least=1)
     """Number of GPUs, to convert samples per GPU to samples per step."""
     tokenized_data: tuple[str, ...] = ()
     """Your data sets, written by process_data.py. Their lengths are used to convert batches of packs to tokens, as far
@@ -237,6 +289,8 @@ class ImportConfigOptions:
 class VerifyOptions:
     """Compare stored files to the hashes recorded when they were written."""
 
+    takes_words: ClassVar = True  # its required option has no flag
+
     path: tuple[str, ...]
     """Data sets, scores, exports, checkpoints, runs, or directories that contain any of these."""
 
@@ -244,6 +298,8 @@ class VerifyOptions:
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
     """Plot the curves of several training runs: an HTML page, or a figure for papers."""
+
+    takes_words: ClassVar = True  # its required option has no flag
 
     runs: tuple[str, ...]
     """Output directories of train.py, of finished or running runs."""
@@ -253,7 +309,7 @@ class PlotOptions:
     """Serve the page on this machine until Ctrl-C, updated while runs continue."""
     port: int | None = None
     """Port of --follow, 0 for any free one. Default: 8765."""
-    smoothing: int | None = None
+    smoothing: int | None = option(None, at_least=1)
     """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
     Default: depends on the longest run."""
 
@@ -261,6 +317,8 @@ class PlotOptions:
 @dataclass(frozen=True, kw_only=True)
 class BoardOptions:
     """Serve a live table of all runs in a directory, and their curves, on this machine, until Ctrl-C."""
+
+    takes_words: ClassVar = True  # its required option has no flag
 
     folder: tuple[str, ...]
     """A directory with output directories of train.py, at any depth."""
@@ -271,6 +329,8 @@ class BoardOptions:
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """Train with different options, and find those with the best validations (docs/sweep.md)."""
+
+    takes_words: ClassVar = True  # its required option has no flag
 
     config_file: str
     """YAML file of the sweep."""
@@ -285,6 +345,8 @@ class SweepOptions:
 @dataclass(frozen=True, kw_only=True)
 class ContinualOptions:
     """Train on tasks one after the other, and measure what is learnt and forgotten (docs/continual.md)."""
+
+    takes_words: ClassVar = True  # its required option has no flag
 
     paths: tuple[str, ...]
     """YAML file of the tasks; with --compare, output directories of experiments."""

@@ -1,12 +1,11 @@
 """All options of train.py, presets, and the options that identify a run."""
 
-import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR, DataOptions, RowOptions, ValidationOptions
-from mini_trainer.options.fields import flatten_options, iterate_fields
+from mini_trainer.options.fields import flatten_options, iterate_fields, list_facts, option
 from mini_trainer.options.learning import (
     ClassificationOptions,
     LoRAOptions,
@@ -36,17 +35,17 @@ from mini_trainer.options.urls import is_url
 class TrainOptions:
     """Fine-tune a causal language model or a classifier with FSDP2 on data written by process_data.py."""
 
-    output_dir: str
+    output_dir: str = option(may_differ=True, is_basic=True)
     """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
-    config: tuple[str, ...] = ()
+    config: tuple[str, ...] = option((), may_differ=True, is_basic=True)
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
     value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
-    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", may_differ=True)
     """Log level of rank 0; WARNING suppresses the step lines."""
-    preset: Literal["sanity", "toy", "full"] | None = None
+    preset: Literal["sanity", "toy", "full"] | None = option(None, may_differ=True, is_basic=True)
     """Defaults for other options. sanity: 10 samples, 2 steps, a validation, an export that is loaded back; toy: 1 % of
     the data, at most 100 steps; full: no changes."""
-    data_cache_dir: str = DATA_CACHE_DIR
+    data_cache_dir: str = option(DATA_CACHE_DIR, may_differ=True)
     """Cache directory for tokenized rows, by their content, and for copies of data sets at URLs. Must be visible to
     every node, unless all data is named by --data-path and the like."""
     skip_verification: bool = False
@@ -99,45 +98,10 @@ def list_preset_values(preset: str | None, given: Collection[str]) -> dict[str, 
     return {name: value for name, value in PRESETS.get(preset, {}).items() if name not in settled}
 
 
-# Options that determine a run's numbers: single ones and whole groups, except for paths.
-IDENTIFYING_OPTIONS = ("batch_size", "batch_tokens", "seed", "float8", "data_weights", "data_weights_by", "freeze")
-
-IDENTIFYING_GROUPS = (
-    *(OptimizationOptions, ClassificationOptions, PreferenceOptions, TeacherOptions, OSFTOptions, LoRAOptions),
-)
-
-# Options of these groups that are places of files, whose content identifies the run instead.
-PATH_OPTIONS = (
-    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "osft_bases", "lora_adapter"),
-    *("reference_model", "teacher_model", "teacher_scores", "teacher_data"),
-)
-
-# Options of these groups that decide no numbers.
-WITHOUT_NUMBERS = ("lora_export", "reuse_reference_only")
-
-
-# Options that may differ between the ranks of a run: paths, whose contents are compared instead or which only rank 0
-# reads, and options that do not change the numbers. (--resume and --continue-from may name different paths.)
-MAY_DIFFER = (
-    *PATH_OPTIONS,
-    *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
-    *("labels_from", "data_cache_dir", "output_dir", "config", "preset", "logging_level", "num_proc", "resume"),
-    "continue_from",
-)
-
-
-# Options that name tokenized data sets.
-DATA_SETS = ("data_path", "validation_data_path", "teacher_data", "osft_calibration_data")
-
-
-# Checkpoints contain results of these groups' options, which therefore cannot change during a run.
-UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
-
-
 def list_data_sets(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     """The tokenized data sets that the options name, by option."""
     values = flatten_options(options)
-    named = {name: values[name] for name in DATA_SETS}
+    named = {name: values[name] for name, facts in list_facts(TrainOptions).items() if facts.names_data}
     return {name: (value,) if isinstance(value, str) else tuple(value or ()) for name, value in named.items()}
 
 
@@ -148,25 +112,21 @@ def names_raw_data(options: TrainOptions) -> bool:
     return bool(rows.input_file or rows.input_dataset or rows.mock_data) or any(map(is_url, paths))
 
 
+def list_deciding_options(*kinds: str) -> list[str]:
+    """Options, except for paths, that decide one of these (`Facts.decides`)."""
+    facts = list_facts(TrainOptions)
+    return [name for name, each in facts.items() if each.decides in kinds and not each.is_path]
+
+
 def list_identifying_options() -> list[str]:
     """Options that determine what a run computes; the others may change between starts."""
-    return [*IDENTIFYING_OPTIONS, *list_group_options(IDENTIFYING_GROUPS)]
+    return list_deciding_options("numbers", "state", "method")
 
 
-def list_unchangeable_options() -> list[str]:
-    """Identifying options that even --allow-changed-options cannot change."""
-    return list_group_options(UNCHANGEABLE_GROUPS)
-
-
-def list_shared_options() -> list[str]:
-    """Identifying options that runs have in common of which one continues the other."""
-    return [*list_unchangeable_options(), "freeze", "optimizer", "master_weights"]
-
-
-def list_group_options(groups: tuple[type, ...]) -> list[str]:
-    """The options of `groups`, except for paths and those that decide no numbers."""
-    names = [option.name for group in groups for option in dataclasses.fields(group)]
-    return [name for name in names if name not in (*PATH_OPTIONS, *WITHOUT_NUMBERS)]
+def list_differing_options() -> list[str]:
+    """Options that may differ between the ranks of a run: paths, whose contents are compared instead or which only
+    rank 0 reads, and options that do not change the numbers."""
+    return [name for name, each in list_facts(TrainOptions).items() if each.is_path or each.may_differ]
 
 
 def list_defaults() -> dict[str, Any]:

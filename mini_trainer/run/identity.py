@@ -1,6 +1,7 @@
 """The identity and state of a run beside its checkpoints: whose directory this is, and with what it was started."""
 
 import functools
+import itertools
 import json
 import os
 import platform
@@ -27,15 +28,13 @@ from mini_trainer.distributed.messages import hide_in
 from mini_trainer.distributed.world import World
 from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.options import (
-    DATA_SETS,
     TrainOptions,
     flatten_options,
     iterate_fields,
     list_data_sets,
+    list_deciding_options,
     list_defaults,
     list_identifying_options,
-    list_shared_options,
-    list_unchangeable_options,
 )
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.file_names import PARAMS_FILE
@@ -137,9 +136,8 @@ def list_data_in(output_dir: Path, options: TrainOptions) -> set[str]:
 
     Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
     """
-    values, root = flatten_options(options), output_dir.absolute()
-    given = (values[name] for name in (*DATA_SETS, "osft_cache_dir"))
-    paths = [path for value in given for path in ((value,) if isinstance(value, str) else value or ())]
+    root = output_dir.absolute()
+    paths = [options.osft.osft_cache_dir, *itertools.chain(*list_data_sets(options).values())]
     inside = [Path(path).expanduser().absolute() for path in paths if not is_url(path)]
     cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
     return {*cached, *(path.relative_to(root).parts[0] for path in inside if root in path.parents)}
@@ -163,7 +161,7 @@ def check_same_run(
     With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others.
     """
     changes = find_changes(state["identity"], identity)
-    fixed = choose_changes(changes, [OF_METHOD, ORIGIN, *list_unchangeable_options()], needs_model=needs_model)
+    fixed = choose_changes(changes, [OF_METHOD, ORIGIN, *list_deciding_options("method")], needs_model=needs_model)
     if fixed and allow_changes:
         raise ValueError(
             f"{checkpoint} was made with other {', '.join(fixed)}: it holds what was made by them, so not even"
@@ -182,7 +180,9 @@ def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str,
     """ValueError if a run that starts with the checkpoint's weights and optimizer state would use them as something
     else; `needs_model`: see `check_same_run`."""
     changes = find_changes(state["identity"], identity)
-    fixed = choose_changes(changes, [OF_METHOD, "tokenizer", *list_shared_options()], needs_model=needs_model)
+    fixed = choose_changes(
+        changes, [OF_METHOD, "tokenizer", *list_deciding_options("method", "state")], needs_model=needs_model
+    )
     if fixed:
         raise ValueError(
             f"--continue-from {checkpoint}: was made with other {', '.join(fixed)}: a run with its weights and"

@@ -15,7 +15,7 @@ from mini_trainer.distributed.agreement import DIGITS, Groups, Items, describe_p
 from mini_trainer.distributed.world import World
 from mini_trainer.model.fingerprints import fingerprint_config_files, fingerprint_data, fingerprint_tokenizer_state
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.options import MAY_DIFFER, TrainOptions, ValidationOptions
+from mini_trainer.options import TrainOptions, ValidationOptions, list_differing_options
 from mini_trainer.run.inputs import RunInputs
 
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
@@ -109,7 +109,7 @@ UNREAD_KEYS = ("versions", "sources", "options", "split", "file", "sha256")
 
 def describe_start(options: TrainOptions, world: World) -> Groups:
     """Everything to compare before files are read: options, code, libraries, device type, environment variables."""
-    groups = describe_program(options, world, may_differ=MAY_DIFFER)
+    groups = describe_program(options, world, may_differ=list_differing_options())
     asked = options.checkpoints
     own = {
         "--resume": describe_resume(asked.resume),

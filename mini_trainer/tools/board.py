@@ -8,8 +8,8 @@ The table shows each run's state, step, loss, speed, time left and last error; s
 
 from pathlib import Path
 
-from mini_trainer.options import BoardOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import BoardOptions
 
 if __name__ == "__main__":
     options = parse_options(BoardOptions)  # before the slow imports: --help and typos answer at once

@@ -10,8 +10,8 @@ moment, it continues when the same command is started again; tasks can be added 
 
 from pathlib import Path
 
-from mini_trainer.options import ContinualOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import ContinualOptions
 
 if __name__ == "__main__":
     options = parse_options(ContinualOptions)  # before the slow imports: --help and typos answer at once

@@ -9,8 +9,8 @@ the CPU. Needs the package gguf.
 from pathlib import Path
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.options import ExportGgufOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import ExportGgufOptions
 
 if __name__ == "__main__":
     options = parse_options(ExportGgufOptions)  # before the slow imports: --help and typos answer at once

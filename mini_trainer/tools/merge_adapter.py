@@ -8,8 +8,8 @@ Runs on the CPU, a layer at a time. Any adapter in peft's format will do.
 from pathlib import Path
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.options import MergeAdapterOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import MergeAdapterOptions
 
 if __name__ == "__main__":
     options = parse_options(MergeAdapterOptions)  # before the heavy imports: --help and typos answer at once

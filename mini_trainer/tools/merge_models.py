@@ -10,8 +10,8 @@ of any size. Config, tokenizer and dtypes are the first model's, and the other m
 from pathlib import Path
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.options import MergeModelsOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import MergeModelsOptions
 
 if __name__ == "__main__":
     options = parse_options(MergeModelsOptions)  # before the slow imports: --help and typos answer at once

@@ -10,8 +10,8 @@ machine and updated while runs continue. Runs, finished or not, are only read.
 
 from pathlib import Path
 
-from mini_trainer.options import PlotOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import PlotOptions
 
 if __name__ == "__main__":
     options = parse_options(PlotOptions)  # before the slow imports: --help and typos answer at once

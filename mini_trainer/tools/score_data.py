@@ -12,8 +12,8 @@ command is started again, on any number of processes.
 from pathlib import Path
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.options import ScoreDataOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import ScoreDataOptions
 
 if __name__ == "__main__":
     options = parse_options(ScoreDataOptions)  # before the heavy imports: --help and typos answer at once
@@ -50,11 +50,12 @@ from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
 from mini_trainer.objectives.specs import find_class, find_data_kind
-from mini_trainer.options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
+from mini_trainer.options import ComputeOptions, flag_name
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.doors import SCORERS
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.given import list_changed
+from mini_trainer.options.problems.facts import list_changed
+from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.run.inputs import hash_reference
 from mini_trainer.run.other_models import read_known, score_missing
 from mini_trainer.use.evaluation.data_sets import build_scorer

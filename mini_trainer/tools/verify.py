@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.options import VerifyOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import VerifyOptions
 
 if __name__ == "__main__":
     options = parse_options(VerifyOptions)  # before the slow imports: --help and typos answer at once

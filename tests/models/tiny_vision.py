@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16)

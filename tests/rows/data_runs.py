@@ -6,7 +6,8 @@ from pathlib import Path
 
 from program import ROOT
 
-from mini_trainer.options import ProcessDataOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import ProcessDataOptions
 
 
 def chat(i: int, *, words: int = 3) -> dict:

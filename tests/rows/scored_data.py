@@ -8,8 +8,9 @@ from tiny_models import VOCAB_SIZE
 
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.distributed.world import World
-from mini_trainer.options import ScoreDataOptions, group_options
+from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import ScoreDataOptions
 from mini_trainer.tools.score_data import score
 
 TOP_K = 5

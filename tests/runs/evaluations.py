@@ -6,7 +6,8 @@ from pathlib import Path
 from mini_trainer.evaluate_model import evaluate
 
 from mini_trainer.distributed.world import World
-from mini_trainer.options import EvaluateOptions, group_options
+from mini_trainer.options import group_options
+from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.options.problems.finding import find_problems
 
 NUM_RESAMPLES = 200

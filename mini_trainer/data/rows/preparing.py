@@ -28,7 +28,8 @@ from mini_trainer.data.rows.survey import describe_repeats, survey_rows
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.stores.tokenizers import load_stop_token_ids, load_tokenizer
 from mini_trainer.distributed.process import without_collector
-from mini_trainer.options import ProcessDataOptions, RowOptions, parse_template_args
+from mini_trainer.options import RowOptions, parse_template_args
+from mini_trainer.options.tools import ProcessDataOptions
 
 BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
 

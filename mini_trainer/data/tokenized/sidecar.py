@@ -14,7 +14,7 @@ from mini_trainer.data.stores.remote import find_redirect
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.reader import FORMAT_VERSION
 from mini_trainer.distributed.messages import hide_in
-from mini_trainer.options import ProcessDataOptions
+from mini_trainer.options.tools import ProcessDataOptions
 
 
 def describe_data_set(

@@ -1,10 +1,8 @@
 """Problems with the options of learning: objective, preferences, teacher, optimizer and learning rate."""
 
-import math
-
 from mini_trainer.options import SCHEDULES_WITH_END, TeacherOptions, TrainOptions, flag_name, flatten_options
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.given import list_all_changed, list_changed, list_given
+from mini_trainer.options.problems.facts import list_all_changed, list_changed
 
 
 def find_objective_problems(options: TrainOptions) -> list[str]:
@@ -21,19 +19,12 @@ def find_objective_problems(options: TrainOptions) -> list[str]:
         for name, reason in facts.excluded.items()
         if values[name] and name in changed
     ]
-    if not 0 <= values["label_smoothing"] < 1:
-        problems.append(f"--label-smoothing {values['label_smoothing']}: must be at least 0 and below 1")
     return problems
 
 
 def find_preference_problems(options: TrainOptions) -> list[str]:
-    """Problems with options of preferences: out of range, or only for some preference losses."""
+    """Options that are only for some preference losses."""
     o, problems = options.preference, []
-    for name in ("reward_centering", "desirable_weight", "undesirable_weight"):
-        if not 0 <= getattr(o, name) < math.inf:
-            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 0")
-    if o.preference_beta is not None and not 0 < o.preference_beta < math.inf:
-        problems.append(f"--preference-beta {o.preference_beta}: must be above 0")
     if "preference_loss" not in OBJECTIVES[options.classification.objective].options:
         return problems
     loss = f"--preference-loss {o.preference_loss}"
@@ -41,12 +32,6 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--preference-gamma has no effect with {loss}")
     if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
         problems.append(f"--preference-label-smoothing has no effect with {loss}")
-    if not 0 <= o.preference_label_smoothing < 0.5:
-        problems.append(
-            f"--preference-label-smoothing {o.preference_label_smoothing}: must be at least 0 and below 0.5"
-        )
-    if o.preference_nll_weight is not None and not 0 <= o.preference_nll_weight < math.inf:
-        problems.append(f"--preference-nll-weight {o.preference_nll_weight}: must be at least 0")
     if o.preference_loss in ("simpo", "orpo"):
         given = [name for name in ("reference_model", "reuse_reference_only") if name in list_changed(o)]
         problems += (
@@ -56,14 +41,13 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
 
 
 def find_teacher_problems(options: TrainOptions) -> list[str]:
-    """Options of teachers without one, and what teachers and weights of tokens cannot be used with."""
+    """What teachers and weights of tokens cannot be used with."""
     o, objective = options.teacher, options.classification
     problems, weighting = [], objective.loss_weighting
     if weighting is not None and objective.label_smoothing:
         problems.append(f"--loss-weighting {weighting}: weighs the target's loss alone: not with --label-smoothing")
     if not o.teacher_weight:
-        given = list_given(o)
-        return [*problems, f"{', '.join(given)}: no effect without --teacher-weight"] if given else problems
+        return problems
     if not all(0 <= weight <= 1 for weight in o.teacher_weight):
         problems.append(f"--teacher-weight {' '.join(map(str, o.teacher_weight))}: must be from 0 to 1")
     num_sets = max(1, len(options.data.data_path))
@@ -72,8 +56,6 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
         problems.append(
             f"--teacher-weight: {len(o.teacher_weight)} numbers for {sets}: give one for all of them, or one for each"
         )
-    if not 0 < o.teacher_temperature < math.inf:
-        problems.append(f"--teacher-temperature {o.teacher_temperature}: must be above 0, and finite")
     for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
         if value:
             problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
@@ -120,8 +102,6 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
     """Problems with the learning-rate schedule and the optimizer."""
     problems, o = [], options.optimization
     decays = o.lr_scheduler in SCHEDULES_WITH_END
-    if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
-        problems.append(f"--warmup-ratio {o.warmup_ratio}: must be at least 0 and below 1")
     if o.warmup_ratio is not None and not options.end.is_given:
         problems.append(
             "--warmup-ratio is a share of the run's steps, but no end is given: add --max-steps, --max-epochs,"
@@ -135,18 +115,8 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
             " add --max-steps, --max-epochs, --max-samples or --max-tokens"
         )
     problems += find_schedule_problems(options)
-    if o.min_lr_ratio is not None and not decays:
-        problems.append(
-            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}, which does not decay towards the end"
-        )
-    for name, scheduler in (("num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial")):
-        if getattr(o, name) is not None and o.lr_scheduler != scheduler:
-            flag = flag_name(name)
-            problems.append(f"{flag} has no effect with --lr-scheduler {o.lr_scheduler}, only with {scheduler}")
     if o.lr_scheduler == "cosine_with_restarts" and o.num_cycles is None:
         problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles, the number of decays from the peak")
-    if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
-        problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}, only with wsd")
     if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
         flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
         problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
@@ -162,11 +132,6 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
 def find_average_problems(options: TrainOptions) -> list[str]:
     """Problems with --weight-average."""
     o, problems = options.optimization, []
-    for name, kind in (("ema_decay", "ema"), ("ema_half_life", "ema"), ("tail_steps", "tail")):
-        if getattr(o, name) is not None and o.weight_average != kind:
-            problems.append(
-                f"{flag_name(name)} has no effect with --weight-average {o.weight_average}, only with {kind}"
-            )
     if o.weight_average == "ema" and (o.ema_decay is None) == (o.ema_half_life is None):
         problems.append("--weight-average ema needs either --ema-decay or --ema-half-life")
     if o.weight_average == "tail" and o.tail_steps is None:
@@ -189,12 +154,7 @@ def find_average_problems(options: TrainOptions) -> list[str]:
 def find_rate_problems(options: TrainOptions) -> list[str]:
     """Problems with Muon, and with learning rates of parts of the model."""
     o, problems = options.optimization, []
-    given = [name for name in list_changed(o) if name in ("adam_learning_rate", "muon_momentum", "muon_scale")]
-    if o.optimizer != "muon":
-        problems += [
-            f"{flag_name(name)} has no effect with --optimizer {o.optimizer}, only with muon" for name in given
-        ]
-    else:
+    if o.optimizer == "muon":
         reasons = {
             "--osft": options.osft.osft and "whose directions an orthogonal update would leave",
             "--lora": options.lora.lora and "whose factors are no matrices between hidden states",

@@ -1,20 +1,21 @@
 """Problems with the options of OSFT, LoRA, and frozen parts of vision-language models."""
 
-import math
-
 from mini_trainer.options import OSFTOptions, TrainOptions, VisionOptions, flag_name
-from mini_trainer.options.problems.given import list_given
+from mini_trainer.options.problems.facts import list_given
 
-MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
 # Settings that an adapter to continue from determines, so options must not set them.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
 
+def find_method_problems(options: TrainOptions) -> list[str]:
+    """Problems with what trains."""
+    return [*find_osft_problems(options.osft), *find_lora_problems(options), *find_vision_problems(options)]
+
+
 def find_osft_problems(o: OSFTOptions) -> list[str]:
-    """Problems with OSFT's options: without effect, missing, or out of range."""
-    given = list_given(o)
+    """Problems with OSFT's options: without effect, or missing."""
     if not o.osft:
-        return [f"{', '.join(given)}: no effect without --osft"] if given else []
+        return []
     problems = []
     ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
     uses_activations = o.osft_basis == "activations"
@@ -22,14 +23,8 @@ def find_osft_problems(o: OSFTOptions) -> list[str]:
     has_statistics = o.osft_calibration_data is not None or o.osft_statistics is not None
     if ratio is None and (energy is None or not uses_activations):
         problems.append("--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1")
-    if ratio is not None and not 0 <= ratio <= 1:
-        problems.append(f"--osft-unfreeze-rank-ratio {ratio}: must be from 0 to 1")
     if ratio == 0 and not o.osft_train_others:
         problems.append(f"--osft-unfreeze-rank-ratio {ratio} without --osft-train-others trains nothing")
-    if energy is not None and not 0 < energy <= 1:
-        problems.append(f"--osft-keep-energy {energy}: must be above 0 and at most 1")
-    if energy is not None and not uses_activations:
-        problems.append("--osft-keep-energy has no effect with --osft-basis weights, only with activations")
     if energy is not None and ratio is not None:
         problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both set how much to keep: give only one")
     if energy is not None and o.osft_rank_allocation == "importance":
@@ -48,18 +43,11 @@ def find_osft_problems(o: OSFTOptions) -> list[str]:
 
 
 def find_lora_problems(options: TrainOptions) -> list[str]:
-    """Problems with LoRA's options: without effect, out of range, or incompatible with others."""
+    """Problems with LoRA's options: without effect, or incompatible with others."""
     problems, o = [], options.lora
-    given = list_given(o)
     if not o.lora:
-        return [f"{', '.join(given)}: no effect without --lora"] if given else []
-    if o.lora_rank is not None and not 1 <= o.lora_rank <= MOST_RANK:
-        problems.append(f"--lora-rank {o.lora_rank}: must be from 1 to {MOST_RANK:,}")
-    if o.lora_alpha is not None and not 0 < o.lora_alpha < math.inf:
-        problems.append(f"--lora-alpha {o.lora_alpha}: must be above 0, and finite")
-    if not 0 <= o.lora_dropout < 1:
-        problems.append(f"--lora-dropout {o.lora_dropout}: must be at least 0 and below 1")
-    said = sorted(set(given) & {flag_name(f"lora_{name}") for name in LORA_ADAPTER_SAYS})
+        return []
+    said = sorted(set(list_given(o)) & {flag_name(f"lora_{name}") for name in LORA_ADAPTER_SAYS})
     if o.lora_adapter is not None and said:
         problems.append(f"{', '.join(said)}: no effect with --lora-adapter, which determines it")
     if options.osft.osft:

@@ -4,8 +4,9 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mini_trainer.options import ProcessDataOptions, TrainOptions
+from mini_trainer.options import TrainOptions
 from mini_trainer.options.objectives import OBJECTIVES
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import PACKAGES, is_url, split_scheme
 
 TRACKERS = {

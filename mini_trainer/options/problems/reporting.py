@@ -2,23 +2,27 @@
 
 import re
 
-from mini_trainer.options import CallbackOptions, ExportOptions, HubOptions, TrackingOptions
-from mini_trainer.options.problems.given import list_given
+from mini_trainer.options import CallbackOptions, ExportOptions, HubOptions, TrackingOptions, TrainOptions
 from mini_trainer.options.urls import find_target_faults, is_url, split_scheme
 
 
+def find_reporting_problems(options: TrainOptions) -> list[str]:
+    """Problems with whom a run tells of its progress, and where its exports go."""
+    return [
+        *find_tracking_problems(options.tracking),
+        *find_callback_problems(options.callbacks),
+        *find_hub_problems(options.hub),
+        *find_upload_problems(options.exports),
+    ]
+
+
 def find_tracking_problems(o: TrackingOptions) -> list[str]:
-    """Problems with trackers: without effect, or given twice."""
-    given = list_given(o)
-    if not o.track:
-        return [f"{', '.join(given)}: no effect without --track"] if given else []
+    """Trackers that are given twice."""
     return [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
 
 
 def find_callback_problems(o: CallbackOptions) -> list[str]:
-    """Problems with callbacks: without effect, given twice, or not an import path."""
-    if not o.callbacks:
-        return [f"{', '.join(list_given(o))}: no effect without --callbacks"] if list_given(o) else []
+    """Problems with callbacks: given twice, or not an import path."""
     paths = dict.fromkeys(o.callbacks)
     problems = [f"--callbacks {path}: given twice" for path in paths if o.callbacks.count(path) > 1]
     form = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
@@ -27,9 +31,9 @@ def find_callback_problems(o: CallbackOptions) -> list[str]:
 
 
 def find_hub_problems(o: HubOptions) -> list[str]:
-    """Problems with uploads: without effect, or an invalid repository name."""
+    """An invalid repository name."""
     if o.push_to_hub is None:
-        return [f"{', '.join(list_given(o))}: no effect without --push-to-hub"] if list_given(o) else []
+        return []
     part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
     if len(o.push_to_hub) > 96 or not re.fullmatch(rf"(?:{part}/)?{part}", o.push_to_hub):
         return [f"--push-to-hub {o.push_to_hub}: must be NAME or OWNER/NAME, of letters, digits, and -, _ or . inside"]

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from mini_trainer.options import ProcessDataOptions, RowOptions, flag_name, parse_shard, parse_template_args
-from mini_trainer.options.problems.given import list_changed, list_row_sources
+from mini_trainer.options import RowOptions, flag_name, parse_shard, parse_template_args
+from mini_trainer.options.doors import RANDOM_FORMATS
+from mini_trainer.options.problems.facts import list_changed, list_row_sources
+from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import find_target_faults, hide_credentials, is_url, split_scheme
 
-# Minimum values of row options; a block is cut one token short if the next would begin with an end-of-text token, and
-# a target needs two tokens.
-ROW_MINIMA = {"max_sample_num_tokens": 1, "block_size": 3, "num_proc": 1, "mock_data": 1, "mock_length": 2}
-RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
 NO_PARTS = "{flag}: parts need a directory that all processes see, not --output-file {file}: give a local path"
 LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
 
@@ -26,8 +24,6 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     if not list_row_sources(o.rows):
         problems.append("no rows are given: give --input-file or --input-dataset")
     problems += [*find_row_problems(o.rows), *find_content_problems(o)]
-    if o.preview < 0:
-        problems.append(f"--preview {o.preview}: must be at least 0")
     if o.shard is not None:
         problems += find_shard_problems(o)
     if o.string_for_printing_masks is not None and o.preview == 0:
@@ -86,10 +82,6 @@ def find_row_problems(o: RowOptions) -> list[str]:
     problems, given = [], list_row_sources(o)
     if len(given) > 1:
         problems.append(f"{' and '.join(given)} both specify rows: give only one of them")
-    for name, least in ROW_MINIMA.items():
-        value = getattr(o, name)
-        if value is not None and value < least:
-            problems.append(f"{flag_name(name)} {value}: must be at least {least}")
     useless = [flag_name(name) for name in ("split", "revision") if getattr(o, name) is not None]
     if useless and o.input_dataset is None:
         problems.append(f"{', '.join(useless)}: no effect without --input-dataset")
@@ -106,8 +98,6 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which sets the length of samples")
     if o.block_size is not None and o.format not in (None, "messages", "document"):
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
-    if o.validation_share is not None and not 0 < o.validation_share < 1:
-        problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
     if o.allow_missing_stop_token and o.append_stop_token:
         problems.append("--allow-missing-stop-token has no effect with --append-stop-token, which adds missing ones")
     if o.allow_downloads and not o.images:

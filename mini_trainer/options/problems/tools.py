@@ -6,23 +6,21 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mini_trainer.options import (
+from mini_trainer.options import flag_name
+from mini_trainer.options.problems.learning import find_unpaired
+from mini_trainer.options.tools import (
     BoardOptions,
     ContinualOptions,
     EngineOptions,
     EvaluateOptions,
     GenerateOptions,
-    ImportConfigOptions,
     MergeModelsOptions,
     PlotOptions,
     SamplingOptions,
     ScoreDataOptions,
-    flag_name,
 )
-from mini_trainer.options.problems.learning import find_unpaired
 
 PICTURES = (".png", ".svg", ".pdf")
-MOST_TOP_K = 256
 
 
 def find_plot_problems(o: PlotOptions) -> list[str]:
@@ -40,8 +38,6 @@ def find_plot_problems(o: PlotOptions) -> list[str]:
         problems.append("--port has no effect without --follow")
     if o.port is not None:
         problems += find_port_problems(o.port)
-    if o.smoothing is not None and o.smoothing < 1:
-        problems.append(f"--smoothing {o.smoothing}: must be at least 1 (no smoothing)")
     return problems
 
 
@@ -50,11 +46,6 @@ def find_board_problems(o: BoardOptions) -> list[str]:
     given = len(o.folder)
     problems = [] if given == 1 else [f"{given} directories are given: give one, with runs in it, such as their parent"]
     return problems + find_port_problems(o.port)
-
-
-def find_import_problems(o: ImportConfigOptions) -> list[str]:
-    """Problems with the options of mini-trainer import-config."""
-    return [] if o.num_gpus >= 1 else [f"--num-gpus {o.num_gpus}: must be at least 1"]
 
 
 def find_port_problems(port: int) -> list[str]:
@@ -88,9 +79,6 @@ def find_engine_problems(o: EngineOptions) -> list[str]:
         engines = of_engine.get(option.name, (o.engine,))
         if o.engine not in engines and getattr(o, option.name) != option.default:
             problems.append(f"{flag_name(option.name)} has no effect with --engine {o.engine}")
-    for name in ("batch_size", "concurrency"):
-        if getattr(o, name) < 1:
-            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
     if o.engine == "openai" and o.base_url is None:
         problems.append("--engine openai needs --base-url, such as http://localhost:8000/v1")
     if o.base_url is not None and not is_address(o.base_url):
@@ -119,15 +107,6 @@ def is_address(text: str) -> bool:
 def find_sampling_problems(o: SamplingOptions) -> list[str]:
     """Problems with sampling options: out of range, or without effect on greedy decoding."""
     problems = []
-    for name in ("max_new_tokens", "num_samples"):
-        if getattr(o, name) < 1:
-            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
-    if not 0 <= o.temperature < math.inf:
-        problems.append(f"--temperature {o.temperature}: must be 0 (greedy decoding) or above")
-    if o.top_p is not None and not 0 < o.top_p <= 1:
-        problems.append(f"--top-p {o.top_p}: must be above 0 and at most 1")
-    if o.top_k is not None and o.top_k < 1:
-        problems.append(f"--top-k {o.top_k}: must be at least 1")
     if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
         problems.append(
             "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"
@@ -152,9 +131,6 @@ def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
         problems.append("--num-samples has no effect: one answer per prompt is evaluated")
     if o.engines.engine != "hf" and (o.data or o.lm_eval):
         problems.append(f"--data and --lm-eval need --engine hf, not {o.engines.engine}")
-    for name, least in {"max_tokens_per_gpu": 1, "num_resamples": 100}.items():
-        if getattr(o, name) < least:
-            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least {least}")
     return problems
 
 
@@ -164,15 +140,8 @@ def find_score_problems(o: ScoreDataOptions) -> list[str]:
     if len(set(o.data_path)) < len(o.data_path):
         problems.append("--data-path: one is named twice")
     problems += find_unpaired(o.teacher_data, len(o.data_path))
-    if not 1 <= o.top_k <= MOST_TOP_K:
-        problems.append(f"--top-k {o.top_k}: must be from 1 to {MOST_TOP_K}")
-    if not 0 < o.temperature < math.inf:
-        problems.append(f"--temperature {o.temperature}: must be above 0, and finite")
     if not o.name or not all(letter.isalnum() or letter in "-_" for letter in o.name):
         problems.append(f"--name {o.name!r}: must be of letters, digits, - and _, as it is a part of a file's name")
-    for name in ("max_tokens_per_gpu", "concurrency"):
-        if getattr(o, name) < 1:
-            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
     server = {"base_url": o.base_url, "api_key_env": o.api_key_env, "concurrency": o.concurrency}
     engine = EngineOptions(engine=o.engine, **server)
     problems += find_engine_problems(engine)

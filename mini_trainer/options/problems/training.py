@@ -1,80 +1,53 @@
 """Problems with train.py's options: data, optimization, computation, and the end of a run."""
 
 import math
-from typing import Any
 
 from mini_trainer.options import (
+    LoRAOptions,
+    OSFTOptions,
     TrainOptions,
+    VisionOptions,
     flag_name,
     list_data_sets,
-    parse_duration,
-    parse_rate,
-    parse_steps,
-    parse_subset,
 )
+from mini_trainer.options.doors import RANDOM_FORMATS
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.given import list_changed, list_given, list_row_sources
-from mini_trainer.options.problems.rows import RANDOM_FORMATS, find_row_problems
+from mini_trainer.options.problems.facts import list_changed, list_given, list_row_sources
+from mini_trainer.options.problems.learning import (
+    find_objective_problems,
+    find_optimization_problems,
+    find_preference_problems,
+    find_teacher_problems,
+)
 from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
 
-MOST_SECONDS = 10 * 24 * 3600  # maximum timeout; torch's clocks overflow at far larger ones
 
+def find_train_problems(options: TrainOptions) -> list[str]:
+    """Options without effect beside others, and options that contradict each other."""
+    problems = [
+        *find_url_problems(options),
+        *find_training_data_problems(options),
+        *find_validation_problems(options),
+        *find_objective_problems(options),
+        *find_preference_problems(options),
+        *find_teacher_problems(options),
+        *find_optimization_problems(options),
+        *find_compute_problems(options),
+        *find_ending_problems(options),
+    ]
+    if (options.osft, options.lora, options.vision) != (OSFTOptions(), LoRAOptions(), VisionOptions()):
+        from mini_trainer.options.problems.methods import find_method_problems
 
-def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
-    """Lists options with numbers out of range."""
-    problems = []
+        problems += find_method_problems(options)
+    if (
+        list_changed(options.callbacks)
+        or list_changed(options.hub)
+        or options.tracking.track
+        or options.exports.upload_to
+    ):
+        from mini_trainer.options.problems.reporting import find_reporting_problems
 
-    def require(condition: bool, name: str, allowed: str) -> None:
-        if not condition:
-            problems.append(f"{flag_name(name)} {values[name]}: {allowed}")
-
-    for name in ("batch_size", "batch_tokens", "max_tokens_per_gpu", "max_image_tokens_per_gpu",
-                 "max_steps", "max_epochs", "max_samples", "max_tokens",
-                 "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
-                 "hang_timeout", "start_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
-                 "early_stopping_patience", "num_cycles", "keep_exports", "schedule_steps",
-                 "ema_half_life", "tail_steps"):  # fmt: skip
-        require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
-    for name in ("hang_timeout", "start_timeout"):
-        require(values[name] <= MOST_SECONDS, name, f"must be at most {MOST_SECONDS} seconds (10 days)")
-    sharing = values["context_parallel"]
-    require(sharing is None or sharing >= 2, "context_parallel", "must be at least 2; None turns it off")
-    for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
-        require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
-    for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
-        require(0 <= values[name] < 1, name, "must be at least 0 and below 1")
-    require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
-    ema = values["ema_decay"]
-    require(ema is None or 0 <= ema < 1, "ema_decay", "must be at least 0 and below 1")
-    rate, decay = values["adam_learning_rate"], values["layer_lr_decay"]
-    require(rate is None or 0 <= rate < math.inf, "adam_learning_rate", "must be 0 or more, and finite")
-    require(decay is None or 0 < decay <= 1, "layer_lr_decay", "must be above 0 and at most 1; None turns it off")
-    for text in values["learning_rate_for"]:
-        try:
-            parse_rate(text)
-        except ValueError as error:
-            problems.append(f"--learning-rate-for {error}")
-    router = values["router_aux_loss"]
-    require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
-    alpha = values["neftune_alpha"]
-    require(alpha is None or 0 < alpha < math.inf, "neftune_alpha", "must be above 0, and finite")
-    try:
-        parse_steps(values["profile_steps"] or "1")
-    except ValueError as error:
-        problems.append(f"--profile-steps {error}")
-    power = values["lr_power"]
-    require(power is None or 0 < power < math.inf, "lr_power", "must be above 0, and finite")
-    norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
-    require(norm is None or norm > 0, "max_grad_norm", "must be above 0; None turns clipping off")
-    require(ratio is None or 0 <= ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
-    minutes, budget = values["checkpoint_every_minutes"], values["memory_budget_gb"]
-    require(minutes is None or 0 < minutes < math.inf, "checkpoint_every_minutes",
-            "must be above 0; None turns it off")  # fmt: skip
-    require(budget is None or 0 < budget < math.inf, "memory_budget_gb", "must be above 0, and finite")
-    try:
-        parse_duration(values["max_time"])
-    except ValueError as error:
-        problems.append(f"--max-time {error}")
+        problems += find_reporting_problems(options)
     return problems
 
 
@@ -99,7 +72,11 @@ def find_url_problems(options: TrainOptions) -> list[str]:
 def find_training_data_problems(options: TrainOptions) -> list[str]:
     """Problems with training data: none, several sources, or weights that do not match the data sets."""
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
-    problems = find_row_problems(options.rows)
+    problems = []
+    if list_changed(options.rows):
+        from mini_trainer.options.problems.rows import find_row_problems
+
+        problems += find_row_problems(options.rows)
     if not o.data_path and not rows:
         problems.append("no data is given: give --data-path, or rows with --input-file or --input-dataset")
     if o.data_path and rows:
@@ -120,11 +97,6 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
             f"--batch-size {o.batch_size} and --batch-tokens {o.batch_tokens} both set the size of a step: give only"
             " one of them; --batch-size None overrides a file's"
         )
-    if o.subset is not None:
-        try:
-            parse_subset(o.subset)
-        except ValueError as error:
-            problems.append(f"--subset {error}")
     return problems
 
 
@@ -166,8 +138,6 @@ def name_random_format(options: TrainOptions) -> str | None:
 def find_compute_problems(options: TrainOptions) -> list[str]:
     """Problems with computation, sharding, and "auto" values."""
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
-    if sharding.shard_size is not None and sharding.sharding != "hybrid":
-        problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}, only with hybrid")
     problems += find_sharing_problems(options)
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")

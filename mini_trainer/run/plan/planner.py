@@ -28,7 +28,7 @@ from mini_trainer.distributed.row_group import check_sharing
 from mini_trainer.distributed.world import call_on_rank0, count_shards, divide_world, init_world, setup_logging
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.sharding import list_resharding
-from mini_trainer.options import DATA_SETS, ExportOptions, TrainOptions, flatten_options, replace_options
+from mini_trainer.options import ExportOptions, TrainOptions, flatten_options, list_data_sets, replace_options
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state, read_origin
 from mini_trainer.run.due import list_export_steps
@@ -93,7 +93,7 @@ def list_settled(options: TrainOptions) -> dict[str, Any]:
     """Findings of rank 0 alone: for options that may have been auto, and where rows and URLs became local paths."""
     mode, cap = options.compute.activation_checkpointing, options.data.max_tokens_per_gpu
     values = flatten_options(options)
-    paths = {name: values[name] for name in DATA_SETS}
+    paths = {name: values[name] for name in list_data_sets(options)}
     return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap) | list_resharding(options.sharding) | paths
 
 

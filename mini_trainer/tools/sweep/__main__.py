@@ -11,8 +11,8 @@ optuna.
 
 from pathlib import Path
 
-from mini_trainer.options import SweepOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import SweepOptions
 
 if __name__ == "__main__":
     options = parse_options(SweepOptions)  # before the slow imports: --help and typos answer at once

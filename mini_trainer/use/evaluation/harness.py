@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mini_trainer.options import EvaluateOptions
 from mini_trainer.options.problems.packages import require
+from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.comparison import Scores
 from mini_trainer.use.evaluation.kept import is_made_by, write_made
 from mini_trainer.use.evaluation.results import Measured

@@ -10,8 +10,8 @@ import numpy as np
 
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.options import EvaluateOptions, SamplingOptions
 from mini_trainer.options.problems.packages import require
+from mini_trainer.options.tools import EvaluateOptions, SamplingOptions
 from mini_trainer.use.evaluation.comparison import Scores
 from mini_trainer.use.evaluation.kept import is_made_by, read_lines, write_made
 from mini_trainer.use.evaluation.likelihood import measure_length, score_choices

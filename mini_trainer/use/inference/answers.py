@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from mini_trainer.data.stores.disk import naming_failed_writes, written_aside
 from mini_trainer.distributed.ending import log
-from mini_trainer.options import SamplingOptions
+from mini_trainer.options.tools import SamplingOptions
 from mini_trainer.use.inference.engine import Answer, Key, Request
 from mini_trainer.use.inference.prompts import Prompt, as_json
 

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from mini_trainer.data.chat.conversation import Message
-from mini_trainer.options import EngineOptions, SamplingOptions
 from mini_trainer.options.doors import ENGINES
+from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.loading import FoundModel
 from mini_trainer.use.inference.prompts import Prompt
 

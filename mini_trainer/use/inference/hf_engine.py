@@ -18,7 +18,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from mini_trainer.distributed.ending import is_out_of_memory, log
 from mini_trainer.model.mixers import find_mixers
-from mini_trainer.options import EngineOptions, SamplingOptions
+from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Answer, Key, Request, make_processors
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype, load_answering_model
 from mini_trainer.use.inference.prompts import Prompt, encode_prompt

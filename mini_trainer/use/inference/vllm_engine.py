@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from mini_trainer.model.methods.adapter_settings import check_settings
-from mini_trainer.options import EngineOptions, SamplingOptions
 from mini_trainer.options.problems.packages import require
+from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype
 from mini_trainer.use.inference.prompts import Prompt, encode_prompt

@@ -1,0 +1,214 @@
+"""--help: what a first run needs on one screen, and the rest by group, by option, or by a word."""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from mini_trainer.options.fields import flag_name, iterate_fields, list_facts
+
+HELP = ("--help", "-h")
+MOST_AT_ONCE = 30  # options that --help alone shows of a program
+MOST_WIDTH, INDENT = 100, " " * 6
+
+
+def find_topic(argv: Sequence[str]) -> str | None:
+    """The word after --help, empty if there is none; None without --help."""
+    for i, word in enumerate(argv):
+        if word in HELP:
+            after = argv[i + 1 : i + 2]
+            return after[0].lstrip("-").replace("-", "_") if after else ""
+    return None
+
+
+def describe_help(options_class: type, topic: str, *, command: str) -> str:
+    """The help on a topic: nothing, `all`, a group, an option, or a word in their texts. ValueError if there is none.
+
+    `command`: the program as it was started.
+    """
+    options = {option.name: option for option, _ in iterate_fields(options_class)}
+    groups = {entry.name: entry.type for entry in dataclasses.fields(options_class) if is_group(entry)}
+    if topic == "" and len(options) > MOST_AT_ONCE:
+        return describe_first(options_class, groups, command=command)
+    if topic in ("", "all"):
+        parts = [describe_start(options_class, command=command), *describe_options(options_class, set(options))]
+        return "\n\n".join(parts)
+    if topic in groups:
+        names = {option.name for option in dataclasses.fields(groups[topic])}
+        return "\n\n".join(describe_options(options_class, names))
+    texts = read_helps(options_class)
+    word = topic.replace("_", " ")
+    found = {topic} & options.keys() or {
+        name for name, text in texts.items() if topic in name or word.lower() in text.lower()
+    }
+    if not found:
+        close = difflib.get_close_matches(topic, [*options, *groups], n=1)
+        meant = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+        raise ValueError(
+            f"--help {topic.replace('_', '-')}: no option, group or text has this word{meant}"
+            + (f"; groups: {', '.join(groups)}" if groups else "")
+        )
+    return "\n\n".join(describe_options(options_class, found))
+
+
+def is_group(entry: dataclasses.Field) -> bool:
+    return dataclasses.is_dataclass(entry.type)
+
+
+def describe_first(options_class: type, groups: dict[str, type], *, command: str) -> str:
+    """What a first run needs, and the groups of all other options."""
+    basic = {name for name, facts in list_facts(options_class).items() if facts.is_basic}
+    shown = "\n".join(describe_lines(options_class, basic, is_short=True))
+    width = 2 + max(map(len, groups))
+    lines = [
+        f"  {name:{width}}{len(dataclasses.fields(group)):3}  {one_sentence(group.__doc__)}"
+        for name, group in groups.items()
+    ]
+    return "\n\n".join(
+        [
+            describe_start(options_class, command=command),
+            f"For a first run ({len(basic)} of {len(list_facts(options_class))} options):\n\n{shown}",
+            "\n".join(["All others, by group:", "", *(shorten(line) for line in lines)]),
+            fill(f"More: {command} --help GROUP, --help OPTION, --help WORD (a search) or --help all.", ""),
+        ]
+    )
+
+
+def describe_start(options_class: type, *, command: str) -> str:
+    required = [option for option, _ in iterate_fields(options_class) if is_required(option)]
+    words = [describe_head(options_class, option) for option in required]
+    return "\n\n".join([fill(f"usage: {' '.join([command, *words])} [OPTIONS]", ""), fill(options_class.__doc__, "")])
+
+
+def describe_options(options_class: type, names: set[str]) -> Iterator[str]:
+    """A part for each group that has some of the options."""
+    by_group: dict[str | None, set[str]] = {}
+    for option, group in iterate_fields(options_class):
+        if option.name in names:
+            by_group.setdefault(group, set()).add(option.name)
+    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
+    for group, own in by_group.items():
+        title = [] if group is None else [fill(f"{bold(group)}: {types[group].__doc__}", ""), ""]
+        yield "\n".join([*title, *describe_lines(options_class, own, is_short=False)])
+
+
+def describe_lines(options_class: type, names: set[str], *, is_short: bool) -> Iterator[str]:
+    """The lines of these options, in the order of their declaration; short: one for each, cut at the width."""
+    texts = read_helps(options_class)
+    shown = [option for option, _ in iterate_fields(options_class) if option.name in names]
+    heads = {option.name: describe_head(options_class, option, is_short=is_short) for option in shown}
+    width = 2 + max(map(len, heads.values()))
+    for option in shown:
+        head, text = heads[option.name], texts[option.name] + describe_default(option)
+        if is_short:
+            yield shorten(f"  {bold(head)}{' ' * (width - len(head))}{one_sentence(texts[option.name])}")
+        else:
+            yield from (f"  {bold(head)}", fill(text, INDENT))
+
+
+def describe_head(options_class: type, option: dataclasses.Field, *, is_short: bool = False) -> str:
+    """The flag and its values; a word where the option has no flag."""
+    if is_required(option) and getattr(options_class, "takes_words", False):
+        return option.name.upper()
+    return f"{flag_name(option.name)} {name_values(option, is_short=is_short)}".rstrip()
+
+
+def describe_default(option: dataclasses.Field) -> str:
+    if is_required(option):
+        return " Required."
+    default = option.default
+    if default is None or default is False or default == ():
+        return ""
+    if default is True:
+        return f" Default: on; {flag_name(option.name).replace('--', '--no-', 1)} turns it off."
+    return f" Default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}."
+
+
+def is_required(option: dataclasses.Field) -> bool:
+    return option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
+
+
+def name_values(option: dataclasses.Field, *, is_short: bool = False) -> str:
+    """What stands after the flag: choices, or a word for the kind of value."""
+    parts = list(dict.fromkeys(list_kinds(option.type)))
+    if is_short and len(parts) > 4:
+        parts = ["CHOICE"]
+    words = "|".join(parts)
+    return f"{words} ..." if get_origin(option.type) is tuple else words
+
+
+def list_kinds(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield from map(str, get_args(kind))
+    elif get_origin(kind) in (Union, UnionType, tuple):
+        for part in get_args(kind):
+            yield from () if part in (type(None), ...) else list_kinds(part)
+    elif kind is not bool:
+        yield {int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def one_sentence(text: str) -> str:
+    """The first one, without the page that it names."""
+    return re.sub(r" \(docs/\S+\)", "", " ".join(text.split()).split(". ")[0]).rstrip(".")
+
+
+def width_shown() -> int:
+    return min(MOST_WIDTH, shutil.get_terminal_size().columns)
+
+
+def shorten(line: str) -> str:
+    """The line, cut with dots where the terminal ends."""
+    plain = line.replace("\033[1m", "").replace("\033[0m", "")
+    over = len(plain) - width_shown()
+    return line if over <= 0 else f"{line[: -over - 3].rstrip()}..."
+
+
+def fill(text: str, indent: str) -> str:
+    return textwrap.fill(
+        " ".join(text.split()),
+        width_shown(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def bold(text: str) -> str:
+    """In a terminal that shows it, unless NO_COLOR is set (https://no-color.org)."""
+    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def read_helps(options_class: type) -> dict[str, str]:
+    """The help of every option by name: the text that follows its declaration."""
+    groups = {option.name: group for option, group in iterate_fields(options_class)}
+    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
+    owners = {options_class, *(types[group] for group in groups.values() if group is not None)}
+    found: dict[str, str] = {}
+    for module in {inspect.getmodule(base) for owner in owners for base in owner.__mro__[:-1]}:
+        classes = {base.__name__ for owner in owners for base in owner.__mro__[:-1]}
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef) and node.name in classes:
+                found |= read_class_helps(node.body)
+    return {name: found[name] for name in groups}
+
+
+def read_class_helps(body: Iterable[ast.stmt]) -> dict[str, str]:
+    """Texts of a class by the fields that they follow."""
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
