@@ -46,7 +46,6 @@ from mini_trainer.distributed.world import (
     setup_logging,
 )
 from mini_trainer.model.flops import count_flops
-from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.optim.rates import learning_rate_at
 from mini_trainer.run.due import find_due
@@ -55,7 +54,7 @@ from mini_trainer.run.exports import Exports
 from mini_trainer.run.identity import describe_run
 from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.run_directory import RunDirectory
-from mini_trainer.run.run_model import build_run_model, settle_auto_options
+from mini_trainer.run.run_model import build_run_model, make_average, settle_auto_options
 from mini_trainer.run.start import make_data_local, open_inputs
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import TrainState, train_step

@@ -46,7 +46,7 @@ from mini_trainer.objectives.families.text_tower import find_placeholders
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.run.export import ExportParts, export_model
-from mini_trainer.run.export_weights import find_tensors
+from mini_trainer.run.export_left_out import find_tensors
 
 # Sizes of towers that do not run, by more names than a language model's.
 SIZES = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from mini_trainer.distributed.memory import MemoryCounter
+from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.options import ShardingOptions
 from mini_trainer.run.auto_choice import (

@@ -30,7 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer
 
-from mini_trainer.distributed.compilation import CACHE_VARIABLE, Compiled, count_graphs, run_eagerly
+from mini_trainer.distributed.compilation import CACHE_VARIABLE, Compiled, count_graphs
+from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.compiled_check import check_compiled
 from mini_trainer.model.method import Full

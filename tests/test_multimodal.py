@@ -37,7 +37,7 @@ from mini_trainer.objectives.families.text_tower import find_placeholders, text_
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import MergeAdapterOptions
-from mini_trainer.run.export_weights import add_tensors, find_tensors
+from mini_trainer.run.export_left_out import add_tensors, find_tensors
 from mini_trainer.run.write_pool import WritePool
 from mini_trainer.tools.merge_adapter import merge_adapter
 

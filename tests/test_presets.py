@@ -24,7 +24,8 @@ from mini_trainer.options.command_line import describe_options, parse_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
-from mini_trainer.run.export import ExportParts, check_export
+from mini_trainer.run.export import ExportParts
+from mini_trainer.run.export_check import check_export
 from mini_trainer.tools.sweep.settings import read_train
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.memory import MemoryCounter
+from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.model.build import build_model
 from mini_trainer.model.flops import count_flops, count_tower
 from mini_trainer.model.method import Full

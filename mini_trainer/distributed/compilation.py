@@ -1,19 +1,18 @@
 """torch.compile for any sizes, with a cache that outlives /tmp, and a warning if anything is recompiled."""
 
-import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx.experimental import _config as tracing
 
+from mini_trainer.distributed import devices
 from mini_trainer.distributed.ending import log
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # of torch
 CACHE_DIR = "~/.cache/mini_trainer/compiled"
-is_eager = False  # inside `run_eagerly`
 
 
 class Compiled:
@@ -43,7 +42,7 @@ class Compiled:
         self.replacement: Callable | None = None  # is called instead
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_eager:
+        if devices.is_eager:
             return self.function(*args, **kwargs)
         return (self.replacement or self.run)(*args, **kwargs)
 
@@ -65,17 +64,6 @@ class Compiled:
             f" {last.entire_frame_compile_time_s or 0:.1f} s: {reason}; only the first time is reported,"
             " TORCH_LOGS=recompiles_verbose prints all"
         )
-
-
-@contextlib.contextmanager
-def run_eagerly() -> Iterator[None]:
-    """Inside the context, or the function that it decorates, compiled functions run uncompiled."""
-    global is_eager
-    before, is_eager = is_eager, True
-    try:
-        yield
-    finally:
-        is_eager = before
 
 
 def find_last_compilation() -> Any:

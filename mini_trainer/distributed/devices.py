@@ -1,7 +1,9 @@
 """Devices: name, peak FLOP/s and peak memory; also formatting of durations."""
 
+import contextlib
 import re
 import resource
+from collections.abc import Iterator
 
 import torch
 
@@ -40,3 +42,17 @@ def describe_duration(seconds: float) -> str:
     """Formats seconds as H:MM:SS."""
     seconds = round(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+is_eager = False  # inside `run_eagerly`
+
+
+@contextlib.contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Inside the context, or the function that it decorates, compiled functions run uncompiled."""
+    global is_eager
+    before, is_eager = is_eager, True
+    try:
+        yield
+    finally:
+        is_eager = before

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.messages import describe_ranks, say
+from mini_trainer.distributed.process import count_local_ranks
 
 START_TIMEOUT = 600.0
 SECONDS_PER_NOTICE = 30.0
@@ -116,8 +117,3 @@ def print_notice(text: str) -> None:
 
 def is_first_of_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def count_local_ranks() -> int:
-    """Number of ranks per node, from torchrun's environment."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -111,3 +111,8 @@ def may_be_launcher(pid: int) -> bool:
         return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + (process / "environ").read_bytes()
     except OSError:
         return False  # another user's process, such as init
+
+
+def count_local_ranks() -> int:
+    """Number of ranks per node, from torchrun's environment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

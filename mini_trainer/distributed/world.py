@@ -16,11 +16,16 @@ from torch.nn.functional import pad
 
 from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
 from mini_trainer.distributed.lock import SLOW_LIMIT
-from mini_trainer.distributed.meeting import START_TIMEOUT, count_local_ranks, meet
+from mini_trainer.distributed.meeting import START_TIMEOUT, meet
 from mini_trainer.distributed.memory import memory_limit
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
 from mini_trainer.distributed.monitor import RunControl
-from mini_trainer.distributed.process import check_open_files, list_group_sizes, raise_open_file_limit
+from mini_trainer.distributed.process import (
+    check_open_files,
+    count_local_ranks,
+    list_group_sizes,
+    raise_open_file_limit,
+)
 from mini_trainer.distributed.row_group import RowGroup, check_sharing, make_own_group, make_row_group
 from mini_trainer.options import ShardingOptions
 

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from mini_trainer.data.stores.model_files import naming_config
-from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
@@ -36,6 +36,9 @@ from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ComputeOptions, ShardingOptions
 from mini_trainer.options.doors import Doors
+
+if TYPE_CHECKING:
+    from mini_trainer.distributed.compilation import Compiled
 
 # Model types whose own attention code needs a padded batch, and what gives it one.
 PADDED: Doors[Callable[[PreTrainedModel], None]] = Doors(
@@ -205,12 +208,14 @@ def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
 
 def apply_compile(
     blocks: nn.ModuleList, *, backend: str | Callable = "inductor", dynamic: bool = True
-) -> tuple[Compiled, ...]:
+) -> "tuple[Compiled, ...]":
     """Compiles each block separately, for any number of tokens and sequences; the options are torch.compile's.
 
     All blocks of a kind share one compiled graph, and no micro-batch triggers recompilation, since none has a dimension
     or a longest sequence of 1 (see `Objective.pack`), which torch.compile would specialize on.
     """
+    from mini_trainer.distributed.compilation import Compiled
+
     # Inside selective checkpointing torch compiles nothing that stores something, and blocks store their micro-batch.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     compiled = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from mini_trainer.distributed.compilation import run_eagerly
+from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.row_group import sum_parts
 from mini_trainer.distributed.world import World

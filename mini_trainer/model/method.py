@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import World
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.gathering import WeightGroup, gather_parameters
@@ -22,6 +21,7 @@ from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import DataOptions
 
 if TYPE_CHECKING:
+    from mini_trainer.distributed.compilation import Compiled
     from mini_trainer.model.liger import Replaced
 
 
@@ -38,7 +38,7 @@ class MetaModel:
     left_out: LeftOut = field(default_factory=LeftOut)  # parts of a multimodal model other than its text tower
     tiled: tuple[str, ...] = ()  # names of the modules to run on a tile of the row at a time
     replaced: "tuple[Replaced, ...]" = ()  # by liger-kernel
-    compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
+    compiled: "tuple[Compiled, ...]" = ()  # the blocks' forward methods, with --compile
 
 
 class Method:

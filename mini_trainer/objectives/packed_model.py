@@ -3,16 +3,18 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.objectives.families.family import RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.objective import Objective, Scores
+
+if TYPE_CHECKING:
+    from mini_trainer.distributed.compilation import Compiled
 
 LOSS, READER = "loss", "reader"  # who needs sums over the global batch
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.memory import memory_kind
 
 # Of a chunk: fp32 logits at most, and tokens at most. Each chunk reads and writes the sum of the head's gradient; with
@@ -197,6 +196,8 @@ def compute_logits(tokens: TrainedTokens, chunk: slice) -> Tensor:  # (rows, V)
 
 @functools.cache
 def fuse_chunk_loss() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    from mini_trainer.distributed.compilation import Compiled
+
     return Compiled(sum_chunk_loss, "the loss")
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -34,8 +34,9 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.fields import flag_for, name_type
-from mini_trainer.options.help import describe_help, find_topic
 from mini_trainer.options.problems.finding import find_problems
+
+HELP = ("--help", "-h")
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
@@ -90,8 +91,19 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     return options
 
 
+def find_topic(argv: Sequence[str]) -> str | None:
+    """The word after --help, empty if there is none; None without --help."""
+    for i, word in enumerate(argv):
+        if word in HELP:
+            after = argv[i + 1 : i + 2]
+            return after[0].lstrip("-").replace("-", "_") if after else ""
+    return None
+
+
 def show_help(options_class: type, topic: str, *, is_shown: bool) -> NoReturn:
     """Prints the help on a topic, and exits."""
+    from mini_trainer.options.help import describe_help
+
     try:
         text = describe_help(options_class, topic, command=name_command())
     except ValueError as error:

@@ -10,24 +10,14 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer.options.fields import flag_name, iterate_fields, list_facts
 
-HELP = ("--help", "-h")
 MOST_AT_ONCE = 30  # options that --help alone shows of a program
 MOST_WIDTH, INDENT = 100, " " * 6
-
-
-def find_topic(argv: Sequence[str]) -> str | None:
-    """The word after --help, empty if there is none; None without --help."""
-    for i, word in enumerate(argv):
-        if word in HELP:
-            after = argv[i + 1 : i + 2]
-            return after[0].lstrip("-").replace("-", "_") if after else ""
-    return None
 
 
 def describe_help(options_class: type, topic: str, *, command: str) -> str:

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -24,22 +24,20 @@ from mini_trainer.data.stores.disk import (
     sync_file,
 )
 from mini_trainer.data.stores.model_files import GENERATION
-from mini_trainer.distributed.compilation import run_eagerly
-from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress, without_library_bars
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.model.check import draw_sequences
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.gathering import WeightGroup
 from mini_trainer.model.method import Method
-from mini_trainer.model.sharding import reshard
 from mini_trainer.model.weights import list_left_out
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
-from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.run.export_weights import WeightStream, add_tensors, copy_processor_files, find_tensors
+from mini_trainer.run.export_weights import WeightStream
 from mini_trainer.run.write_pool import WritePool
+
+if TYPE_CHECKING:
+    from mini_trainer.run.export_left_out import StoredTensor
 
 MAX_SHARD_BYTES = 5 * 10**9  # maximum size of a weight file; a single tensor may be larger
 NUM_FILES = 4  # written and hashed at the same time
@@ -129,7 +127,11 @@ class ExportWriter:
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         parts = self.parts
         self.left_out = list_left_out(parts.source, parts.family, trained=shapes.keys()) if shapes else {}
-        self.own_tensors = find_tensors(Path(parts.source.directory)) if self.left_out else {}
+        self.own_tensors: dict[str, StoredTensor] = {}
+        if self.left_out:
+            from mini_trainer.run.export_left_out import find_tensors
+
+            self.own_tensors = find_tensors(Path(parts.source.directory))
         self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
         self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
@@ -180,8 +182,12 @@ class ExportWriter:
                 self.stream.finish()
             parts.tokenizer.save_pretrained(aside)
             if self.left_out:
+                from mini_trainer.run.export_left_out import add_tensors
+
                 add_tensors(aside, self.left_out, self.own_tensors, self.pool, max_bytes=MAX_SHARD_BYTES)
             if self.is_multimodal:
+                from mini_trainer.run.export_left_out import copy_processor_files
+
                 copy_processor_files(Path(parts.source.directory), aside)
             parts.method.write_extras(aside, parts.tokenizer)
             for name, text in parts.notes.items():
@@ -210,50 +216,3 @@ class ExportWriter:
             self.pool.close()
         if self.aside is not None:
             shutil.rmtree(self.aside, ignore_errors=True)
-
-
-# Allowed difference of the losses, relative to the loss: weights are rounded when exported.
-TOLERANCE_EXACT, TOLERANCE_ROUNDED = 1e-4, 3e-2
-
-
-@torch.no_grad()
-@run_eagerly()
-def check_export(
-    packed_model: PackedModel,
-    export_dir: Path,
-    parts: ExportParts,
-    *,
-    objective: Objective,
-    world: World,
-) -> None:
-    """Loads the export on rank 0's CPU. ValueError on every rank if that fails, or if its loss over three short random
-    sequences differs from the trained model's. All ranks call this."""
-    sequences = draw_sequences(packed_model.model, np.random.default_rng(1))
-    samples = [objective.make_check_sample(ids) for ids in sequences]
-    packed_model.eval()
-    trained_loss = packed_model(objective.pack(samples).to(world.device)).item()
-    trained_loss += sum(extra.item() for extra in packed_model.extra_losses.values())
-    reshard(packed_model)
-    packed_model.train()
-
-    def compare() -> None:
-        exported = PackedModel(load_back(export_dir, parts), objective, backend="eager", compute_dtype=torch.float32)
-        loss = sum(exported.eval().reference(objective.pack([sample]))[1].item() for sample in samples)
-        is_exact = parts.dtype == packed_model.compute_dtype == torch.float32
-        rounding = TOLERANCE_EXACT if is_exact else TOLERANCE_ROUNDED
-        allowed = max(rounding, parts.method.export_error) * max(abs(trained_loss), 1.0)
-        if not abs(loss - trained_loss) <= allowed:
-            raise ValueError(
-                f"--check-export: {export_dir}, loaded back, has a loss of {loss:.6f} over {len(samples)} sequences,"
-                f" but the trained model has {trained_loss:.6f} (allowed difference: {allowed:.1e}); do not use it"
-            )
-        log.info(f"export {export_dir.name}: loaded back, its loss matches the trained model's ({loss:.4f})")
-
-    call_on_rank0(world, compare)
-
-
-def load_back(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
-    try:
-        return parts.method.load_export(export_dir, parts.source, parts.family)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # from transformers and peft
-        raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None

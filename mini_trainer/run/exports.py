@@ -12,7 +12,7 @@ from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.due import find_due
-from mini_trainer.run.export import ExportParts, check_export, export_model
+from mini_trainer.run.export import ExportParts, export_model
 from mini_trainer.run.file_names import AVERAGE, BEST, REGULAR
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.model_card import make_card
@@ -98,6 +98,8 @@ class Exports:
     def _write(self, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
         export_model(state.model, export_dir, parts, world=self.world)
         if self.options.exports.check_export:
+            from mini_trainer.run.export_check import check_export
+
             check_export(state.model, export_dir, parts, objective=self.inputs.objective, world=self.world)
         self.log.write_export(export_dir)
 

@@ -11,7 +11,8 @@ import numpy as np
 from mini_trainer.data.stores.disk import hash_json, written_aside
 from mini_trainer.data.stores.model_files import find_model, name_model
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
-from mini_trainer.data.tokenized.mixture import Mixture, pair
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.pairs import pair
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0

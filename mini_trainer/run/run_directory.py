@@ -1,4 +1,4 @@
-"""A run's directory: locking, ownership, resuming, writing; and traces of selected steps by torch.profiler."""
+"""A run's directory: locking, ownership, resuming, writing."""
 
 import time
 from collections.abc import Iterator
@@ -8,15 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mini_trainer.data.stores.disk import remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.run_flags import Flag
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import TrainOptions, parse_steps
+from mini_trainer.options import TrainOptions
 from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_origin
 from mini_trainer.run.due import count_validations
@@ -180,6 +178,8 @@ class RunDirectory:
         steps = self.options.profiling.profile_steps
         if steps is None:
             return batches
+        from mini_trainer.run.profiling import profile_steps
+
         return profile_steps(batches, steps, self.path / PROFILE_DIR, rank=self.world.rank)
 
     def start_loop(self) -> None:
@@ -235,41 +235,3 @@ class RunDirectory:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
-
-
-NUM_ROWS = 40  # rows of the table of slowest operations
-
-
-def profile_steps(batches: Iterator[Batch], steps: str, directory: Path, *, rank: int) -> Iterator[Batch]:
-    """Yields `batches`, profiling the training in between during `steps`.
-
-    Writes rank_N.json, a trace for chrome://tracing and ui.perfetto.dev, and rank_N.txt, the slowest operations, after
-    the last of these steps, or at the end of the run.
-    """
-    (first, last), profiler = parse_steps(steps), None
-    try:
-        for batch in batches:
-            if batch.step + 1 == first:
-                profiler = torch.profiler.profile(record_shapes=True)
-                profiler.start()
-            yield batch
-            if profiler is not None and batch.step + 1 == last:
-                write_profile(profiler, directory, rank=rank)
-                profiler = None
-    finally:
-        if profiler is not None:
-            write_profile(profiler, directory, rank=rank)
-
-
-def write_profile(profiler: torch.profiler.profile, directory: Path, *, rank: int) -> None:
-    """Stops the profiler and writes its results."""
-    profiler.stop()
-    directory.mkdir(exist_ok=True)
-    trace = directory / f"rank_{rank}.json"
-    profiler.export_chrome_trace(str(trace))
-    on_gpu = torch.cuda.is_available()
-    table = profiler.key_averages().table(
-        sort_by=f"self_{'device' if on_gpu else 'cpu'}_time_total", row_limit=NUM_ROWS, max_name_column_width=80
-    )
-    trace.with_suffix(".txt").write_text(table + "\n")
-    log.info(f"profile: {trace} (for ui.perfetto.dev), and its slowest operations in {trace.with_suffix('.txt').name}")

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
@@ -20,10 +20,13 @@ from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import TrainOptions, flatten_options
+from mini_trainer.options import OptimizationOptions, TrainOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import TrainState
 from mini_trainer.sampler import RunPosition
+
+if TYPE_CHECKING:
+    from mini_trainer.model.optim.averages import WeightAverage
 
 
 def build_run_model(
@@ -85,6 +88,15 @@ def build_run_model(
             add_reference(options, inputs, model, build_other, world=world, progress=progress)
     log.info(describe_model(options, inputs, model))
     return model
+
+
+def make_average(model: PackedModel, options: OptimizationOptions, *, end: int | None) -> "WeightAverage | None":
+    """The average of --weight-average, or None. `end`: optimizer steps up to the run's end; None without one."""
+    if options.weight_average == "none":
+        return None
+    from mini_trainer.model.optim import averages
+
+    return averages.make_average(model, options, end=end)
 
 
 def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:

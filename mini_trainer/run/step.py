@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.memory import memory_kind
 from mini_trainer.distributed.world import World
 from mini_trainer.model.method import Method
-from mini_trainer.model.optim.averages import WeightAverage
 from mini_trainer.model.optim.optimizers import clip_gradients, local_gradients, set_step
 from mini_trainer.model.optim.reduction import StepSums, reduce_step
 from mini_trainer.model.sharding import prepare_backward
@@ -20,6 +20,9 @@ from mini_trainer.objectives.objective import TARGETS
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import TrainOptions
 from mini_trainer.sampler import Batch, derive_seed
+
+if TYPE_CHECKING:
+    from mini_trainer.model.optim.averages import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     world: World
     num_steps_before: int = 0  # steps of the runs that this one continues
-    average: WeightAverage | None = None
+    average: "WeightAverage | None" = None
 
 
 def train_step(

@@ -1,7 +1,6 @@
 """Reads a tokenized data set from disk: mapped into memory, checked row by row as it is read."""
 
 import functools
-import io
 import json
 import math
 import mmap
@@ -19,11 +18,9 @@ from mini_trainer.data.columns.kinds import COLUMNS, read_task
 from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
 from mini_trainer.data.stores.disk import list_wrong, read_object
-from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.options.urls import is_url
 
 # Columns that are read from data sets of every kind.
@@ -34,8 +31,6 @@ FORMAT_VERSION = 3  # of tokenized data sets; sidecars without one are made by h
 # Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
                  "stop_token_id": int, "sources": list, "file": dict}  # fmt: skip
-CONVERTED_ROWS = 1 << 16  # most rows of a Parquet file converted at once
-INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types
 
 
 class TokenizedData:
@@ -256,7 +251,12 @@ def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile
             raise ValueError(f"{named}: not a regular file")
         if not path.stat().st_size:
             raise ValueError(f"{named}: holds no samples")
-        files = list(map(ArrowFile, [path] if path.suffix == ".arrow" else convert_to_arrow(path, kind)))
+        paths = [path]
+        if path.suffix != ".arrow":
+            from mini_trainer.data.tokenized.conversion import convert_to_arrow
+
+            paths = convert_to_arrow(path, kind)
+        files = list(map(ArrowFile, paths))
         schema = pa.concat_tables([pa.Table.from_batches([], schema=file.schema) for file in files]).schema
         check_names(schema, kind, named=named)
         index = open_index(path, files)
@@ -302,39 +302,6 @@ def check_column(found: pa.DataType, expected: pa.Field, index: Index, *, is_opt
         raise ValueError(f"{named}: column {name} is {found}{nulls}{wanted}")
     if is_list and name in index.null_within:
         raise ValueError(f"{named}: column {name} has lists with null, expected numbers")
-
-
-def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
-    """Converts a .parquet or .jsonl file to Arrow files in the cache of `datasets`, once."""
-    import datasets
-
-    if not shows_progress():
-        datasets.disable_progress_bars()
-    try:
-        if path.suffix == ".parquet":
-            from mini_trainer.data.stores.parquet import check_file, choose_batch_rows
-
-            num_rows = choose_batch_rows(check_file(path), most_rows=CONVERTED_ROWS, most_bytes=MAX_ROW_BYTES)
-            data = datasets.Dataset.from_parquet(str(path), batch_size=num_rows)
-        else:
-            data = datasets.Dataset.from_json(
-                str(path), features=datasets.Features.from_arrow_schema(infer_schema(path, kind))
-            )
-        return [Path(file["filename"]) for file in data.cache_files]
-    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
-        raise OSError(str(error.__cause__ or error)) from None
-
-
-def infer_schema(path: Path, kind: Columns) -> pa.Schema:
-    """The columns of JSON lines, inferred from the first lines, and the optional ones, which may come later."""
-    with open(path, "rb") as file:
-        lines = file.read(INFERRED_BYTES) + file.readline(MAX_ROW_BYTES + 1)
-    if len(lines) > INFERRED_BYTES + MAX_ROW_BYTES:
-        raise OSError(f"a line at its beginning is longer than {MAX_ROW_BYTES:,} bytes")
-    read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
-    table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
-    optional = [field for field in kind.schema if field.name in kind.optional]
-    return pa.schema([*(field for field in table.schema if field.name not in kind.optional), *optional])
 
 
 def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:

@@ -15,8 +15,6 @@ from torch import Tensor
 from mini_trainer.distributed.row_group import sum_parts
 from mini_trainer.objectives.families.micro_batch import Row
 
-ROUTER_LOSSES = {"sequence": False, "global-batch": True}  # --router-loss-over; whether all loads are counted ahead
-
 
 def sum_router_losses(
     router_logits: Sequence[Tensor],  # (T, E) for each layer

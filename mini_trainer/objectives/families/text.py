@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, chunk_sequences, gather_ids
 from mini_trainer.objectives.families.packed_row import describe_row
-from mini_trainer.objectives.families.router_loss import ROUTER_LOSSES, sum_router_losses
 from mini_trainer.objectives.families.text_tower import (
     LeftOut,
     find_decoder,
@@ -25,6 +24,7 @@ from mini_trainer.objectives.families.text_tower import (
     text_config,
 )
 
+GLOBAL_BATCH = "global-batch"  # --router-loss-over: all loads are counted ahead
 WITHOUT_SCALE = ("aya_vision", "cohere2_vision")  # model types whose forward ignores their text model's logit_scale
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys of logit soft caps
 
@@ -35,7 +35,7 @@ class TextFamily(Family):
 
     # Coefficient of a mixture of experts' auxiliary loss; None: from the model's config.
     router_aux_loss: float | None = None
-    router_loss_over: str = "sequence"  # of ROUTER_LOSSES
+    router_loss_over: str = "sequence"  # or GLOBAL_BATCH
 
     peft_task = "CAUSAL_LM"
 
@@ -91,7 +91,7 @@ class TextFamily(Family):
     def check_router_loss(self, model: PreTrainedModel) -> None:
         """ValueError if the model has no auxiliary loss of experts for the options, before weights are read."""
         coefficient = find_router_loss(model, self.router_aux_loss)
-        if ROUTER_LOSSES[self.router_loss_over] and not coefficient:
+        if self.router_loss_over == GLOBAL_BATCH and not coefficient:
             raise ValueError(
                 f"--router-loss-over {self.router_loss_over} has no effect without a load-balancing loss: add"
                 " --router-aux-loss, such as 0.001, or remove the option"
@@ -152,7 +152,7 @@ class TextReader(RowModel):
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
         self.chunk_size = config.attention_chunk_size if is_chunked else None
         self.router_aux_loss = router_aux_loss
-        self.looks_ahead = ROUTER_LOSSES[router_loss_over]
+        self.looks_ahead = router_loss_over == GLOBAL_BATCH
         self.routed = dict(output_router_logits=True) if router_aux_loss else {}
 
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
@@ -163,6 +163,8 @@ class TextReader(RowModel):
         inputs = describe_row(micro_batch, pad_position=self.pad_position) | self.embed(micro_batch)
         outputs = find_decoder(self.model)(**inputs, **self.routed)
         if self.router_aux_loss:
+            from mini_trainer.objectives.families.router_loss import sum_router_losses
+
             router_sum, loads = sum_router_losses(
                 outputs.router_logits,
                 micro_batch.row,

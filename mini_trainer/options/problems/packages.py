@@ -6,7 +6,6 @@ from typing import Any
 
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import PACKAGES, is_url, split_scheme
 
 TRACKERS = {
@@ -38,8 +37,9 @@ def require(module: str, *, flag: str) -> None:
 
 def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
     """Yields options as given, each with the modules that it needs beside those of every installation."""
-    if isinstance(options, ProcessDataOptions):
-        yield f"--output-file {options.output_file}", list_readers(options.output_file)
+    output_file = getattr(options, "output_file", None)
+    if output_file is not None:
+        yield f"--output-file {output_file}", list_readers(output_file)
     if not isinstance(options, TrainOptions):
         return
     for name in dict.fromkeys(options.tracking.track):

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from mini_trainer.distributed.devices import DTYPES
-from mini_trainer.distributed.memory import OFFLOADED, MemoryCounter, memory_kind
+from mini_trainer.distributed.memory import OFFLOADED, memory_kind
+from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.distributed.row_group import make_row_group
 from mini_trainer.distributed.world import World, make_mesh
 from mini_trainer.model.build import check_divisible, make_meta_model, set_weights_dtype

@@ -1,0 +1,47 @@
+"""Conversion of .parquet and .jsonl data sets to Arrow files, once."""
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.json
+
+from mini_trainer.data.columns.base import Columns
+from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
+from mini_trainer.distributed.messages import shows_progress
+
+CONVERTED_ROWS = 1 << 16  # most rows of a Parquet file converted at once
+INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types
+
+
+def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
+    """Converts a .parquet or .jsonl file to Arrow files in the cache of `datasets`, once."""
+    import datasets
+
+    if not shows_progress():
+        datasets.disable_progress_bars()
+    try:
+        if path.suffix == ".parquet":
+            from mini_trainer.data.stores.parquet import check_file, choose_batch_rows
+
+            num_rows = choose_batch_rows(check_file(path), most_rows=CONVERTED_ROWS, most_bytes=MAX_ROW_BYTES)
+            data = datasets.Dataset.from_parquet(str(path), batch_size=num_rows)
+        else:
+            data = datasets.Dataset.from_json(
+                str(path), features=datasets.Features.from_arrow_schema(infer_schema(path, kind))
+            )
+        return [Path(file["filename"]) for file in data.cache_files]
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
+        raise OSError(str(error.__cause__ or error)) from None
+
+
+def infer_schema(path: Path, kind: Columns) -> pa.Schema:
+    """The columns of JSON lines, inferred from the first lines, and the optional ones, which may come later."""
+    with open(path, "rb") as file:
+        lines = file.read(INFERRED_BYTES) + file.readline(MAX_ROW_BYTES + 1)
+    if len(lines) > INFERRED_BYTES + MAX_ROW_BYTES:
+        raise OSError(f"a line at its beginning is longer than {MAX_ROW_BYTES:,} bytes")
+    read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
+    table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
+    optional = [field for field in kind.schema if field.name in kind.optional]
+    return pa.schema([*(field for field in table.schema if field.name not in kind.optional), *optional])
