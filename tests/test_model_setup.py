@@ -319,8 +319,8 @@ def test_rotary_embeddings_of_a_layer_type_are_looked_at(world):
 
 def test_transformers_takes_every_backend_by_its_name(world, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_model(FAMILIES["gpt_oss_sinks"], tmp_path))
-    packed_attention.register_backends()
     for backend in packed_attention.BACKENDS:
+        packed_attention.register_backend(backend)
         model.set_attn_implementation(packed_attention.registered_name(backend))
         assert model.config._attn_implementation == packed_attention.registered_name(backend)
 

@@ -28,7 +28,7 @@ from tiny_models import VOCAB_SIZE, load_source, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from mini_trainer.model.packed_integers import unpack_words
-from mini_trainer.model.quantized import find_quantization
+from mini_trainer.model.stored_tensors import find_quantization
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.messages import describe_ranks, say
-from mini_trainer.distributed.process import count_local_ranks
+from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks
 
-START_TIMEOUT = 600.0
 SECONDS_PER_NOTICE = 30.0
 MOST_NODES = 8  # nodes that a message lists one by one
 ARRIVED, NUM_ARRIVED, COMPLETE = "arrived", "num_arrived", "complete"  # keys of the store

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+START_TIMEOUT = 600.0  # seconds for all ranks to join
+
 NAMES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))  # torchrun's and srun's variables
 # Read at import, since this process is re-parented once torchrun has died.
 PARENT = os.getppid()

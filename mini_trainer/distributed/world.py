@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
 from mini_trainer.distributed.lock import SLOW_LIMIT
-from mini_trainer.distributed.meeting import START_TIMEOUT, meet
 from mini_trainer.distributed.memory import memory_limit
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.process import (
+    START_TIMEOUT,
     check_open_files,
     count_local_ranks,
     list_group_sizes,
@@ -86,6 +86,8 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
     # gloo would connect every rank to every other one, which takes N² connections and requests to the store.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "RANK" in os.environ:
+        from mini_trainer.distributed.meeting import meet
+
         store = meet(rank, world_size, timeout=start_timeout)
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

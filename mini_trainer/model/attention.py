@@ -1,12 +1,9 @@
 """Attention over packed sequences, causal or bidirectional: one row of tokens in which no sequence sees another.
 
-T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register_backends` registers the functions with
+T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register_backend` registers a function with
 transformers; a model then calls the one that its config names, once per layer, with the row's `micro_batch`.
 """
 
-import functools
-import importlib.util
-import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from mini_trainer.model.context_parallel import choose_own, give_heads_back, take_heads
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
+from mini_trainer.options.doors import Doors
 
 # In order of preference: features each backend supports beyond causal or bidirectional attention with sliding windows.
 BACKENDS: dict[str, set[str]] = {
@@ -26,11 +23,19 @@ BACKENDS: dict[str, set[str]] = {
     "sdpa": {"dropout", "blocks"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks", "blocks"},  # any device, one sequence at a time, stores its score matrix
 }
+FUNCTIONS: Doors[Callable[..., Tensor]] = Doors(
+    {
+        "flash_attn": "mini_trainer.model.attention_kernels:attend_flash_attn",
+        "varlen": "mini_trainer.model.attention_kernels:attend_varlen",
+        "varlen_fa3": "mini_trainer.model.attention_kernels:attend_varlen",
+        "sdpa": "mini_trainer.model.attention:attend_sdpa",
+        "eager": "mini_trainer.model.attention:attend_eager",
+    }
+)
 BY_NAME = frozenset({"varlen_fa3"})  # not chosen by "auto", since no GPU has measured them yet
 OWN = "own"  # the model's own attention, one sequence at a time, if no backend supports its features
 UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile skips their loop over sequences
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
-MAX_HEAD_SIZE = 256  # largest head size that FlashAttention's kernels support
 
 
 class Rule(NamedTuple):
@@ -62,21 +67,9 @@ def registered_name(backend: str) -> str:
     return f"packed_{list(BACKENDS).index(backend)}"
 
 
-def register_backends() -> None:
-    """Registers every backend with transformers as an attention implementation."""
-    for name, attend in list_functions().items():
-        AttentionInterface.register(registered_name(name), make_interface(name, attend))
-
-
-def list_functions() -> dict[str, Callable[..., Tensor]]:
-    """The attention function of each backend."""
-    return {
-        "flash_attn": attend_flash_attn,
-        "varlen": attend_varlen,
-        "varlen_fa3": attend_varlen,
-        "sdpa": attend_sdpa,
-        "eager": attend_eager,
-    }
+def register_backend(name: str) -> None:
+    """Registers the backend with transformers as an attention implementation."""
+    AttentionInterface.register(registered_name(name), make_interface(name, FUNCTIONS[name]))
 
 
 def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
@@ -119,6 +112,8 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
             row = row.chunks
         row_group, num_heads = row.row_group, query.shape[1]
         if row_group is not None:
+            from mini_trainer.model.context_parallel import choose_own, give_heads_back, take_heads
+
             query, key, value = take_heads(query, key, value, row_group)
             if s_aux is not None:
                 rule = rule._replace(sinks=choose_own(s_aux, row_group))
@@ -148,66 +143,6 @@ def correct_temperature(module: nn.Module, query: Tensor, position_ids: Tensor) 
         for positions in (position_ids[0].float(), in_row.float())
     )
     return (query * (wanted / used)[:, None]).to(query.dtype)
-
-
-def attend_flash_attn(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
-    """FlashAttention-2's variable-length kernel (package flash-attn)."""
-    from flash_attn import flash_attn_varlen_func
-
-    cu_seqlens, longest = row.cu_seqlens, row.max_seqlen
-    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
-    return flash_attn_varlen_func(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        softmax_scale=rule.scaling, causal=not rule.is_two_sided, window_size=rule.reach,
-        dropout_p=rule.dropout, softcap=rule.softcap or 0.0,
-    )[None]  # fmt: skip
-
-
-def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
-    """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    cu_seqlens, longest = row.cu_seqlens, row.max_seqlen
-    grouped = {"enable_gqa": True} if has_group_option() else {}
-    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
-    return varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        scale=rule.scaling, window_size=rule.reach, **grouped,
-    )[None]  # fmt: skip
-
-
-@torch.compiler.assume_constant_result
-def has_group_option() -> bool:
-    """Whether torch's varlen_attn takes groups of query heads only with an option.
-
-    torch 2.11's does not: it passes any heads on, and its kernel takes groups. If not, the start-up check would fail.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in list_parameters(varlen_attn)
-
-
-@functools.cache  # each layer asks in each forward pass
-def list_parameters(function: Callable[..., Tensor]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def activate_kernels(backend: str) -> None:
-    """Makes torch's varlen compute with the kernels of FlashAttention 3 for varlen_fa3, otherwise with torch's own.
-
-    cuDNN's attention, which torch prefers on Hopper, is off: it makes a plan for each length of a sequence.
-    """
-    from torch.nn.attention import (
-        activate_flash_attention_impl,
-        current_flash_attention_impl,
-        restore_flash_attention_impl,
-    )
-
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if backend == "varlen_fa3":
-        activate_flash_attention_impl("FA3")
-    elif current_flash_attention_impl() is not None:
-        restore_flash_attention_impl()
 
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
@@ -321,25 +256,8 @@ def find_obstacle(
         return None
     if device.type != "cuda":
         return f"needs a CUDA device, not {device.type}"
-    if dtype != torch.bfloat16:
-        return f"needs --compute-dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"needs an Ampere GPU or newer, not {torch.cuda.get_device_name(device)}"
-    if name == "varlen_fa3" and capability[0] != 9:
-        return f"FlashAttention 3 needs a Hopper GPU, not {torch.cuda.get_device_name(device)}"
-    if getattr(config, "v_head_dim", None) is not None:
-        return "needs the same head size for queries, keys and values"
-    head_sizes = [size for _, size in list_heads(config)]
-    if (largest := max([*head_sizes, getattr(config, "global_head_dim", None) or 0])) > MAX_HEAD_SIZE:
-        return f"needs a head size of at most {MAX_HEAD_SIZE}, this model has {largest}"
-    if name != "flash_attn" and any(size % 8 != 0 for size in head_sizes):
-        return f"needs head sizes that are multiples of 8, this model has {', '.join(map(str, head_sizes))}"
-    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return "the package flash-attn is not installed"
-    if name == "varlen_fa3" and importlib.util.find_spec("flash_attn_interface") is None:
-        return (
-            "the module flash_attn_interface, FlashAttention 3 from the folder hopper of flash-attention's repository,"
-            " is not installed"
-        )
-    return None
+    from mini_trainer.model.attention_kernels import find_kernel_obstacle
+
+    return find_kernel_obstacle(
+        name, config=config, head_sizes=[size for _, size in list_heads(config)], device=device, dtype=dtype
+    )

@@ -16,17 +16,16 @@ from mini_trainer.model.activation_checkpointing import apply_activation_checkpo
 from mini_trainer.model.attention import (
     BACKENDS,
     OWN,
-    activate_kernels,
     choose_backend,
     list_heads,
     mark_chunked,
-    register_backends,
+    register_backend,
     registered_name,
 )
 from mini_trainer.model.blocks import hand_micro_batch_on
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
-from mini_trainer.model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
+from mini_trainer.model.mixers import find_mixers, needs_own_attention
 from mini_trainer.model.sharding import apply_sharding
 from mini_trainer.model.weights import Reader, read_weights
 from mini_trainer.objectives.families.family import Family
@@ -112,9 +111,12 @@ def make_meta_model(
         replaced = apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
     held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == OWN)
-    split_layers(blocks, held, has_own_attention=backend == OWN)
-    if backend != OWN:
-        use_kernels(blocks, device)
+    if backend == OWN or any(map(find_mixers, blocks)):
+        from mini_trainer.model.by_sequence import split_layers, use_kernels
+
+        split_layers(blocks, held, has_own_attention=backend == OWN)
+        if backend != OWN:
+            use_kernels(blocks, device)
     if compute.float8:
         from mini_trainer.model.float8 import apply_float8
 
@@ -185,10 +187,12 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
         return "padded"
     if needs_own_attention(find_blocks(model), config):
         return keep_own_attention(model, requested)
-    register_backends()
     mark_chunked(model, config)
     backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
+    register_backend(backend)
     if device.type == "cuda":
+        from mini_trainer.model.attention_kernels import activate_kernels
+
         activate_kernels(backend)
     set_attention(model, registered_name(backend))
     is_replaced = find_decoder(model).config._attn_implementation == registered_name(backend)

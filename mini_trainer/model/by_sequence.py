@@ -3,15 +3,29 @@
 T tokens in the packed row, L in one of its sequences, H hidden size, D head size.
 """
 
+import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_trainer.model.blocks import HeldRow
+from mini_trainer.model.mixers import find_mixers
+
+# Functions in transformers' mixers that keep a row's sequences apart if the package is installed.
+KERNELS = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "mamba2_chunk_scan": "mamba_ssm",
+    "mamba2_split_conv1d_scan_combined": "mamba_ssm",
+    "torch_chunk_gated_delta_rule": "fla",
+    "chunk_kimi_delta_attention": "fla",
+}
+WITHOUT_BORDERS = frozenset({"mamba_selective_scan", "mamba_inner_fn"})  # Mamba 1's
 
 # Arguments that describe the whole row, which are not passed to a layer that runs on one sequence.
 OF_THE_ROW = frozenset({"micro_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
@@ -103,3 +117,70 @@ def join_output(values: tuple) -> Any:
         return values[0]
     is_index = all(isinstance(value, Tensor) and not value.dtype.is_floating_point for value in values)
     return OfEach(values) if is_index else None
+
+
+def find_masked(block: nn.Module) -> list[nn.Module]:
+    """A block's layers that take a mask: its attention."""
+    return [
+        child
+        for child in block.children()
+        if any("mask" in name for name in inspect.signature(type(child).forward).parameters)
+    ]
+
+
+def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attention: bool) -> None:
+    """Makes every mixer run once per sequence, and also all attention if it is the model's own.
+
+    `held`: each block's holder of its micro-batch.
+    """
+    for block, row in zip(blocks, held, strict=True):
+        layers = find_mixers(block)
+        if has_own_attention:
+            layers += [layer for layer in find_masked(block) if layer not in layers]
+        for layer in layers:
+            layer.forward = functools.partial(run_by_sequence, layer.forward, row)
+
+
+def use_kernels(blocks: nn.ModuleList, device: torch.device) -> bool:
+    """Runs mixers on whole rows if their kernels take sequence borders; returns whether they do.
+
+    The start-up check tests them, and `use_loop` reverts this. A mixer either reads cu_seq_lens_q (gated delta nets) or
+    forwards cu_seqlens (KDA); all forward seq_idx, and each kernel gets the arguments that it accepts.
+    """
+    mixers = [mixer for block in blocks for mixer in find_mixers(block)]
+    if not mixers or device.type != "cuda" or not all(map(has_kernels, mixers)):
+        return False
+    for mixer in mixers:
+        forward, row = mixer.forward.args
+        reads = any("cu_seq_lens_q" in code.co_consts for code in list_code(mixer))
+        names = ("seq_idx", "cu_seq_lens_q" if reads else "cu_seqlens")
+        mixer.forward = functools.partial(run_with_borders, forward, row, names)
+    return True
+
+
+def use_loop(blocks: nn.ModuleList) -> None:
+    """Makes mixers that run on whole rows run once per sequence again."""
+    for mixer in list_with_kernels(blocks):
+        forward, row, _ = mixer.forward.args
+        mixer.forward = functools.partial(run_by_sequence, forward, row)
+
+
+def list_with_kernels(blocks: nn.ModuleList) -> list[nn.Module]:
+    """The mixers that run on whole rows."""
+    forwards = {mixer: mixer.forward for block in blocks for mixer in find_mixers(block)}
+    return [mixer for mixer, forward in forwards.items() if getattr(forward, "func", None) is run_with_borders]
+
+
+def has_kernels(mixer: nn.Module) -> bool:
+    """Whether all kernels that the mixer calls support sequence borders, and their packages are installed."""
+    names = {name for code in list_code(mixer) for name in code.co_names}
+    packages = {package for name, package in KERNELS.items() if name in names}
+    if not packages or not WITHOUT_BORDERS.isdisjoint(names):
+        return False
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+def list_code(module: nn.Module) -> list[CodeType]:
+    """Code objects of the functions that the module's class defines."""
+    functions = [inspect.unwrap(value) for value in vars(type(module)).values() if inspect.isroutine(value)]
+    return [function.__code__ for function in functions if inspect.isfunction(function)]

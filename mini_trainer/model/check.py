@@ -17,7 +17,7 @@ from mini_trainer.distributed.row_group import sum_parts
 from mini_trainer.distributed.world import World
 from mini_trainer.model.attention import OWN
 from mini_trainer.model.method import Method
-from mini_trainer.model.mixers import list_with_kernels, use_loop
+from mini_trainer.model.mixers import find_mixers
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.families.text_tower import (
@@ -38,7 +38,13 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
     which transformers calls different kernels. If they leak across borders, these layers run once per sequence instead.
     """
     blocks = find_blocks(packed_model.model)
-    if mixers := list_with_kernels(blocks):
+    if any(map(find_mixers, blocks)):
+        from mini_trainer.model.by_sequence import list_with_kernels, use_loop
+
+        mixers = list_with_kernels(blocks)
+    else:
+        mixers = []
+    if mixers:
         try:
             check_packing(packed_model, objective, method, world=world, training=mixers)
             check_packing(packed_model, objective, method, world=world)

@@ -10,7 +10,7 @@ from mini_trainer.data.stores.model_files import GENERATION, check_model_dir, na
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import one_line
-from mini_trainer.model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
+from mini_trainer.model.stored_tensors import choose_dtype, find_quantization
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config
 
@@ -54,6 +54,8 @@ def load_config(model_dir: str, family: Family, *, trust_remote_code: bool = Fal
     if obstacle is not None:
         raise ValueError(f"--model-name-or-path {model_dir}: {obstacle}")
     if settings is not None:
+        from mini_trainer.model.quantized import check_quantization, forget_quantization
+
         kind, dtype = check_quantization(settings, model_dir), str(choose_dtype(config)).removeprefix("torch.")
         log.info(f"model: quantized ({kind}); weights are dequantized to {dtype}, then trained and exported as such")
         forget_quantization(config)

@@ -30,8 +30,7 @@ from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, finge
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.model.fingerprints import fingerprint_model
-from mini_trainer.model.quantized import find_quantization
-from mini_trainer.model.stored_tensors import Stored, check_finite, find_stored
+from mini_trainer.model.stored_tensors import Stored, check_finite, find_quantization, find_stored
 
 SHARD_BYTES = 2 << 30  # target size of a written weight file; a single tensor may be larger
 ROW_BYTES = 256 << 20  # fp32 bytes of the rows computed at once

@@ -14,11 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from mini_trainer.data.stores.disk import read_object
-from mini_trainer.model.stored_tensors import FP8, Settings, Stored
+from mini_trainer.model.stored_tensors import Settings, Stored
 from mini_trainer.options.doors import Doors
-
-QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
 
 # Scales of activations, keys and values, which affect rounding in inference but not the weights.
 OF_ACTIVATIONS = re.compile(
@@ -54,34 +51,7 @@ CHECKS: Doors[Callable[[Settings], None]] = Doors(
     }
 )
 TRANSPOSING = ("bitsandbytes", "gptq", "awq")  # kinds that store weights of Conv1D as those of linear layers
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # of releases older than the key
 PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
-
-
-def find_quantization(model_dir: str | Path) -> Settings | None:
-    """The quantization settings of a model, None without any; ValueError if they are not an object."""
-    config = read_object(Path(model_dir) / "config.json")
-    texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
-    if not found:
-        return find_side_settings(Path(model_dir))
-    if not isinstance(found[0], dict):
-        raise ValueError(f"{model_dir}/config.json: quantization_config is {found[0]!r:.80}, not a JSON object")
-    return unnest(found[0])
-
-
-def find_side_settings(model_dir: Path) -> Settings | None:
-    """Quantization settings in a file of their own, as older releases have them."""
-    for name, kind in SIDE_FILES.items():
-        if (model_dir / name).is_file():
-            return {"quant_method": kind} | unnest(read_object(model_dir / name))
-    return None
-
-
-def unnest(settings: Settings) -> Settings:
-    """Model Optimizer's settings, which may be one level deeper."""
-    inner = settings.get("quantization")
-    return settings | inner if isinstance(inner, dict) else settings
 
 
 def forget_quantization(config: PreTrainedConfig) -> None:
@@ -123,12 +93,6 @@ def guess_base(model_dir: str) -> str | None:
     name = names[-1].removeprefix("models--").replace("--", "/") if names else Path(model_dir).name
     base = OF_QUANTIZED_NAMES.sub("", name)
     return base if base and base != name else None
-
-
-def choose_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Dtype to dequantize to: the config's, or bf16 if that is not a compute dtype."""
-    named = getattr(config, "dtype", None)
-    return named if named in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 def check_modules(settings: Settings, model: nn.Module) -> None:

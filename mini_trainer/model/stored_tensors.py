@@ -1,4 +1,4 @@
-"""Tensors in a model's safetensors files: shape, dtype, a function that reads each, and a check that all are finite."""
+"""Tensors in a model's files: shape, dtype, a function that reads each, a check that all are finite, quantization."""
 
 import functools
 import math
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from mini_trainer.data.stores.disk import read_object
 from mini_trainer.data.stores.model_files import list_weights
 
 
@@ -36,6 +38,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 FP8 = ("F8_E4M3", "F8_E5M2")  # as safetensors names them
+
+QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
+SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # of releases older than the key
 
 Settings = dict[str, Any]  # `quantization_config` of a config.json
 Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
@@ -99,3 +104,35 @@ def read_tensor(path: Path, key: str) -> Tensor:
     """Reads a memory-mapped tensor: its pages are read on use, and released with it."""
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(key)
+
+
+def find_quantization(model_dir: str | Path) -> Settings | None:
+    """The quantization settings of a model, None without any; ValueError if they are not an object."""
+    config = read_object(Path(model_dir) / "config.json")
+    texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
+    if not found:
+        return find_side_settings(Path(model_dir))
+    if not isinstance(found[0], dict):
+        raise ValueError(f"{model_dir}/config.json: quantization_config is {found[0]!r:.80}, not a JSON object")
+    return unnest(found[0])
+
+
+def find_side_settings(model_dir: Path) -> Settings | None:
+    """Quantization settings in a file of their own, as older releases have them."""
+    for name, kind in SIDE_FILES.items():
+        if (model_dir / name).is_file():
+            return {"quant_method": kind} | unnest(read_object(model_dir / name))
+    return None
+
+
+def unnest(settings: Settings) -> Settings:
+    """Model Optimizer's settings, which may be one level deeper."""
+    inner = settings.get("quantization")
+    return settings | inner if isinstance(inner, dict) else settings
+
+
+def choose_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Dtype to dequantize to: the config's, or bf16 if that is not a compute dtype."""
+    named = getattr(config, "dtype", None)
+    return named if named in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16

@@ -20,14 +20,16 @@ from mini_trainer.data.stores.model_files import list_weights
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import without_library_bars
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.quantized import (
+from mini_trainer.model.stored_tensors import (
     QUANTIZED_TYPES,
-    check_modules,
+    Reader,
+    Stored,
+    StoredFiles,
+    check_finite,
     choose_dtype,
     find_quantization,
-    open_dequantized,
+    find_stored,
 )
-from mini_trainer.model.stored_tensors import Reader, Stored, StoredFiles, check_finite, find_stored
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config
 
@@ -133,6 +135,8 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     files = StoredFiles(Path(model_dir))
     stored = files.find()
     if (settings := find_quantization(model_dir)) is not None:
+        from mini_trainer.model.quantized import check_modules, open_dequantized
+
         check_modules(settings, model)
         stored = open_dequantized(stored, settings, own_dtype)
     conversions = get_model_conversion_mapping(model)
@@ -240,6 +244,8 @@ def list_left_out(source: ModelSource, family: Family, *, trained: Collection[st
         model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     own = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
     if (settings := find_quantization(source.directory)) is not None:
+        from mini_trainer.model.quantized import open_dequantized
+
         stored = open_dequantized(stored, settings, choose_dtype(own))
     try:
         named = name_stored(model, stored)

@@ -13,12 +13,7 @@ from mini_trainer.options import (
 from mini_trainer.options.doors import RANDOM_FORMATS
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.facts import list_changed, list_given, list_row_sources
-from mini_trainer.options.problems.learning import (
-    find_objective_problems,
-    find_optimization_problems,
-    find_preference_problems,
-    find_teacher_problems,
-)
+from mini_trainer.options.problems.learning import find_objective_problems, find_optimization_problems
 from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
 
 
@@ -29,8 +24,6 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_training_data_problems(options),
         *find_validation_problems(options),
         *find_objective_problems(options),
-        *find_preference_problems(options),
-        *find_teacher_problems(options),
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_ending_problems(options),

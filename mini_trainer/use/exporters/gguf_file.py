@@ -15,8 +15,8 @@ from mini_trainer.data.stores.model_files import MODEL_FLAG, find_model, find_we
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.model.config import ModelSource, load_config, load_generation_config
-from mini_trainer.model.quantized import find_quantization, name_kind
-from mini_trainer.model.stored_tensors import Reader
+from mini_trainer.model.quantized import name_kind
+from mini_trainer.model.stored_tensors import Reader, find_quantization
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.use.exporters.gguf_architectures import (

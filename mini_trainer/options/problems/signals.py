@@ -1,0 +1,81 @@
+"""Problems with the options of preferences and teachers."""
+
+from mini_trainer.options import TeacherOptions, TrainOptions, flag_name
+from mini_trainer.options.objectives import OBJECTIVES
+from mini_trainer.options.problems.facts import list_changed
+
+
+def find_preference_problems(options: TrainOptions) -> list[str]:
+    """Options that are only for some preference losses."""
+    o, problems = options.preference, []
+    if "preference_loss" not in OBJECTIVES[options.classification.objective].options:
+        return problems
+    loss = f"--preference-loss {o.preference_loss}"
+    if o.preference_gamma is not None and o.preference_loss != "simpo":
+        problems.append(f"--preference-gamma has no effect with {loss}")
+    if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
+        problems.append(f"--preference-label-smoothing has no effect with {loss}")
+    if o.preference_loss in ("simpo", "orpo"):
+        given = [name for name in ("reference_model", "reuse_reference_only") if name in list_changed(o)]
+        problems += (
+            [f"{', '.join(map(flag_name, given))}: no effect with {loss}, which has no reference"] if given else []
+        )
+    return problems
+
+
+def find_teacher_problems(options: TrainOptions) -> list[str]:
+    """What teachers and weights of tokens cannot be used with."""
+    o, objective = options.teacher, options.classification
+    problems, weighting = [], objective.loss_weighting
+    if weighting is not None and objective.label_smoothing:
+        problems.append(f"--loss-weighting {weighting}: weighs the target's loss alone: not with --label-smoothing")
+    if not o.teacher_weight:
+        return problems
+    if not all(0 <= weight <= 1 for weight in o.teacher_weight):
+        problems.append(f"--teacher-weight {' '.join(map(str, o.teacher_weight))}: must be from 0 to 1")
+    num_sets = max(1, len(options.data.data_path))
+    if len(o.teacher_weight) not in (1, num_sets):
+        sets = "a single data set" if num_sets == 1 else f"the {num_sets} data sets of --data-path"
+        problems.append(
+            f"--teacher-weight: {len(o.teacher_weight)} numbers for {sets}: give one for all of them, or one for each"
+        )
+    for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
+        if value:
+            problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
+    problems += find_unpaired(o.teacher_data, num_sets)
+    if o.teacher_model == "self" and options.sharding.reshard_after_backward == "never":
+        problems.append(
+            "--reshard-after-backward never has no effect with --teacher-model self, whose weights are gathered before"
+            " every micro-batch in the place of those that stayed: leave it out"
+        )
+    if o.teacher_data and options.sharding.context_parallel is not None:
+        problems.append("--teacher-data: not with --context-parallel: score the data with score-data --teacher-data")
+    return problems + find_teacher_source_problems(o)
+
+
+def find_unpaired(teacher_data: tuple[str, ...], num_sets: int) -> list[str]:
+    if not teacher_data or len(teacher_data) == num_sets:
+        return []
+    return [f"--teacher-data: {len(teacher_data)} for {num_sets} data sets of --data-path"]
+
+
+def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
+    """Divergences that the teacher's kind does not have."""
+    problems = []
+    if o.teacher_model is None:
+        if o.teacher_divergence in ("reverse-kl", "jsd"):
+            problems.append(
+                f"--teacher-divergence {o.teacher_divergence} needs the teacher's probability of each token that the"
+                " model prefers, which files do not have: give --teacher-model"
+            )
+        if o.teacher_data:
+            problems.append(
+                "--teacher-data is read by --teacher-model: give it, or score the data with score-data --teacher-data"
+            )
+        return problems
+    if o.teacher_divergence == "top-k-kl":
+        problems.append("--teacher-divergence top-k-kl: --teacher-model computes the whole distribution: give"
+                        " forward-kl")  # fmt: skip
+    if "teacher_scores" in list_changed(o):
+        problems.append("--teacher-scores and --teacher-model both say what the teacher is: give one of them")
+    return problems
