@@ -18,9 +18,9 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.continual.settings_file import read_settings as read_continual
 from mini_trainer.options import TrainOptions, environment, flatten_options
-from mini_trainer.options.command_line import describe_options, parse_options
+from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.completion import complete_options
-from mini_trainer.options.option_files import check_yaml, read_option_file, read_yaml
+from mini_trainer.options.option_files import check_yaml, describe_options, read_option_file, read_yaml
 from mini_trainer.options.tools import (
     ContinualOptions,
     ImportConfigOptions,

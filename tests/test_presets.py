@@ -20,7 +20,8 @@ from mini_trainer.model.method import Full
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import PRESETS, TrainOptions, flatten_options, group_options
-from mini_trainer.options.command_line import describe_options, parse_options
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.option_files import describe_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mini_trainer.options.environment import is_secret
-from mini_trainer.options.urls import HIDDEN, hide_credentials
+from mini_trainer.options.urls import HIDDEN, hide_credentials, is_secret
 
 LONGEST_REASON = 400  # characters of an error that are shown
 

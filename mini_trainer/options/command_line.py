@@ -8,7 +8,6 @@ import difflib
 import io
 import itertools
 import logging
-import math
 import os
 import re
 import sys
@@ -24,7 +23,6 @@ from mini_trainer.distributed.messages import print_as_is, say
 from mini_trainer.options import (
     Options,
     TrainOptions,
-    environment,
     flag_name,
     flatten_options,
     iterate_fields,
@@ -82,6 +80,8 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         exit_with_message(f"{error}\n{name_command()} --help lists all options")
     if isinstance(options, TrainOptions) and options.plan.print_config:
         if is_first:
+            from mini_trainer.options.option_files import describe_options
+
             values = flatten_options(options)
             del values["config"], values["print_config"]
             print_as_is(describe_options(TrainOptions, values), sys.stdout)
@@ -129,8 +129,11 @@ def take_allowed(argv: list[str], options_class: type) -> tuple[list[str], list[
     They are an option, once, of programs whose file is no `--config`.
     """
     names = list_types(options_class)
-    if "config" not in names and "allow_env" not in names:
+    is_given = any(word.startswith(("--allow-env", "--allow_env")) for word in argv)
+    if not is_given or ("config" not in names and "allow_env" not in names):
         return argv, []
+    from mini_trainer.options import environment
+
     argv, allowed = environment.take_allowed(argv)
     if not allowed:
         return argv, []
@@ -197,21 +200,6 @@ def find_preset_words(words: list[str], options_class: type) -> list[str]:
     values = list_preset_values(names[-1] if names else None, given)  # tyro refuses a name that is none
     types = list_types(TrainOptions)
     return [word for name, value in values.items() for word in flag_for(name, value, field_type=types[name])]
-
-
-def describe_options(options_class: type, values: dict[str, Any]) -> str:
-    """Options by name as YAML that `--config` takes, in the order and the groups of --help."""
-    import yaml
-
-    lines, last = [], None
-    for option, group in iterate_fields(options_class):
-        if option.name not in values:
-            continue
-        if group != last:
-            lines.append(f"\n# {group}\n")
-        value, last = values[option.name], group
-        lines.append(yaml.safe_dump({option.name: environment.escape(value)}, width=math.inf))
-    return "".join(lines).lstrip("\n")
 
 
 def refuse_repeated_flags(argv: list[str], options_class: type) -> None:

@@ -6,16 +6,11 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from mini_trainer.options.urls import is_secret
+
 FLAG = "--allow-env"
 ALLOWED, PREFIX = ("HOME", "USER", "SCRATCH", "TMPDIR"), "SLURM_"
 REFERENCE = re.compile(r"\$\$\{|\$\{(\w*)(\}?)")
-SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSW(OR)?D|SECRET|API_?KEY|CREDENTIAL|JWT")
-NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # exceptions, whose values only say where a secret is
-
-
-def is_secret(name: str) -> bool:
-    """Whether an environment variable of this name holds a token or a password."""
-    return bool(SECRET_NAMES.search(name.upper())) and not NO_SECRETS.search(name.upper())
 
 
 def take_allowed(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Options from YAML files: read within limits, with the line in errors, and converted or turned into flags."""
+"""Options from YAML files: read within limits, with the line in errors, and converted or turned into flags; and back."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mini_trainer.options import environment, list_types
+from mini_trainer.options import environment, iterate_fields, list_types
 from mini_trainer.options.fields import flag_for, name_type
 from mini_trainer.options.names_elsewhere import find_closest
 from mini_trainer.options.reading import read_small
@@ -258,3 +258,18 @@ def parse_values(
     if problems:
         raise ValueError("\n  ".join(problems))
     return found
+
+
+def describe_options(options_class: type, values: dict[str, Any]) -> str:
+    """Options by name as YAML that `--config` takes, in the order and the groups of --help."""
+    import yaml
+
+    lines, last = [], None
+    for option, group in iterate_fields(options_class):
+        if option.name not in values:
+            continue
+        if group != last:
+            lines.append(f"\n# {group}\n")
+        value, last = values[option.name], group
+        lines.append(yaml.safe_dump({option.name: environment.escape(value)}, width=math.inf))
+    return "".join(lines).lstrip("\n")

@@ -90,3 +90,12 @@ def remove_query(url: str) -> str:
     """The URL without anything that can be a credential: user, query and fragment."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSW(OR)?D|SECRET|API_?KEY|CREDENTIAL|JWT")
+NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # exceptions, whose values only say where a secret is
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable of this name holds a token or a password."""
+    return bool(SECRET_NAMES.search(name.upper())) and not NO_SECRETS.search(name.upper())

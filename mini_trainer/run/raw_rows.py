@@ -22,7 +22,7 @@ from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import TrainOptions, flatten_options, iterate_fields, list_data_sets, replace_options
-from mini_trainer.options.command_line import describe_options
+from mini_trainer.options.option_files import describe_options
 from mini_trainer.options.problems.training import name_random_format
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.identity import unwrap

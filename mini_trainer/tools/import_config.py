@@ -10,8 +10,8 @@ refused. If batches count packs, --tokenized-data measures how full these are, a
 from pathlib import Path
 
 from mini_trainer.options import TrainOptions, iterate_fields
-from mini_trainer.options.command_line import describe_options, parse_options
-from mini_trainer.options.option_files import read_yaml
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.option_files import describe_options, read_yaml
 from mini_trainer.options.tools import ImportConfigOptions, ProcessDataOptions
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.command import name_launch
 from mini_trainer.options import TrainOptions, list_types
-from mini_trainer.options.command_line import describe_options
 from mini_trainer.options.fields import flag_for
+from mini_trainer.options.option_files import describe_options
 from mini_trainer.tools.sweep.settings import UNEXPORTED, SweepSettings, Values, show_value
 from mini_trainer.tools.sweep.study import Trial
 from mini_trainer.use.plots.curves_page import make_curves_page
