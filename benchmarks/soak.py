@@ -50,7 +50,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import write_pairs
 from tiny_vision import make_rows, save_vision_model, tokenize
 
-from mini_trainer.run.other_models import PART_SIZE
+from mini_trainer.run.references import PART_SIZE
 
 NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 25
 SECONDS_TO_BE_GONE = 10

@@ -40,10 +40,11 @@ from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.objective import SELF
 from mini_trainer.objectives.teachers import make_taught
 from mini_trainer.options import DataOptions, TrainOptions
-from mini_trainer.run.other_models import SELF, add_scores
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.run.teachers import add_scores
 from mini_trainer.sampler import Batch, iterate_batches
 
 NUM_ROWS, BATCH_SIZE, TOP_K = 32, 8, 32

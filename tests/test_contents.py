@@ -35,7 +35,7 @@ from mini_trainer.options.tools import (
     MergeModelsOptions,
     VerifyOptions,
 )
-from mini_trainer.run.other_models import read_file
+from mini_trainer.run.references import read_file
 from mini_trainer.run.start_checks import describe_data
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.merge_adapter import merge_adapter

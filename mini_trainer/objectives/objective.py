@@ -105,9 +105,9 @@ class Objective(ABC):
     teacher_model: str | None = None  # a model that reads each micro-batch first, as `RowModel.teacher`, or SELF
 
     @property
-    def reads_other_models(self) -> bool:
-        """Whether it learns from a reference or a teacher: the start's own weights, or other ones."""
-        return not (self.reference_column is self.scores_name is self.teacher_model is None)
+    def has_teacher(self) -> bool:
+        """Whether it learns from a teacher, or from what one has said."""
+        return (self.scores_name, self.teacher_model) != (None, None)
 
     # How it is made.
 

@@ -1,4 +1,4 @@
-"""Options from YAML files: read within limits, with the line in errors, and converted or turned into flags; and back."""
+"""Options from YAML files: read within limits, with the line in errors; turned into flags, and back."""
 
 import contextlib
 import dataclasses

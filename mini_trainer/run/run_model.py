@@ -78,10 +78,13 @@ def build_run_model(
     weigh_images(inputs, count_flops(model.model))
     load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)
-    if inputs.objective.reads_other_models:
-        from mini_trainer.run.other_models import add_reference, add_teacher, assume_reference
+    if inputs.objective.teacher_model is not None:
+        from mini_trainer.run.teachers import add_teacher
 
         add_teacher(inputs, model, build_other)
+    if inputs.objective.reference_column is not None:
+        from mini_trainer.run.references import add_reference, assume_reference
+
         if only_measures:
             assume_reference(inputs)
         else:

@@ -86,8 +86,8 @@ def open_inputs(
             from mini_trainer.run.other_models import open_other_models
 
             open_other_models(options, inputs)
-    if inputs.data is not None and objective is not None and objective.reads_other_models:
-        from mini_trainer.run.other_models import open_scores
+    if inputs.data is not None and objective is not None and objective.has_teacher:
+        from mini_trainer.run.teachers import open_scores
 
         objective = inputs.errors.attempt(lambda: open_scores(inputs, objective))
     inputs.objective = objective and replace(objective, family=inputs.family)
@@ -123,7 +123,7 @@ def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> 
     if data is None:
         return None
     if options.teacher.teacher_data:
-        from mini_trainer.run.other_models import open_teacher_data
+        from mini_trainer.run.teachers import open_teacher_data
 
         inputs.errors.attempt(lambda: open_teacher_data(inputs, options.teacher.teacher_data))
     if cap == "auto":  # a provisional value until the model is loaded

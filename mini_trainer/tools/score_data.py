@@ -58,7 +58,7 @@ from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.facts import list_changed
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.run.inputs import hash_reference
-from mini_trainer.run.other_models import read_known, score_missing
+from mini_trainer.run.references import read_known, score_missing
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
 from mini_trainer.use.inference.openai_engine import OpenAIEngine

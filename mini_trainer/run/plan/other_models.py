@@ -12,10 +12,10 @@ from mini_trainer.model.method import Full
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.auto_choice import NUM_BATCHES
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
-from mini_trainer.run.other_models import find_unscored
 from mini_trainer.run.plan.findings import PlannedReference, PlannedTeacher, Target
 from mini_trainer.run.plan.memory import simulated_compute
 from mini_trainer.run.plan.simulation import PlannedModel
+from mini_trainer.run.references import find_unscored
 from mini_trainer.sampler import RunPosition
 
 

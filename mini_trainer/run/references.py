@@ -1,0 +1,171 @@
+"""A run's reference model: scored once, and its numbers kept next to the data."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from mini_trainer.data.stores.disk import hash_json, written_aside
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.scoring.data_scores import score_data
+from mini_trainer.model.scoring.score_files import digest_data
+from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.options import TrainOptions
+from mini_trainer.options.reading import check_regular
+from mini_trainer.run.inputs import REFERENCE_MODEL, RunInputs
+
+# Rows of a data set that are scored together and then written: a run that is killed continues from there.
+PART_SIZE = 4096
+
+
+def add_reference(
+    options: TrainOptions,
+    inputs: RunInputs,
+    model: PackedModel,
+    build: Callable[[ModelSource], PackedModel],
+    *,
+    world: World,
+    progress: Callable[[str], None],
+) -> None:
+    """Adds the objective's reference column, if it has one, to the run's data; scores rows that no run has scored.
+
+    `model`: as the run starts, the reference by default; `build` makes another one. All ranks call this.
+    """
+    column = inputs.objective.reference_column
+    if column is None:
+        return
+    key = call_on_rank0(world, lambda: inputs.identify_reference(options))
+    known = [read_known(data, key, world) for data in list_sets(inputs)]
+    num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
+    log.info(f"reference: {num_rows - num_missing:,} of {num_rows:,} samples scored before, {num_missing:,} to score")
+    if num_missing and options.preference.reuse_reference_only:
+        raise ValueError(
+            f"--reuse-reference-only: {num_missing:,} samples have no log-probabilities by this reference model; leave"
+            " the option out to compute them"
+        )
+    other = inputs.other_models.get(REFERENCE_MODEL)
+    scorer = model if not num_missing or other is None else build(other)
+    for own in known:
+        score_missing(
+            own,
+            scorer,
+            inputs.objective,
+            cap=inputs.data_options.max_tokens_per_gpu,
+            world=world,
+            progress=lambda where: progress(f"reference, {where}"),
+        )
+        own.data.add_column(column, own.values)
+    del scorer
+    gc.collect()  # the modules of another model refer to each other
+
+
+@dataclass(frozen=True)
+class Known:
+    """The known values of a data set's rows by one reference model."""
+
+    data: Mixture
+    key: str  # a hash of all that decides the model's numbers but the data
+    values: np.ndarray  # (rows, 2) fp32; NaN where it is not known
+    missing: np.ndarray  # (n,) rows that are kept and not known
+
+
+def read_known(data: Mixture, key: str, world: World) -> Known:
+    values = call_on_rank0(world, lambda: read_values(data, key))
+    return Known(data, key, values, find_missing(data, values))
+
+
+def score_missing(
+    known: Known,
+    scorer: PackedModel,
+    objective: Objective,
+    *,
+    cap: int,
+    world: World,
+    progress: Callable[[str], None] | None = None,
+) -> None:
+    """Scores the missing rows, and writes what is known after each part of them. All ranks call this."""
+    for part in split_rows(known.missing, [len(source.lengths) for source in known.data.sources]):
+        restricted = known.data.restricted_to(part)
+        found = score_data(scorer, restricted, objective, cap=cap, world=world, by_sample=True, progress=progress)
+        known.values[part] = objective.read_reference(found.sums[part].numpy())
+        call_on_rank0(world, lambda: write_values(known.data, known.values, known.key))
+
+
+def list_sets(inputs: RunInputs) -> list[Mixture]:
+    return [data for data in (inputs.data, inputs.validation_data) if data is not None]
+
+
+def find_unscored(options: TrainOptions, inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
+    """The rows of the run's data that it will score before its first step."""
+    key = inputs.identify_reference(options)
+    return [] if key is None else [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
+
+
+def assume_reference(inputs: RunInputs) -> None:
+    """Adds zeros in place of the reference's log-probabilities, for measurements of speed."""
+    if inputs.objective.reference_column is not None:
+        for data in list_sets(inputs):
+            data.add_column(inputs.objective.reference_column, np.zeros((len(data.lengths), 2), np.float32))
+
+
+def locate_values(source: TokenizedData, key: str) -> Path:
+    digest = hash_json([key, digest_data(source)])
+    return source.path.with_name(f"{source.path.name}.reference-{digest[:16]}.npz")
+
+
+def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32
+    """The known values of each row; NaN for the others."""
+    return np.concatenate([read_file(locate_values(source, key), len(source.lengths)) for source in data.sources])
+
+
+def read_file(path: Path, num_rows: int) -> np.ndarray:  # (rows, 2) fp32
+    """The values in a file, whose checksum numpy compares; NaN for all if it is missing or damaged."""
+    unknown = np.full((num_rows, 2), np.nan, np.float32)
+    if not path.exists():
+        return unknown
+    try:
+        check_regular(path)
+        with np.load(path) as file:
+            values = file["values"]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        log.warning(f"warning: {path}: damaged ({error}): its rows are scored again")
+        return unknown
+    if values.shape != unknown.shape or values.dtype != unknown.dtype:
+        log.warning(f"warning: {path}: has {values.dtype} {values.shape}, not {num_rows} rows: scored again")
+        return unknown
+    return values
+
+
+def find_missing(data: Mixture, values: np.ndarray) -> np.ndarray:
+    return data.kept[np.isnan(values[data.kept]).any(axis=1)]
+
+
+def split_rows(rows: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """Sorted rows of data sets of these sizes, in parts of at most PART_SIZE neighbours in one set.
+
+    The parts do not depend on which of them are known already: a run that continues packs the others as one that was
+    not killed, and gets the same bits.
+    """
+    firsts = np.cumsum([0, *sizes])[:-1]
+    borders = np.concatenate([first + np.arange(0, size, PART_SIZE) for first, size in zip(firsts, sizes, strict=True)])
+    return [part for part in np.split(rows, np.searchsorted(rows, borders[1:])) if len(part)]
+
+
+def write_values(data: Mixture, values: np.ndarray, key: str) -> None:
+    """Keeps the values; a data set in a directory that cannot be written to is scored again by the next run."""
+    ends = np.cumsum([len(source.lengths) for source in data.sources])[:-1]
+    for source, own in zip(data.sources, np.split(values, ends), strict=True):
+        try:
+            with written_aside(locate_values(source, key)) as (aside,), aside.open("wb") as file:
+                np.savez(file, values=own)
+        except OSError as error:
+            log.warning(f"warning: the reference's log-probabilities cannot be kept for later runs: {error}")
+            return

@@ -1,0 +1,86 @@
+"""A run's teacher: what it has said of the data, or the model that reads it."""
+
+from collections.abc import Callable, Sequence
+
+from mini_trainer.data.stores.disk import hash_json
+from mini_trainer.data.stores.model_files import name_model
+from mini_trainer.data.tokenized.mixture import Mixture
+from mini_trainer.data.tokenized.pairs import pair
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import log
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
+from mini_trainer.model.teaching import OtherModel, StartWeights
+from mini_trainer.objectives.families.packed_row import check_positions
+from mini_trainer.objectives.objective import SELF, Objective
+from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.soft_targets import SOFT_COLUMN
+from mini_trainer.objectives.teachers import SEEN_COLUMN
+from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
+from mini_trainer.run.start_checks import check_task
+
+
+def open_teacher_data(inputs: RunInputs, paths: Sequence[str]) -> None:
+    """Opens the data sets that a teacher reads beside the run's; ValueError if their rows do not fit."""
+    seen = Mixture([TokenizedData(path, option="--teacher-data") for path in paths])
+    check_task(inputs.data, seen, option="--teacher-data")
+    pair(inputs.data, seen, column=SEEN_COLUMN)
+    inputs.teacher_data = seen
+
+
+def open_scores(inputs: RunInputs, objective: Objective) -> Objective:
+    """Adds the teacher's scores to the run's data, if the objective learns from them; returns the objective for them.
+
+    ValueError if a training set that needs them has none, or they do not fit. Validation sets are measured by them if
+    all have some.
+    """
+    inputs.teacher = SELF if objective.teacher_model == SELF else None
+    name = objective.scores_name
+    if name is None:
+        return objective
+    taught = [source for i, source in enumerate(inputs.data.sources) if objective.needs_scores(i)]
+    files = add_scores(inputs.data, name, taught)
+    held_out = inputs.validation_data
+    if held_out is not None:
+        without = [str(source.path) for source in held_out.sources if not locate_scores(source.path, name).exists()]
+        if without:
+            log.info(f"validation: no teacher's scores of {', '.join(without)}: measured by the cross-entropy alone")
+        else:
+            files += add_scores(held_out, name, held_out.sources)
+    inputs.teacher, inputs.scores = hash_json([file.sidecar for file in files]), files
+    return objective.with_scores([file.sidecar for file in files])
+
+
+def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> list[ScoreFile]:
+    """Adds the scores to the data; returns the files of the `taught` sets, the only ones that are read.
+
+    ValueError for ids that the model does not have: padding rows of a server's head.
+    """
+    files = {source: ScoreFile(source, name) for source in taught}
+    for file in files.values():
+        if file.sidecar["max_token_id"] >= data.vocab_size:
+            raise ValueError(
+                f"{file.path}: names token id {file.sidecar['max_token_id']}, beyond the model's vocabulary of"
+                f" {data.vocab_size}: score the data by --engine hf, which leaves out what is not the tokenizer's"
+            )
+    top_k = files[taught[0]].sidecar["top_k"]
+    data.add_column(SOFT_COLUMN, ScoreColumn([files.get(source) or NoScores(source, top_k) for source in data.sources]))
+    return list(files.values())
+
+
+def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:
+    """Gives the model's reader its teacher, if the objective has one that reads rows. All ranks call this.
+
+    `model`: as the run starts, before a checkpoint is restored; `build` makes another one.
+    """
+    if inputs.objective.teacher_model == SELF:
+        check_positions(model.model, longest=inputs.longest_taught)
+        model.reader.teacher = teacher = StartWeights(model)
+        log.info(f"teacher: the model as the run starts, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
+    elif inputs.objective.teacher_model is not None:
+        source = inputs.other_models[TEACHER_MODEL]
+        other = build(source).requires_grad_(False).eval()
+        check_positions(other.model, longest=inputs.longest_taught)
+        model.reader.teacher = OtherModel(other)
+        num_parameters = sum(param.numel() for param in other.parameters())
+        log.info(f"teacher: {name_model(source.name)}, {num_parameters:,} parameters, in {other.compute_dtype}")
