@@ -35,6 +35,7 @@ from continual_tasks import make_tasks
 from harness import build, build_state, count_state_bytes, make_options, time_call
 from make_tiny_model import save_tiny_model, train_tokenizer
 
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.row_group import RowPlace
@@ -50,8 +51,9 @@ from mini_trainer.model.teaching import StartWeights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.objective import ObjectiveSettings
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.objectives.teachers import make_taught
+from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, LoRAOptions, TrainOptions, group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.osft import OSFT
@@ -193,7 +195,7 @@ def add_teacher(state: TrainState, options: TrainOptions) -> CausalLM:
     """Makes the model as it is now its teacher, if the options name one; returns the objective."""
     if options.teacher.teacher_model is None:
         return CausalLM()
-    objective = make_taught(options.teacher, TextFamily())
+    objective = Taught.make(ObjectiveSettings(teacher=options.teacher), TextFamily(), DataTask(), None)
     state.model.loss, state.model.reader.teacher = objective.make_loss(), StartWeights(state.model)
     return objective
 

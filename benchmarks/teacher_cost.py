@@ -29,7 +29,7 @@ from harness import build, build_state, describe_versions, make_options, time_ca
 from preferences_cost import SHAPE, make_sides, to_row, write_data
 from tiny_models import save_tokenizer
 
-from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.columns.base import IGNORED, DataTask
 from mini_trainer.data.columns.token_columns import TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -40,8 +40,8 @@ from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import SELF
-from mini_trainer.objectives.teachers import make_taught
+from mini_trainer.objectives.objective import SELF, ObjectiveSettings
+from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, TrainOptions
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.run.teachers import add_scores
@@ -76,7 +76,7 @@ def make_objective(options: TrainOptions, data: Mixture) -> CausalLM:
     """The objective; a teacher's files become a column of the data."""
     if options.teacher.teacher_weight is None:
         return CausalLM()
-    objective = make_taught(options.teacher, TextFamily())
+    objective = Taught.make(ObjectiveSettings(teacher=options.teacher), TextFamily(), DataTask(), None)
     if objective.scores_name is None:
         return objective
     return objective.with_scores([file.sidecar for file in add_scores(data, objective.scores_name)])

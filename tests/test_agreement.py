@@ -33,12 +33,11 @@ from mini_trainer.distributed.meeting import describe_missing
 from mini_trainer.distributed.messages import MOST_RUNS, describe_ranks
 from mini_trainer.distributed.process import count_open_files, list_group_sizes
 from mini_trainer.options import (
-    MAY_DIFFER,
-    PATH_OPTIONS,
     TrainOptions,
     flag_name,
-    flatten_options,
     group_options,
+    list_differing_options,
+    list_facts,
     list_identifying_options,
 )
 from mini_trainer.options.tools import ProcessDataOptions
@@ -150,12 +149,13 @@ def list_differences(first: dict[str, str], second: dict[str, str]) -> set[str]:
 
 
 def test_every_option_is_compared_or_listed_as_free():
-    compared = {flag_name(name) for name in flatten_options(make_options(Path("x")))} - set(map(flag_name, MAY_DIFFER))
+    free, facts = list_differing_options(), list_facts(TrainOptions)
+    compared = {flag_name(name) for name in facts} - set(map(flag_name, free))
     assert {flag_name(name) for name in list_identifying_options()} <= compared
     assert {"--max-steps", "--subset", "--data-weights", "--context-parallel", "--max-tokens-per-gpu"} <= compared
-    assert set(PATH_OPTIONS) <= set(MAY_DIFFER) <= flatten_options(make_options(Path("x"))).keys()
+    assert {name for name, each in facts.items() if each.is_path} <= set(free)
     docs = (ROOT / "docs" / "running.md").read_text()
-    assert [name for name in MAY_DIFFER if f"`{flag_name(name)}`" not in docs] == []
+    assert [name for name in free if f"`{flag_name(name)}`" not in docs] == []
 
 
 def test_the_same_content_in_other_places_agrees(root, world, tmp_path):

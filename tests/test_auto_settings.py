@@ -17,16 +17,16 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.model.activation_checkpointing import MODES
+from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions
 from mini_trainer.run.auto_choice import (
     TOKEN_MULTIPLE,
     Probe,
     Room,
     choose_mode,
-    choose_resharding,
     extrapolate,
     find_largest,
-    is_worth_measuring,
+    has_room_gathered,
 )
 
 WHEN = ("forward", "backward")
@@ -221,13 +221,15 @@ def test_memory_that_was_freed_before_counts_when_it_is_taken_again():
 )
 def test_weights_stay_gathered_where_all_of_them_have_room(given, left, expected):
     room = None if left is None else Room(100, [Probe(50, 0, 0, -left - 50), Probe(75, 0, 0, -left - 25)])
-    chosen = choose_resharding(ShardingOptions(**given), room, weights_bytes=1000, is_whole=False)
+    sharding = ShardingOptions(**given)
+    has_room = room is not None and has_room_gathered(room, sharding, weights_bytes=1000)
+    chosen = choose_resharding(sharding, has_room=has_room)
     assert chosen == {f"reshard_after_{name}": v for name, v in zip(WHEN, expected, strict=True) if v is not None}
 
 
 def test_a_single_rank_keeps_its_weights_and_others_only_what_was_measured():
     for is_whole, expected in ((True, ["never", "never"]), (False, ["auto", "always"])):
-        unmeasured = choose_resharding(ShardingOptions(), None, weights_bytes=1000, is_whole=is_whole)
+        unmeasured = choose_resharding(ShardingOptions(), has_room=is_whole)
         assert list(unmeasured.values()) == expected
         assert is_worth_measuring(unmeasured, torch.device("cuda")) == (not is_whole)
         assert not is_worth_measuring(unmeasured, torch.device("cpu"))
@@ -235,7 +237,7 @@ def test_a_single_rank_keeps_its_weights_and_others_only_what_was_measured():
 
 def test_room_for_weights_is_measured_with_a_fixed_number_of_tokens_on_a_gpu(inputs, world, tmp_path, monkeypatch):
     """On one rank under FSDP2, and with a CPU in the place of the GPU."""
-    monkeypatch.setattr("mini_trainer.run.auto_settings.is_worth_measuring", lambda *_: True)
+    monkeypatch.setattr("mini_trainer.run.run_model.is_worth_measuring", lambda *_: True)
     options = inputs | dict(
         max_tokens_per_gpu=64,
         reshard_after_backward="always",

@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.options import (
-    PATH_OPTIONS,
-    WITHOUT_NUMBERS,
     CallbackOptions,
     CheckpointOptions,
     EndOptions,
@@ -27,6 +25,7 @@ from mini_trainer.options import (
     TrainOptions,
     ValidationOptions,
     iterate_fields,
+    list_facts,
     list_identifying_options,
 )
 from mini_trainer.run.identity import OF_METHOD, check_same_run
@@ -166,6 +165,7 @@ def test_a_run_that_only_times_steps_needs_no_export(inputs, world, tmp_path, ca
     assert not (tmp_path / "run" / "hf_format").exists()
 
 
+PATHS = tuple(name for name, facts in list_facts(TrainOptions).items() if facts.is_path)
 # Options that decide no numbers of a run, by why not; all others identify it.
 CONTENT = (  # the content is part of the identity: of models, of tokenized rows that are kept, of files of the method
     *("model_name_or_path", "model_revision", "trust_remote_code", "data_path", "drop_overlong", "subset", "config"),
@@ -174,7 +174,7 @@ CONTENT = (  # the content is part of the identity: of models, of tokenized rows
         *(option.name for option in dataclasses.fields(RowOptions)),
         "data_cache_dir",
         "compute_dtype",
-        *PATH_OPTIONS,
+        *PATHS,
     ),
 )
 ROUNDING = (  # the numbers are the same but for their rounding
@@ -184,7 +184,7 @@ ROUNDING = (  # the numbers are the same but for their rounding
 )
 LENGTH = tuple(option.name for option in dataclasses.fields(EndOptions))  # see "number of steps"
 OUTPUT = (  # what is measured, written and said
-    *("output_dir", "logging_level", "skip_verification", *WITHOUT_NUMBERS),
+    *("output_dir", "logging_level", "skip_verification", "lora_export", "reuse_reference_only"),
     *(
         option.name
         for group in (ValidationOptions, CheckpointOptions, ExportOptions, TrackingOptions, HubOptions, CallbackOptions)

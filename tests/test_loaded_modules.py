@@ -91,5 +91,3 @@ def test_every_door_leads_somewhere():
     assert len(tables) >= 7
     for table in tables:
         assert all(table[name] is not None for name in table), table.places
-
-

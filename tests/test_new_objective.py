@@ -27,8 +27,7 @@ from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSpec, make_text_family
-from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
+from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES, ObjectiveFacts
 from mini_trainer.sampler import draw_samples
 
 NAME, WEIGHT = "pairs", 1e-2
@@ -37,6 +36,9 @@ NUM_SAMPLES = 24
 
 class PairColumns(TextColumns):
     schema = TextColumns.schema.append(pa.field(LENGTHS_COLUMN, pa.list_(pa.int32())))
+
+
+COLUMNS_OF_PAIRS = PairColumns()
 
 
 def sum_z_loss(logits: Tensor) -> Tensor:  # (N, V)
@@ -59,6 +61,10 @@ class PairLM(CausalLM):
 
     name = NAME
 
+    @classmethod
+    def make(cls, settings, family, task, count_labels):
+        return cls(family, settings.noise)
+
     def make_loss(self, *, is_fused: bool = False) -> PairLoss:
         return PairLoss()
 
@@ -69,10 +75,9 @@ def registered(monkeypatch) -> None:
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
-    kind = ObjectiveSpec(make_text_family, lambda settings, family, task, count_labels: PairLM(family, settings.noise))
-    patch.setitem(OBJECTIVE_SPECS, NAME, kind)
-    patch.setitem(COLUMNS, NAME, PairColumns())
-    patch.setitem(OBJECTIVES, NAME, ObjectiveFacts())
+    patch.setitem(COLUMNS.places, NAME, "test_new_objective:COLUMNS_OF_PAIRS")
+    for table in (OBJECTIVES, ALL_OBJECTIVES):
+        patch.setitem(table, NAME, ObjectiveFacts("test_new_objective:PairLM"))
 
 
 def plan_pairs(values: dict) -> tuple[ExitCode, str]:

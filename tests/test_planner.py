@@ -28,7 +28,7 @@ from mini_trainer.model.optim.reduction import reduce_step
 from mini_trainer.model.sharding import prepare_backward
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, make_objective
+from mini_trainer.objectives.specs import find_data_kind, make_objective
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems
@@ -133,7 +133,7 @@ def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
 
 def choose(options: TrainOptions) -> Objective:
     name = options.classification.objective
-    return make_objective(name, choose_settings(options), TextFamily(), DataTask(OBJECTIVE_SPECS[name].data or name))
+    return make_objective(name, choose_settings(options), TextFamily(), DataTask(find_data_kind(name)))
 
 
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:

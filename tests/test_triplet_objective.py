@@ -41,10 +41,9 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.objective import Loss, Objective, Scores
-from mini_trainer.objectives.specs import OBJECTIVE_SPECS, ObjectiveSettings, ObjectiveSpec, make_text_family
+from mini_trainer.objectives.objective import Loss, Objective, ObjectiveSettings, Scores
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
-from mini_trainer.options.objectives import OBJECTIVES, ObjectiveFacts
+from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES, ObjectiveFacts
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.sampler import draw_samples
 from mini_trainer.use.pages.preview import format_figures, format_targets
@@ -52,7 +51,9 @@ from mini_trainer.use.pages.preview import format_figures, format_targets
 NAME, TAU = "triplet", 0.5
 NUM_SAMPLES, BATCH_SIZE = 24, 8
 SUMS = ("loss", "accuracy", "triplets")  # columns of `Scores.sums`
-FACTS = ObjectiveFacts(excluded={"context_parallel": "whose targets are of sequences"})
+FACTS = ObjectiveFacts(
+    "test_triplet_objective:Triplets", excluded={"context_parallel": "whose targets are of sequences"}
+)
 COUNTED = "is_counted"  # of a sample: False of one without a target
 
 
@@ -78,6 +79,9 @@ class TripletColumns(Columns):
     def make_row(self, tokens: list[list[int]]) -> dict[str, Any]:
         ids = [token for sequence in tokens for token in sequence]
         return {"input_ids": ids, LENGTHS_COLUMN: list(map(len, tokens)), "len": len(ids), "num_loss_counted_tokens": 1}
+
+
+COLUMNS_OF_TRIPLETS = TripletColumns()
 
 
 @dataclass
@@ -148,6 +152,16 @@ class Triplets(Objective):
     pipeline_tag = "feature-extraction"
     metrics = {"loss": False, "accuracy": True}  # noqa: RUF012
 
+    @classmethod
+    def make_family(cls, settings: ObjectiveSettings) -> Family:
+        return TextFamily()
+
+    @classmethod
+    def make(
+        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+    ) -> "Triplets":
+        return cls(family, settings.noise)
+
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """One sequence: an anchor alone."""
         return sample | {COUNTED: num_trained != 0}
@@ -174,12 +188,6 @@ class Triplets(Objective):
         return describe_means(sums.numpy())
 
 
-def make_triplets(
-    settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
-) -> Triplets:
-    return Triplets(family, settings.noise)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -188,9 +196,9 @@ def registered() -> Iterator[None]:
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(OBJECTIVE_SPECS, NAME, ObjectiveSpec(make_text_family, make_triplets))
-    patch.setitem(COLUMNS, NAME, TripletColumns())
+    patch.setitem(COLUMNS.places, NAME, "test_triplet_objective:COLUMNS_OF_TRIPLETS")
     patch.setitem(OBJECTIVES, NAME, FACTS)
+    patch.setitem(ALL_OBJECTIVES, NAME, FACTS)
     option = ClassificationOptions.__dataclass_fields__["objective"]
     names = Literal[*OBJECTIVES]
     patch.setattr(option, "type", names)
