@@ -14,7 +14,10 @@ from mini_trainer.root_files import NAMES
 MOST_LINES = 17_000  # of our modules, in a run that trains all weights of a text model
 STEPS = dict(batch_size=8, max_tokens_per_gpu=64, validate_every_steps=5, checkpoint_every_steps=5)
 OWN = {  # options -> beginnings of the names of what they alone load
-    "lora": (dict(lora=True), ("model.methods.adapter", "model.methods.lora", "model.methods.nf4", "distributed.limits")),
+    "lora": (
+        dict(lora=True),
+        ("model.methods.adapter", "model.methods.lora", "model.methods.nf4", "distributed.limits"),
+    ),
     "osft": (
         dict(osft=True, osft_unfreeze_rank_ratio=0.5),
         ("osft", "model.methods.osft", "model.methods.hashed_tensors"),

@@ -12,7 +12,8 @@ from tiny_data import make_samples, to_row, write_rows, write_samples
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
-from mini_trainer.data.tokenized.reader import INFERRED_BYTES, TokenizedData
+from mini_trainer.data.tokenized.conversion import INFERRED_BYTES
+from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.next_tokens import CausalLM
 
 VOCAB_SIZE = 160

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores import remote
 from mini_trainer.data.stores.remote import describe_upload, upload_directory
-from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets, locate_sets, name_source
-from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets, locate_sets
+from mini_trainer.data.tokenized.reader import TokenizedData, name_source
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_each_node

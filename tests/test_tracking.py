@@ -20,15 +20,14 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.distributed.messages import hide_secrets
-from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.doors import TRACKERS, Doors, open_door
+from mini_trainer.options import TrainOptions, doors, group_options
 from mini_trainer.options.problems import packages
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run import trackers
 from mini_trainer.run.trackers import TrackedRun, Trackers, clean_name, name_step_metrics, name_validation_metrics
 
 STEPS, KILLED_AFTER, RESUMED_FROM = 6, 4, 2
-TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
+TRACKERS = tuple(doors.TRACKERS)
 SECRET = "hf_aSecretThatNobodyMaySee"
 
 
@@ -320,9 +319,7 @@ def test_a_run_with_a_tracker_that_hangs_ends_as_it_would_without(world, tracked
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.2)
     troubles = dict(wandb=dict(start="hangs"), trackio={"first log": "hangs"}, mlflow=dict(start=OSError()))
     standins = {name: functools.partial(Standin, **trouble) for name, trouble in troubles.items()}
-    monkeypatch.setattr(
-        Doors, "__getitem__", lambda table, name: standins[name] if table is TRACKERS else open_door(table.places[name])
-    )
+    monkeypatch.setattr("mini_trainer.run.tracker_packages.TRACKERS", standins)
     options = tracked.options | dict(output_dir=str(tmp_path / "run"), track=tuple(troubles), max_steps=2)
     train_here(world, **options)
     assert json.loads((tmp_path / "run" / "training_params.json").read_text())["finished"]

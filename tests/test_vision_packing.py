@@ -24,7 +24,7 @@ from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader
-from mini_trainer.objectives.next_tokens import VisionLanguage
+from mini_trainer.objectives.pictured_tokens import VisionLanguage
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from mini_trainer.run.start import open_inputs

@@ -24,8 +24,8 @@ from mini_trainer.continual.settings import (
 from mini_trainer.options import TrainOptions, group_options, list_types
 from mini_trainer.options.option_files import parse_value, parse_values, read_option_file
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.problems.tools import MOST_TOP_K
 from mini_trainer.options.tools import (
+    MOST_TOP_K,
     EvaluateOptions,
     GenerateOptions,
     MergeModelsOptions,

@@ -7,6 +7,8 @@ from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
 from mini_trainer.options.doors import ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
 from mini_trainer.options.fields import option
 
+MOST_TOP_K = 256  # tokens that a teacher's file names of each position
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContentOptions:
@@ -181,7 +183,7 @@ class ScoreDataOptions:
     after other prompts."""
     name: str = "teacher"
     """Name of the scores: train.py --teacher-scores."""
-    top_k: int = option(32, at_least=1, at_most=256)
+    top_k: int = option(32, at_least=1, at_most=MOST_TOP_K)
     """Number of most probable tokens to keep of each position, 1 to 256."""
     temperature: float = option(1.0, above=0)
     """Temperature of the distributions: train.py --teacher-temperature."""

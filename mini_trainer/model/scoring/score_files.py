@@ -24,7 +24,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.fingerprints import fingerprint_data
 from mini_trainer.objectives.soft_targets import make_even_records, make_record_type
-from mini_trainer.options.problems.tools import MOST_TOP_K
+from mini_trainer.options.tools import MOST_TOP_K
 
 # Types of the sidecar's entries.
 SIDECAR_TYPES = {"data": str, "teacher": str, "tokenizer": str, "top_k": int, "temperature": float | int,
