@@ -136,7 +136,7 @@ def test_generating_follows_the_adapters_own_file_or_the_bases(base, world, tmp_
         assert (line["num_tokens"], line["finish_reason"]) == (len(expected), "stop")
     # Answers that ended otherwise are not resumed.
     (tmp_path / "plain.jsonl").rename(tmp_path / "again.jsonl.part0")
-    with pytest.raises(ValueError, match=r"made with other settings \(generation_config"):
+    with pytest.raises(RunError, match=r"again\.jsonl.*generation_config"):
         ask(world, tmp_path / "again.jsonl", prompts, model=str(adapter))
 
     merge_adapter(MergeAdapterOptions(adapter=str(adapter), output_dir=str(tmp_path / "merged")), world)
@@ -154,7 +154,7 @@ def test_a_generation_config_that_cannot_be_read_is_refused_by_name(base, tmp_pa
     ):
         done = run_forked(0, script, *given)
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert f"{adapter}/generation_config.json: cannot be read: " in done.stderr
+        assert f"{adapter}/generation_config.json: " in done.stderr
 
 
 def test_vllm_reads_the_adapters_files(base, world, tmp_path, monkeypatch):
@@ -208,7 +208,7 @@ def test_an_adapter_scores_data_as_peft_does(base, world, tmp_path):
         top, records = log_q.topk(TOP_K, dim=1), ScoreFile(rows, "teacher")[row]
         np.testing.assert_array_equal(records["ids"], top.indices)
         np.testing.assert_allclose(records["nll"], -top.values, rtol=1e-3)
-    with pytest.raises((ValueError, RunError), match="was made with other teacher"):
+    with pytest.raises(ValueError, match=r"scores\.json: .*other teacher"):
         score_here(world, base, data)
 
 

@@ -14,6 +14,7 @@ from peft_runs import load_with_adapter, logits_of, make_inputs, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.methods import adapter_settings as patterns
 from mini_trainer.model.methods.adapter_settings import (
     ADAPTER_WEIGHTS,
@@ -109,15 +110,15 @@ def test_a_tied_models_own_adapter_is_read_again(world, tmp_path):
 def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init, world, tmp_path):
     inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
     expected = make_adapter(inputs, adapter, init_lora_weights=init)
-    with pytest.raises(ValueError, match=f"--adapter .*init_lora_weights '{init}' changed the base's weights"):
+    with pytest.raises(ValueError, match=f"--adapter .*init_lora_weights '{init}'"):
         merge(inputs, adapter, tmp_path / "merged", world)
     given = dict(lora_adapter=str(adapter), lora_rank=None, lora_alpha=None)
-    with pytest.raises(ValueError, match=f"--lora-adapter .*init_lora_weights '{init}' changed the base's weights"):
+    with pytest.raises(ValueError, match=f"--lora-adapter .*init_lora_weights '{init}'"):
         train(world, inputs, tmp_path / "run", **given)
     found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
     model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="changed the base's weights"):
+    with pytest.raises(ValueError, match=f"--engine vllm: --adapter .*init_lora_weights '{init}'"):
         check_settings(adapter, flag="--engine vllm: --adapter", reader="vllm")
 
     # As peft converts it, it is an ordinary adapter of twice the rank.
@@ -139,7 +140,7 @@ def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init,
 @pytest.mark.parametrize("reader", ["here", "peft", "vllm"])
 def test_initializations_that_nobody_can_repeat_are_refused(init, reader, tmp_path):
     write_settings(tmp_path, init_lora_weights=init)
-    with pytest.raises(ValueError, match=f"--x .*init_lora_weights '{init}' changed the base's weights"):
+    with pytest.raises(ValueError, match=f"--x .*init_lora_weights '{init}'"):
         check_settings(tmp_path, flag="--x", reader=reader)
 
 
@@ -188,7 +189,7 @@ WRONG_VALUES = [
 def test_a_value_that_nothing_can_compute_with_is_refused_by_its_key(name, value, world, tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     write_settings(tmp_path, **{name: value})
-    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, but must be "
+    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, "
     with pytest.raises(ValueError, match=message):
         merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
     for reader in ("here", "peft"):
@@ -200,7 +201,7 @@ def test_without_peft_one_message_says_what_to_install(world, tmp_path, monkeypa
     (tmp_path / "adapter_model.safetensors").touch()
     write_settings(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
-    message = f"^--adapter {tmp_path} needs the package peft, which is not installed: pip install peft$"
+    message = f"^--adapter {tmp_path} .*pip install peft$"
     with pytest.raises(ValueError, match=message):
         merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
     with pytest.raises(ValueError, match=message):
@@ -227,7 +228,7 @@ def test_settings_that_peft_alone_follows_are_generated_with(settings, world, tm
     found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
     model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=f"this program does not support.*{next(iter(settings))}"):
+    with pytest.raises(ValueError, match=f"^--adapter .*: {next(iter(settings))}: "):
         merge(inputs, adapter, tmp_path / "merged", world)
 
 
@@ -238,21 +239,21 @@ def test_a_file_with_more_or_less_than_its_settings_say_is_refused(world, tmp_pa
     first = min(tensors)
     found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
     cases = [
-        ({name: tensor for name, tensor in tensors.items() if name != first}, "tensors are missing"),
-        (tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "unexpected tensors"),
+        ({name: tensor for name, tensor in tensors.items() if name != first}, "missing"),
+        (tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "unexpected"),
     ]
-    for written, message in cases:
+    for written, what in cases:
         save_file(written, adapter / "adapter_model.safetensors")
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^--adapter {adapter}: .*{what}"):
             load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
-        with pytest.raises(ValueError, match="does not fit --model-name-or-path"):
+        with pytest.raises(RunError, match=f"^adapter {adapter}: .*--model-name-or-path: 1 {what}"):
             merge(inputs, adapter, tmp_path / "merged", world)
 
 
 def test_layers_that_cannot_be_adapted_are_named(world, tmp_path):
     inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
     make_adapter(inputs, adapter, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(ValueError, match="adapts lm_head, which cannot be adapted here"):
+    with pytest.raises(ValueError, match="adapts lm_head"):
         merge(inputs, adapter, tmp_path / "merged", world)
 
 
@@ -274,9 +275,7 @@ def test_a_pattern_that_takes_for_ever_is_refused_by_its_key(settings, tmp_path,
     save_file({f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 32)}, tmp_path / ADAPTER_WEIGHTS)
     key = list(settings)[-1]
     for reader in ("here", "peft"):
-        message = re.escape(
-            f"--x {tmp_path}: adapter_config.json: {key} {NESTED}: takes longer than 0.2 seconds on 1 name"
-        )
+        message = re.escape(f"--x {tmp_path}: adapter_config.json: {key} {NESTED}: ") + r".*0\.2 seconds"
         with pytest.raises(ValueError, match=message):
             check_settings(tmp_path, flag="--x", reader=reader)
 
@@ -288,7 +287,7 @@ def test_a_pattern_that_is_slow_on_other_names_of_the_model_is_refused_too(world
     slow = rf".*\.q_proj|model\.layers\.1\.mlp\.{NESTED}"
     write_settings(adapter, lora_alpha=8, target_modules=slow, task_type="CAUSAL_LM")
     check_settings(adapter, flag="--x")
-    message = "adapter_config.json: target_modules .*: takes longer than 0.2 seconds"
+    message = r"adapter_config.json: target_modules .*: .*0\.2 seconds"
     with pytest.raises(ValueError, match=message):
         merge(inputs, adapter, tmp_path / "merged", world)
     found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
@@ -299,7 +298,7 @@ def test_a_pattern_that_is_slow_on_other_names_of_the_model_is_refused_too(world
 def test_a_pattern_of_ones_own_has_the_same_limit(monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 0.2)
     names = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
-    with pytest.raises(ValueError, match=r"--lora-target-modules .*: takes longer than 0\.2 seconds on 3 names"):
+    with pytest.raises(ValueError, match=r"--lora-target-modules .*: .*0\.2 seconds"):
         choose_names([NESTED], names, "--lora-target-modules")
     assert choose_names([r"layers\.[12]\..*", "q_proj"], names, "--x") == names
 
@@ -311,7 +310,7 @@ def test_a_pattern_of_ones_own_has_the_same_limit(monkeypatch):
 def test_a_rank_that_the_file_cannot_hold_is_refused_before_memory_is_taken(settings, key, tmp_path):
     write_settings(tmp_path, **settings)
     save_file({f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 32)}, tmp_path / ADAPTER_WEIGHTS)
-    rank, most = (10**9, "65,536") if settings == {"r": 10**9} else (40, "32, the longest side of a tensor")
+    rank, most = (10**9, "65,536") if settings == {"r": 10**9} else (40, "32")
     for reader in ("here", "peft"):
-        with pytest.raises(ValueError, match=f"adapter_config.json: {key} is {rank}, but must be .*from 1 to {most}"):
+        with pytest.raises(ValueError, match=f"adapter_config.json: {key} is {rank}, .*1 to {most}"):
             check_settings(tmp_path, flag="--x", reader=reader)

@@ -93,9 +93,9 @@ WRONG_LATER = [
     (
         {"lora": True, "lora_target_modules": ["q_prj"]},
         {},
-        "shout: train: --lora-target-modules q_prj: nothing has this",
+        "shout: train: --lora-target-modules q_prj",
     ),
-    ({}, {"self_distillation": {"rounds": 999}}, "self_distillation: rounds: given 999, but there are only 24 rows"),
+    ({}, {"self_distillation": {"rounds": 999}}, "self_distillation: rounds: given 999, .*24 rows"),
 ]
 
 
@@ -115,7 +115,7 @@ def test_tests_that_cannot_be_measured_are_refused_before_the_first_task(tmp_pat
     write_lines(Path(settings["tasks"][1]["test"]), [{"messages": [{"role": "user", "content": "no answer"}]}])
     settings["tasks"][0]["metric"] = "choice"
     del settings["tasks"][1]["held_out"]
-    with pytest.raises(ValueError, match=r"shout: test: .* has no reference") as refused:
+    with pytest.raises(ValueError, match=r"shout: test: .*shout\.jsonl:1 .*reference") as refused:
         run(settings, tmp_path)
     assert "twice: metric: choice: " in str(refused.value)
     assert {path.name for path in (tmp_path / "runs").rglob("*.log")} == {"process-data.log"}
@@ -298,7 +298,7 @@ def test_rows_keep_their_prompts():
     assert row["messages"][-1] == {"role": "assistant", "content": "own"}
     completion = as_question(read_example({"prompt": "p", "completion": "c"}, "completion", is_given=True), place="x:1")
     assert as_row(completion, "own") == {"prompt": "p", "completion": "own"}
-    with pytest.raises(ValueError, match="x:1: has no answer at its end"):
+    with pytest.raises(ValueError, match=r"^x:1: .*no answer"):
         as_question(read_example({"text": "t"}, "document", is_given=True), place="x:1")
 
 
@@ -309,7 +309,7 @@ def test_the_teacher_reads_the_last_question_with_its_answer():
     assert student["messages"] == [row["messages"][0], {"role": "assistant", "content": "own"}]
     assert teacher["messages"] == [{"role": "user", "content": "two parts: right?"}, student["messages"][1]]
     assert pair_rows([row], {"index": 0, "answer": " "}, "{prompt}: {demonstration}?") is None
-    with pytest.raises(ValueError, match="a chat without a user's message"):
+    with pytest.raises(ValueError, match=r"self_distillation: .*user's message"):
         pair_rows([{"messages": row["messages"][1:]}], {"index": 0, "answer": "own"}, "")
 
 
@@ -327,5 +327,3 @@ def test_rounds_have_equal_parts():
     rows = [{"i": i} for i in range(10)]
     parts = cut(rows, 3)
     assert [len(part) for part in parts] == [3, 3, 4] and [row for part in parts for row in part] == rows
-    with pytest.raises(ValueError, match="rounds: given 11, allowed: at most one for each of 10"):
-        cut(rows, 11)

@@ -153,7 +153,7 @@ def test_a_source_that_is_freed_before_its_copy_shows(offloaded, monkeypatch):
         property(lambda self: None, lambda self, value: None),
         raising=False,
     )
-    with pytest.raises(AssertionError, match="freed before it was copied"):
+    with pytest.raises(AssertionError, match="freed"):
         measure()
 
 

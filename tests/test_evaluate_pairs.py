@@ -68,8 +68,8 @@ def test_scores_are_those_of_a_plain_loop(kind, languages, world, tmp_path):
 def test_models_of_another_kind_are_refused(languages, world, tmp_path):
     data = write_pairs(tmp_path / "pairs.arrow", languages[0])
     classifier = save_classifier(FAMILIES["llama"], tmp_path / "classes", num_labels=3)
-    with pytest.raises(ValueError, match="has 3 outputs: a reward model has one"):
+    with pytest.raises(ValueError, match=r"--model .*3 outputs"):
         evaluate_here(world, tmp_path / "out", model=(str(classifier),), data=str(data))
     feedback = write_pairs(tmp_path / "feedback.arrow", languages[0], good=True)
-    with pytest.raises(ValueError, match=r"is for binary feedback, but --model .* for causal-lm; allowed: "):
+    with pytest.raises(ValueError, match=r"feedback, but --model .* causal-lm"):
         evaluate_here(world, tmp_path / "out", model=(str(languages[0]),), data=str(feedback))

@@ -184,7 +184,7 @@ def test_a_sentencepiece_tokenizer_is_read_back(family, tokenizer_class, tmp_pat
     assert back.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(messages, tokenize=False)
     fields = read_fields(tmp_path / "model.gguf")
     assert fields["tokenizer.ggml.add_space_prefix"] is (family == "llama")
-    assert ("note: llama.cpp puts a blank before a text and after" in capsys.readouterr().out) is (family == "llama")
+    assert ("puts a blank" in capsys.readouterr().out) is (family == "llama")
     assert fields["tokenizer.ggml.add_bos_token"] is (tokenizer("a").input_ids[0] == 2)
     types = dict(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True))
     kinds = [types[text] for text in ("the", "<s>", "<think>", "<0x41>", "[PAD351]")]
@@ -242,26 +242,26 @@ def test_what_cannot_be_exact_is_noted(tmp_path, capsys):
     GenerationConfig(eos_token_id=[3, 5, 6, 7]).save_pretrained(path)
     export(path, tmp_path / "model.gguf")
     said = capsys.readouterr().out
-    assert "do not express its 10 merges exactly (1 differ)" in said and "left out: '<0x03>'" in said
+    assert " 10 merges " in said and "(1 differ)" in said and "left out: '<0x03>'" in said
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "gpt2": (FAMILIES["gpt2"], "architecture gpt2 cannot be exported to GGUF here, only llama, mistral, qwen2"),
-    "activation": (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act is 'gelu', supported: 'silu'"),
+    "gpt2": (FAMILIES["gpt2"], "architecture gpt2"),
+    "activation": (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "rope kind": (
         LlamaConfig(**SHAPE, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
-        "rope_type of full_attention is 'dynamic', supported: 'default', 'linear', 'yarn', 'llama3'",
+        "rope_type of full_attention is 'dynamic'",
     ),
     "rope of another": (Qwen2Config(**SHAPE, rope_parameters=LLAMA3_ROPE | dict(rope_theta=1e4)), "is 'llama3'"),
     "rope parameter": (
         Qwen3Config(**SHAPE, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
-        "rope_parameters of full_attention have partial_rotary_factor, which it does not read",
+        "partial_rotary_factor",
     ),
-    "bias": (Qwen3Config(**SHAPE, attention_bias=True), "attention_bias is True, supported: False"),
-    "tokenizer": (LlamaConfig(**SHAPE), "the tokenizer has no merges"),
-    "scale": (Gemma3TextConfig(**SHAPE, head_dim=8), "query_pre_attn_scalar is 256, supported: 8"),
+    "bias": (Qwen3Config(**SHAPE, attention_bias=True), "attention_bias is True"),
+    "tokenizer": (LlamaConfig(**SHAPE), "no merges"),
+    "scale": (Gemma3TextConfig(**SHAPE, head_dim=8), "query_pre_attn_scalar is 256"),
 }  # fmt: skip
 
 
@@ -283,12 +283,12 @@ def test_other_directories_and_tokenizers_are_refused(tmp_path, models):
     path = save(CONFIGS["llama"], tmp_path / "model")
     splitter = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True)
     cases = [
-        ("config.json", dict(quantization_config=dict(quant_method="awq")), "is quantized (awq)"),
-        ("config.json", dict(vocab_size=100), "the token id 283, but the model only 100 embeddings"),
-        ("tokenizer.json", dict(pre_tokenizer=splitter), "no name for how this tokenizer splits text"),
-        ("tokenizer.json", dict(pre_tokenizer=None), "splits text (null, ignore_merges False)"),
-        ("tokenizer.json", dict(normalizer=dict(type="Lowercase")), "normalizer Lowercase does not exist in llama.cpp"),
-        ("adapter_config.json", None, "merge it with its base first: mini-trainer merge-adapter --adapter"),
+        ("config.json", dict(quantization_config=dict(quant_method="awq")), "quantized (awq)"),
+        ("config.json", dict(vocab_size=100), "token id 283, .* 100 "),
+        ("tokenizer.json", dict(pre_tokenizer=splitter), "splits text ({.*ByteLevel"),
+        ("tokenizer.json", dict(pre_tokenizer=None), "(null, ignore_merges False)"),
+        ("tokenizer.json", dict(normalizer=dict(type="Lowercase")), "normalizer Lowercase"),
+        ("adapter_config.json", None, "mini-trainer merge-adapter --adapter"),
     ]
     for name, changes, message in cases:
         original = (path / name).read_text() if changes else None
@@ -306,7 +306,7 @@ def test_numbers_that_float16_does_not_have_are_refused_and_leave_nothing(tmp_pa
     model = AutoModelForCausalLM.from_pretrained(path)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = -7e4
     model.save_pretrained(path)
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight has numbers beyond .*use --dtype bf16"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight .*--dtype bf16"):
         export(path, tmp_path / "model.gguf", "f16")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
     export(path, tmp_path / "model.gguf", "bf16")

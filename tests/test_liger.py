@@ -55,7 +55,7 @@ def test_the_kernels_are_in_place_and_give_the_same_gradients(family, release, w
 def test_a_kernel_that_computes_something_else_is_found(faulty, options, world, tmp_path, install):
     install(faulty=faulty)
     model = build(save_model(FAMILIES["llama"], tmp_path), world, use_liger_kernels=True, **options)
-    with pytest.raises(ValueError, match="packed hidden states differ from the model's own forward pass"):
+    with pytest.raises(ValueError, match="hidden states differ"):
         check(model, world)
 
 
@@ -87,6 +87,6 @@ def test_what_no_kernel_computes_is_refused(install):
     install()
     with torch.device("meta"):
         models = [AutoModelForCausalLM.from_config(FAMILIES[name]) for name in ("llama_tied_bias", "gpt2")]
-    for model, words in zip(models, ("MLPs have no biases", "does not support model type 'gpt2'"), strict=True):
+    for model, words in zip(models, ("mlp_bias", "'gpt2'"), strict=True):
         with pytest.raises(ValueError, match=words):
             apply_liger_kernels(model, torch.device("cuda"), keeps_products=False)

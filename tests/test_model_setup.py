@@ -186,7 +186,7 @@ def test_how_it_is_computed_does_not_change_what_is_computed(family, change, wor
 
 REFUSED = {
     "rwkv": (RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2), "no num_attention_heads"),
-    "xlm": (XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=2, n_heads=4, causal=True), "fails on a packed row"),
+    "xlm": (XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=2, n_heads=4, causal=True), "'xlm' .*packed row"),
 }
 
 
@@ -201,27 +201,24 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
 def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(world, tmp_path):
     save_model(OTHERS["gptj_is_told_positions"], tmp_path)
     assert build(tmp_path, world).backend == "own"
-    with pytest.raises(ValueError, match="--attention sdpa: model type 'gptj' has its own attention code"):
+    with pytest.raises(ValueError, match="--attention sdpa: model type 'gptj'"):
         build(tmp_path, world, attention="sdpa")
 
 
 def test_a_model_that_writes_no_text_is_told_so():
-    obstacle = TextFamily().check_config(Florence2Config(), trust_remote_code=False)
-    assert obstacle.startswith("model type 'florence2' is an encoder-decoder")
     obstacle = TextFamily().check_config(ViTConfig(), trust_remote_code=False)
-    assert obstacle == "model type 'vit' has no causal language model in transformers"
-    obstacle = TextFamily().check_config(T5Config(), trust_remote_code=False)
-    assert obstacle.startswith("model type 't5' is an encoder-decoder")
-    for config in (BartConfig(), BartConfig(is_encoder_decoder=False, is_decoder=True), WhisperConfig()):
+    assert obstacle.startswith("model type 'vit' ") and "encoder-decoder" not in obstacle
+    bart = BartConfig(), BartConfig(is_encoder_decoder=False, is_decoder=True)
+    for config in (Florence2Config(), T5Config(), *bart, WhisperConfig()):
         obstacle = TextFamily().check_config(config, trust_remote_code=False)
-        assert obstacle.startswith(f"model type '{config.model_type}' is an encoder-decoder")
+        assert obstacle.startswith(f"model type '{config.model_type}' ") and "encoder-decoder" in obstacle
 
 
 @pytest.mark.parametrize("config_class", [AyaVisionConfig, Cohere2VisionConfig])
 def test_a_model_that_transformers_computes_without_its_scale_is_refused_by_that(config_class):
     text = Cohere2Config(**SHAPE, head_dim=8, logit_scale=0.25)
     obstacle = TextFamily().check_config(config_class(text_config=text), trust_remote_code=False)
-    assert "leaves out the logit_scale of its text_config (0.25)" in obstacle
+    assert "logit_scale" in obstacle and "(0.25)" in obstacle
     text.logit_scale = 1.0
     assert TextFamily().check_config(config_class(text_config=text), trust_remote_code=False) is None
 
@@ -249,9 +246,9 @@ def attend_without_window(query, key, value, row, rule):
 @pytest.mark.parametrize(
     ("attend", "reason"),
     [
-        (attend_across_borders, "packed sequences see each other"),
-        (attend_without_scaling, "differ from the model's own forward pass"),
-        (attend_without_window, "differ from the model's own forward pass"),
+        (attend_across_borders, "each other"),
+        (attend_without_scaling, "hidden states differ"),
+        (attend_without_window, "hidden states differ"),
     ],
 )
 def test_the_check_finds_a_broken_attention(attend, reason, dtype, world, tmp_path, monkeypatch):
@@ -264,14 +261,14 @@ def test_the_check_finds_a_broken_attention(attend, reason, dtype, world, tmp_pa
 def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
     model = build(save_model(FAMILIES["mistral_window"], tmp_path), world)
     model.model.config.layer_types = ["sliding_attention", "sliding_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="declares 3 layers with a sliding window, but 2 use one"):
+    with pytest.raises(ValueError, match=r"3 layers .*2 use"):
         check(model, world)
 
 
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
     model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
     model.reader.logit_scale = 1.0
-    with pytest.raises(ValueError, match=r"Either its head .* does something unknown here, or"):
+    with pytest.raises(ValueError, match=r"'granite' .*its head"):
         check(model, world)
 
 
@@ -283,7 +280,7 @@ class DoubledLoss(TokenLoss):
 def test_the_check_finds_an_objective_with_two_different_losses(world, tmp_path):
     model = build(save_model(FAMILIES["llama"], tmp_path), world)
     model.loss = DoubledLoss()
-    with pytest.raises(ValueError, match=r"Loss\.sum_own of the objective causal-lm is not the same loss as Loss\.sum"):
+    with pytest.raises(ValueError, match=r"'llama' .*Loss\.sum_own of .*causal-lm"):
         check(model, world)
 
 
@@ -301,7 +298,7 @@ def test_rotary_embeddings_that_look_at_the_whole_row_are_refused_beyond_their_l
     if limit is None:
         check_rope(config, longest=10_000)
     else:
-        with pytest.raises(ValueError, match=f"one sequence is longer than {limit}; the longest sample has 257"):
+        with pytest.raises(ValueError, match=f"than {limit}; .* 257 "):
             check_rope(config, longest=limit + 1)
 
 
@@ -313,7 +310,7 @@ def test_rotary_embeddings_of_a_layer_type_are_looked_at(world):
     }
     config = Gemma3TextConfig(**SHAPE, rope_parameters=rope)
     check_rope(config, longest=256)
-    with pytest.raises(ValueError, match=r"dynamic rotary embeddings, .* one sequence is longer than 256"):
+    with pytest.raises(ValueError, match=r"than 256; .* 257 "):
         check_rope(config, longest=257)
 
 

@@ -145,10 +145,10 @@ def test_gpt_oss_experts_are_cut_by_columns_in_turn():
 def test_what_is_not_known_is_refused_by_name():
     model = make_model("llama")
     model.model.layers[1].mlp.adapter = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.adapter\.weight is not known to be a matrix"):
+    with pytest.raises(ValueError, match=r"--optimizer muon: .*layers\.1\.mlp\.adapter\.weight "):
         find_matrices(model)
     config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=64)
-    with pytest.raises(ValueError, match="weights of model type 'bloom' are made is only known of cohere, "):
+    with pytest.raises(ValueError, match=r"--optimizer muon: .*'bloom' .*cohere, "):
         find_matrices(AutoModelForCausalLM.from_config(config))
 
 
@@ -224,7 +224,7 @@ def test_rates_by_pattern_depth_and_optimizer():
     assert rates["model.norm.weight"] == pytest.approx(0.1)
     assert rates["lm_head.weight"] == pytest.approx(1e-3)
     assert rates["model.layers.1.self_attn.q_proj.weight"] == pytest.approx(2)
-    with pytest.raises(ValueError, match=r"--learning-rate-for lm_haed\*: no trained parameter has such a name"):
+    with pytest.raises(ValueError, match=r"--learning-rate-for lm_haed\*: "):
         choose_rates(model, OptimizationOptions(learning_rate_for=("lm_haed*=1e-6",)), matrices=())
 
 

@@ -150,7 +150,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_needs_the_same_rows(models, 
     train_on(1, world, **make_options(tmp_path / "resumed", models, max_steps=4))
     np.testing.assert_array_equal(read_numbers(tmp_path / "resumed"), read_numbers(tmp_path / "whole"))
     own = dict(max_steps=6, teacher_data=(str(tmp_path / "resumed" / "data.arrow"),))
-    with pytest.raises(ValueError, match="was made with other teacher"):
+    with pytest.raises(ValueError, match="other teacher"):
         train_on(1, world, **make_options(tmp_path / "resumed", models, **own))
 
 
@@ -175,28 +175,25 @@ def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
     other_tokens = list(pairs)
     other_tokens[row] = (pairs[row][0], [7 if label == pairs[row][1][-1] else label for label in pairs[row][1]])
     for written, problem in (
-        (pairs[:-1], r"seen\.arrow: has 23 rows, .*data\.arrow 24"),
-        ([*pairs[:5], (ids, [-100, *labels[1:-1], -100]), *pairs[6:]], r"seen\.arrow: row 6: trains other tokens"),
-        (other_tokens, rf"seen\.arrow: row {row + 1}: trains other tokens than the row of .*data\.arrow"),
+        (pairs[:-1], r"seen\.arrow: .*23 rows, .*data\.arrow 24"),
+        ([*pairs[:5], (ids, [-100, *labels[1:-1], -100]), *pairs[6:]], r"seen\.arrow: row 6: .*tokens"),
+        (other_tokens, rf"seen\.arrow: row {row + 1}: .*tokens .*data\.arrow"),
     ):
         write_samples(tmp_path / "seen.arrow", written)
         with pytest.raises(ValueError, match=problem):
             train_on(1, world, **make_options(tmp_path, models))
     write_pair(tmp_path, models)
-    with pytest.raises(ValueError, match=r"has \d+ tokens, with those that the teacher reads"):
+    with pytest.raises(ValueError, match=r"data\.arrow: .* \d+ tokens, .*teacher"):
         train_on(1, world, **make_options(tmp_path, models, max_tokens_per_gpu=64))
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(teacher_model=None, teacher_divergence="forward-kl"), "--teacher-data is read by --teacher-model"),
-        (dict(teacher_data=("a", "b")), "--teacher-data: 2 for 1 data sets of --data-path"),
+        (dict(teacher_model=None, teacher_divergence="forward-kl"), "--teacher-data is read"),
+        (dict(teacher_data=("a", "b")), "--teacher-data: 2 for 1 "),
         (dict(context_parallel=2), "--teacher-data: not with --context-parallel"),
-        (
-            dict(teacher_weight=(), teacher_divergence="forward-kl"),
-            "--teacher-model, --teacher-data: no effect without",
-        ),
+        (dict(teacher_weight=(), teacher_divergence="forward-kl"), "--teacher-model, --teacher-data: "),
     ],
 )
 def test_options_that_do_not_fit_are_refused(changes, problem, models, tmp_path):
@@ -211,4 +208,4 @@ def test_a_plan_counts_what_a_teacher_reads(models, elsewhere, tmp_path):
     code, text = elsewhere(print_plan, options)
     rows = draw_samples(Mixture([TokenizedData(tmp_path / "data.arrow")]), seed=42, start=0, count=BATCH_SIZE)
     seen = int(TokenizedData(tmp_path / "seen.arrow").lengths[rows].sum())
-    assert code == ExitCode.DONE and f"; a teacher reads {seen:,} beside one" in text, text
+    assert code == ExitCode.DONE and f"teacher reads {seen:,} " in text, text

@@ -1,6 +1,7 @@
 """OSFT keeps what it says it keeps, reaches everything else, and exports an ordinary model."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.gathering import gather_all
 from mini_trainer.model.methods.osft_calibration import Statistics, prepare_statistics
 from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer
@@ -320,8 +322,8 @@ def test_a_long_start_shows_that_it_moves_on(world, tmp_path):
 @pytest.mark.parametrize(
     ("family", "train_others", "said"),
     [
-        ("mixtral", False, "are frozen"),
-        ("gpt_oss_sinks", True, "train without constraint"),
+        ("mixtral", False, "frozen"),
+        ("gpt_oss_sinks", True, "constraint"),
         ("llama_tied_bias", False, None),
     ],
 )
@@ -329,7 +331,7 @@ def test_experts_that_are_not_covered_are_named_at_the_start(family, train_other
     path = save_model(FAMILIES[family], tmp_path / "model")
     with caplog.at_level("WARNING", logger="mini_trainer"):
         build(path, world, method=settings(tmp_path, train_others=train_others))
-    assert (said is None and "experts" not in caplog.text) or f"fused experts: they {said}" in caplog.text
+    assert (said is None and "experts" not in caplog.text) or re.search(f"fused experts: .*{said}", caplog.text)
 
 
 def test_a_broken_cache_is_refused_with_the_file_to_remove(world, tmp_path):
@@ -337,10 +339,10 @@ def test_a_broken_cache_is_refused_with_the_file_to_remove(world, tmp_path):
     build(path, world, method=settings(tmp_path))
     file = next((tmp_path / "cache").iterdir())
     file.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=f"cannot read {file}.*remove it"):
+    with pytest.raises(ValueError, match=f"--osft-cache-dir: .*{file}: "):
         build(path, world, method=settings(tmp_path))
     (tmp_path / "a_file").write_text("")
-    with pytest.raises(ValueError, match="--osft-cache-dir"):
+    with pytest.raises(RunError, match=f"--osft-cache-dir {tmp_path}/a_file: "):
         build(path, world, method=settings(tmp_path, cache_dir=str(tmp_path / "a_file")))
 
 
@@ -355,9 +357,7 @@ def test_only_what_the_patterns_name_is_trained(world, tmp_path):
 def test_a_pattern_that_matches_nothing_is_refused_before_the_weights_are_read(world, tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path / "model")
     (path / "model.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"--osft-target-patterns embed_tokens: contained in no name of a linear layer.*q_proj"
-    ):
+    with pytest.raises(ValueError, match=r"--osft-target-patterns embed_tokens: .*q_proj"):
         build(path, world, method=settings(tmp_path, target_patterns=("mlp", "embed_tokens")))
 
 
@@ -502,7 +502,7 @@ def test_keep_energy_keeps_as_few_directions_as_carry_it(world, tmp_path):
         shares = values.cumsum(0) / values.sum()
         num_kept = model.get_submodule(name).num_kept
         assert shares[num_kept - 1] >= 0.9 > (shares[num_kept - 2] if num_kept > 1 else 0)
-    with pytest.raises(ValueError, match=r"--osft-keep-energy 1.0: nothing is left to train"):
+    with pytest.raises(RunError, match=r"--osft-keep-energy 1\.0: "):
         build(path, world, method=settings(tmp_path, None, keep_energy=1.0, basis="activations", statistics=statistics))
 
 
@@ -522,11 +522,11 @@ def test_statistics_of_two_tasks_are_added_once_each(world, tmp_path):
         for statistics in (both, without_data):
             torch.testing.assert_close(statistics.covariance(name), expected)
     other = save_model(FAMILIES["phi3"], tmp_path / "other")
-    with pytest.raises(ValueError, match="statistics of another model"):
+    with pytest.raises(RunError, match=r"--osft-statistics: .* 32 inputs of model\.layers\.0\.self_attn\.qkv_proj: "):
         build(other, world, method=settings(tmp_path, basis="activations", statistics=both))
     file.write_text("nothing")
     for bad in (file, tmp_path / "missing.safetensors"):
-        with pytest.raises(ValueError, match=f"--osft-statistics {bad}"):
+        with pytest.raises(RunError, match=f"--osft-statistics {bad}: "):
             watch(path, world, None, statistics_file=bad)
 
 
@@ -546,7 +546,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_model_loads(world, tmp_
     (tmp_path / "old.arrow.meta.json").write_text(json.dumps(sidecar))
     old = write_samples(tmp_path / "old.arrow", make_samples(12, vocab_size=VOCAB_SIZE))
     (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"--osft-calibration-data {old} was made with a different tokenizer"):
+    with pytest.raises(ValueError, match=f"--osft-calibration-data {old} .*tokenizer than --data-path"):
         train_run(
             1, world, tmp_path, tmp_path / "run", model=model, data=data, osft_calibration_data=old,
             osft_basis="activations",

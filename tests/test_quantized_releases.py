@@ -125,7 +125,7 @@ def test_mxfp4_trains_on_one_rank_and_two_and_through_a_kill_as_the_model_that_i
     release, plain = make_inputs("mxfp4", tmp_path)
     with caplog.at_level("INFO", logger="mini_trainer"):
         export = train(world, release, tmp_path / "one")
-    assert "model: quantized (mxfp4); weights are dequantized to bfloat16, then trained and exported" in caplog.text
+    assert re.search(r"model: quantized \(mxfp4\).* bfloat16", caplog.text)
     assert_same_files(export / "model.safetensors", train(world, plain, tmp_path / "plain_run") / "model.safetensors")
     assert read_rows(tmp_path / "one") == read_rows(tmp_path / "plain_run")
 
@@ -205,33 +205,33 @@ def store_as(form: str):
 
 EXPERTS, MLP = "model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.down_proj"
 HOSTILE = [
-    ("mxfp4", drop(f"{EXPERTS}_scales"), f"{EXPERTS} is quantized, but {EXPERTS}_scales is missing"),
-    ("mxfp4", drop(f"{EXPERTS}_blocks"), f"{EXPERTS}_scales (1 in total): the weights that they belong to are missing"),
+    ("mxfp4", drop(f"{EXPERTS}_scales"), f"{EXPERTS}_scales is missing"),
+    ("mxfp4", drop(f"{EXPERTS}_blocks"), f"{EXPERTS}_scales (1 "),
     ("mxfp4", replace(f"{EXPERTS}_scales", torch.zeros(4, 64, 1, dtype=torch.uint8)), "[4, 64, 1] U8: MXFP4 needs"),
     ("mxfp4", replace(f"{EXPERTS}_scales", torch.zeros(4, 64, 3)), "[4, 64, 3] F32: MXFP4 needs U8"),
-    ("fp8", drop(f"{MLP}.weight_scale_inv"), f"{MLP}.weight is quantized, but {MLP}.weight_scale_inv is missing"),
-    ("fp8", drop(f"{MLP}.weight"), "the weights that they belong to are missing"),
-    ("fp8", replace(f"{MLP}.weight_scale_inv", torch.ones(4, 4)), "has scales [4, 4]; blocks of [16, 32] need"),
+    ("fp8", drop(f"{MLP}.weight_scale_inv"), f"{MLP}.weight_scale_inv is missing"),
+    ("fp8", drop(f"{MLP}.weight"), f"{MLP}.weight_scale_inv (1 "),
+    ("fp8", replace(f"{MLP}.weight_scale_inv", torch.ones(4, 4)), "[4, 4]; blocks of [16, 32]"),
     ("fp8", configure(weight_block_size=[128]), "weight_block_size is [128]"),
     ("fp8", configure(weight_block_size=[0, 16]), "weight_block_size is [0, 16]"),
-    ("fp8", configure(weight_block_size=[128, 128]), "blocks of [128, 128] need [1, 1]"),
-    ("fp8", lambda weights, config: config.pop("quantization_config"), "stored as F8_E4M3, but the config has no qua"),
-    ("fp8", configure(quant_method="hqq"), "quantized by 'hqq', which cannot be dequantized here (mxfp4, fp8,"),
-    ("fp8", configure(quant_method=None), "quantized by 'None', which cannot"),
-    ("fp8", lambda weights, config: config.update(quantization_config="fp8"), "'fp8', not a JSON object"),
+    ("fp8", configure(weight_block_size=[128, 128]), "[128, 128] need [1, 1]"),
+    ("fp8", lambda weights, config: config.pop("quantization_config"), "stored as F8_E4M3"),
+    ("fp8", configure(quant_method="hqq"), "quantized by 'hqq'"),
+    ("fp8", configure(quant_method=None), "quantized by 'None'"),
+    ("fp8", lambda weights, config: config.update(quantization_config="fp8"), "quantization_config is 'fp8'"),
     ("bitsandbytes nf4", drop(f"{MLP}.weight.absmax"), f"{MLP}.weight.absmax is missing"),
-    ("bitsandbytes nf4", drop(f"{MLP}.weight.quant_state.bitsandbytes__nf4"), "the weights that they belong to are"),
-    ("bitsandbytes nf4", replace(f"{MLP}.weight", torch.zeros(7, 1, dtype=torch.uint8)), "has 7 bytes and 128 scales"),
-    ("bitsandbytes int8", drop(f"{MLP}.SCB"), f"{MLP}.weight is quantized, but"),
-    ("bitsandbytes int8", replace(f"{MLP}.SCB", torch.ones(3)), "has scales [3], not one per row"),
-    ("compressed int4", drop(f"{MLP}.weight_scale"), "weight_packed"),
-    ("compressed int4", drop(f"{MLP}.weight_packed"), f"{MLP} is quantized (pack-quantized), but {MLP}.weight_packed"),
-    ("compressed int4", replace(f"{MLP}.weight_scale", torch.ones(64, 2)), "has scales [64, 2], not [64, 3]"),
-    ("compressed int4", replace(f"{MLP}.weight_g_idx", torch.zeros(96, dtype=torch.int32)), "out of order"),
-    ("compressed int4", store_as("marlin-24"), "compressed-tensors' format marlin-24 cannot be dequantized here"),
-    ("compressed int4", configure(transform_config={"config_groups": {"u": {}}}), "also rotated (transform_config)"),
-    ("compressed int4", configure(config_groups={"group_0": {"weights": 3}}), "not valid for compressed-tensors"),
-    ("compressed fp8", drop(f"{MLP}.weight_scale"), f"{MLP}.weight is quantized, but {MLP}.weight_scale is missing"),
+    ("bitsandbytes nf4", drop(f"{MLP}.weight.quant_state.bitsandbytes__nf4"), f"{MLP}.weight.quant_map (2 "),
+    ("bitsandbytes nf4", replace(f"{MLP}.weight", torch.zeros(7, 1, dtype=torch.uint8)), "has 7 bytes"),
+    ("bitsandbytes int8", drop(f"{MLP}.SCB"), "SCB is missing"),
+    ("bitsandbytes int8", replace(f"{MLP}.SCB", torch.ones(3)), "has scales [3]"),
+    ("compressed int4", drop(f"{MLP}.weight_scale"), f"{MLP}.weight_packed, "),
+    ("compressed int4", drop(f"{MLP}.weight_packed"), f"{MLP}.weight_packed is missing"),
+    ("compressed int4", replace(f"{MLP}.weight_scale", torch.ones(64, 2)), "[64, 2], not [64, 3]"),
+    ("compressed int4", replace(f"{MLP}.weight_g_idx", torch.zeros(96, dtype=torch.int32)), f"{MLP}.weight_g_idx: "),
+    ("compressed int4", store_as("marlin-24"), "format marlin-24 "),
+    ("compressed int4", configure(transform_config={"config_groups": {"u": {}}}), "rotated (transform_config)"),
+    ("compressed int4", configure(config_groups={"group_0": {"weights": 3}}), "config_groups.group_0."),
+    ("compressed fp8", drop(f"{MLP}.weight_scale"), f"{MLP}.weight_scale is missing"),
 ]  # fmt: skip
 
 
@@ -248,10 +248,12 @@ def test_a_release_that_is_not_whole_is_refused_before_anything_large_is_read(ki
         read_weights(load_source(path), TextFamily())
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes int8", "compressed fp8"])
-def test_a_package_that_is_not_installed_is_named(kind, releases, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "package"), [("bitsandbytes int8", "bitsandbytes"), ("compressed fp8", "compressed-tensors")]
+)
+def test_a_package_that_is_not_installed_is_named(kind, package, releases, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package .* not installed: pip install \w"):
+    with pytest.raises(ValueError, match=f"pip install {package}$"):
         load_source(releases[kind])
 
 
@@ -259,7 +261,7 @@ def test_bitsandbytes_transposed_weights_are_refused(tmp_path):
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64, dtype="bfloat16")
     save_bf16(config, tmp_path)
     rewrite(tmp_path, {"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda name, weight: {name: weight})
-    with pytest.raises(ValueError, match=r"of Conv1D.* transposed"):
+    with pytest.raises(ValueError, match=r"Conv1D"):
         read_weights(load_source(tmp_path), TextFamily())
 
 
@@ -273,5 +275,5 @@ def test_the_message_names_the_release_before_quantization(tmp_path):
     config = json.loads((tmp_path / "model-AQLM" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "aqlm", "bits": 4}
     (tmp_path / "model-AQLM" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"use the bf16 release, whose name may be model$"):
+    with pytest.raises(ValueError, match=r"'aqlm', .* model$"):
         load_source(tmp_path / "model-AQLM")

@@ -220,11 +220,11 @@ def test_the_models_config_decides_where_the_option_does_not(data_path, world, t
 
 def test_a_loss_over_the_global_batch_needs_a_loss(paths, data_path, world, tmp_path):
     options = options_of(paths["mixtral"], data_path) | dict(router_aux_loss=0.0, router_loss_over="global-batch")
-    with pytest.raises(ValueError, match=r"--router-loss-over global-batch has no effect without a load-balancing"):
+    with pytest.raises(ValueError, match=r"--router-loss-over global-batch .*--router-aux-loss"):
         train_here(world, **options, output_dir=str(tmp_path / "run"))
 
 
 def test_models_without_experts_are_refused_by_name(data_path, tmp_path):
     path = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "model"))
     result = run_forked(0, "train.py", *flags(**options_of(str(path), data_path), output_dir=tmp_path / "run"))
-    assert result.returncode == 2 and "no auxiliary loss of experts for model type 'qwen3'" in result.stderr
+    assert result.returncode == 2 and "auxiliary loss" in result.stderr and "'qwen3'" in result.stderr

@@ -1,6 +1,7 @@
 """A server's reasoning and tool calls are kept, in the form of rows, and another server is noticed."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_answers_without_content_are_reported(server, world, tmp_path, caplog):
     server.complete = lambda body: respond({"content": None, "reasoning_content": THOUGHT}, finish="length")
     lines = run(world, server, tmp_path)
     assert [line["message"]["reasoning_content"] for line in lines] == [THOUGHT, THOUGHT]
-    assert "2 of 2 answers are empty; 2 of them have only reasoning (under `message`)" in caplog.text
+    assert re.search(r"2 of 2 answers .* 2 .*`message`", caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_answers_without_content_are_reported(server, world, tmp_path, caplog):
 def test_calls_and_reasoning_that_are_none_name_the_server(message, server, world, tmp_path):
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     server.complete = lambda body: dict(id="1", object="chat.completion", created=1, model="m", choices=[choice])
-    with pytest.raises(ValueError, match=r"--model m: returned no answer to prompts.jsonl:1"):
+    with pytest.raises(ValueError, match=r"--model m: .* prompts\.jsonl:1: "):
         run(world, server, tmp_path)
 
 
@@ -156,7 +157,7 @@ SERVED = {"id": "m", "object": "model", "created": 1, "root": "/models/a", "max_
 def test_another_server_is_noticed_on_resume(now, listed, difference, server, world, tmp_path, caplog):
     server.models = [{"id": "other"}, SERVED]
     interrupt_after_one(server, fingerprint="f1")
-    with pytest.raises(ValueError, match="returned no answer"):
+    with pytest.raises(ValueError, match=r"--model m: .* prompts\.jsonl:2: "):
         run(world, server, tmp_path)
     (line,) = read_lines(tmp_path / "answers.jsonl.part0")
     assert line["served_by"] == dict(model="m", system_fingerprint="f1", root="/models/a", max_model_len=4096)
@@ -164,11 +165,11 @@ def test_another_server_is_noticed_on_resume(now, listed, difference, server, wo
     server.complete = lambda body: respond({"content": "43"}, **dict(fingerprint="f1") | now)
     if difference is None:
         assert [one["answer"] for one in run(world, server, tmp_path)] == ["42", "43"]
-        assert ("server has changed between answers" in caplog.text) == ("fingerprint" in now)
+        assert ("has changed" in caplog.text) == ("fingerprint" in now)
         server.shutdown()  # a complete file needs no server
         assert len(run(world, server, tmp_path)) == 2
         return
-    with pytest.raises(ValueError, match=rf"answers.jsonl: earlier answers are from another server.*\({difference}\)"):
+    with pytest.raises(ValueError, match=rf"answers\.jsonl: .*another server.*\({difference}\)"):
         run(world, server, tmp_path)
     assert read_lines(tmp_path / "answers.jsonl.part0") == [line]
 
@@ -191,4 +192,4 @@ def test_another_server_is_refused_in_one_line(server, tmp_path):
     (tmp_path / "a.jsonl.part0").write_text(json.dumps(json.loads(first) | {"served_by": {"model": "m"}}) + "\n")
     done = run_forked(0, "generate.py", *run_words, *flags(prompts=prompts))
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "earlier answers are from another server" in done.stderr
+    assert f"{tmp_path / 'a.jsonl'}: " in done.stderr and "another server" in done.stderr

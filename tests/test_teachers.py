@@ -252,12 +252,12 @@ def test_an_adapter_on_its_base_is_a_teacher(models, world, tmp_path):
         np.testing.assert_allclose(file[row]["nll"], -top.values, rtol=1e-3)
     assert not torch.equal(read_logits(load(models[1]), data.read(0))[0], read_logits(teacher, data.read(0))[0])
     train_on(1, world, **make_options(tmp_path, models))
-    with pytest.raises(ValueError, match=r"was made with other teacher"):
+    with pytest.raises(ValueError, match=r"scores\.json: .*other teacher"):
         score_here(world, models[1], path)
     tokenizer = AutoTokenizer.from_pretrained(models[1])
     tokenizer.add_tokens([f"<|added_{i}|>" for i in range(VOCAB_SIZE + 1 - len(tokenizer))])
     tokenizer.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"289 entries, the model 288 embeddings: merge the adapter"):
+    with pytest.raises(ValueError, match=r"--model .* 289 .* 288 .*merge-adapter"):
         score_here(world, tmp_path / "adapter", path)
 
 
@@ -285,7 +285,7 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
     part = Path(f"{file}.part")
     with open(part, "ab") as torn:
         torn.write(b"torn in the middle of a record")
-    with pytest.raises((ValueError, RunError), match="other top k"):
+    with pytest.raises(ValueError, match=r"part\.json: .*other top k"):
         score_here(world, models[1], path, top_k=4)
 
     def cut_before(writer: ScoreWriter, first: int, *args: object) -> None:
@@ -295,7 +295,7 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
 
     monkeypatch.setattr(ScoreWriter, "write", cut_before)
     begun = part.read_bytes()
-    with pytest.raises((ValueError, RunError), match="another process writes it, too"):
+    with pytest.raises(RunError, match=r"scores\.part: another process"):
         score_here(world, models[1], path)
     part.write_bytes(begun)
     monkeypatch.setattr(ScoreWriter, "write", original)
@@ -304,11 +304,11 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
     file.write_bytes(whole.read_bytes()[:-9])
     score_here(world, models[1], path)  # made again, as training asks for
     assert file.read_bytes() == whole.read_bytes()
-    with pytest.raises((ValueError, RunError), match="was made with other teacher"):
+    with pytest.raises(ValueError, match=r"scores\.json: .*other teacher"):
         score_here(world, models[0], path)
     score_here(world, models[0], path, name="another")
     Path(f"{path}.meta.json").unlink()
-    with pytest.raises((ValueError, RunError), match="nothing says which tokenizer it was made with"):
+    with pytest.raises(ValueError, match=r"data\.arrow: .*data\.arrow\.meta\.json"):
         score_here(world, models[0], path, name="third")
 
 
@@ -444,7 +444,7 @@ def test_the_start_as_a_teacher_of_some_data_sets(models, world, tmp_path):
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     card = (tmp_path / "run/hf_format/samples_16/README.md").read_text()
-    assert "its start as teacher (forward-kl, weights 0, 0.7, 0.2, temperature 1)" in card
+    assert "teacher (forward-kl, weights 0, 0.7, 0.2, temperature 1)" in card
 
 
 def test_one_weight_for_all_data_sets_is_that_weight_for_each(models, world, tmp_path):
@@ -458,9 +458,9 @@ def test_one_weight_for_all_data_sets_is_that_weight_for_each(models, world, tmp
 @pytest.mark.parametrize(
     ("data_path", "weights", "problem"),
     [
-        (("a", "b"), (0.5, 0.1, 0.2), "--teacher-weight: 3 numbers for the 2 data sets of --data-path: give one for"),
-        (("a",), (0.5, 0.1), "--teacher-weight: 2 numbers for a single data set"),
-        (("a", "b"), (0.5, 1.5), "--teacher-weight 0.5 1.5: must be from 0 to 1"),
+        (("a", "b"), (0.5, 0.1, 0.2), "--teacher-weight: 3 numbers"),
+        (("a",), (0.5, 0.1), "--teacher-weight: 2 numbers"),
+        (("a", "b"), (0.5, 1.5), "--teacher-weight 0.5 1.5: "),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(data_path, weights, problem):
@@ -601,30 +601,30 @@ def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_p
         assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert (first["teacher_kl"] is not None) == has_scores
         card = (output_dir / "hf_format" / "samples_24" / "README.md").read_text()
-        assert "| causal-lm with teacher t (forward-kl, weight 0.6, temperature 1) |" in card
+        assert " teacher t (forward-kl, weight 0.6, temperature 1) |" in card
         assert ("| teacher kl |" in card) == ("  teacher kl " in caplog.text) == has_scores
 
 
 def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
     path = write_data(tmp_path / "data.arrow", models[0])
-    with pytest.raises(ValueError, match=r"there are no scores of .*data\.arrow: mini-trainer score-data"):
+    with pytest.raises(ValueError, match=r"data\.arrow: mini-trainer score-data --data-path .* --name teacher "):
         train_on(1, world, **make_options(tmp_path, models))
     score_here(world, models[1], path, top_k=1)
-    with pytest.raises(ValueError, match="made with other temperatures"):
+    with pytest.raises(ValueError, match=r"--teacher-scores teacher: .*--teacher-temperature"):
         train_on(1, world, **make_options(tmp_path, models, teacher_temperature=2.0))
-    with pytest.raises(ValueError, match="--top-k 2 or more"):
+    with pytest.raises(ValueError, match=r"--teacher-scores teacher: .*--top-k 2"):
         train_on(1, world, **make_options(tmp_path, models, teacher_divergence="masked-kl"))
     sidecar = Path(f"{path}.teacher.scores.json")
     sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | dict(max_token_id=VOCAB_SIZE)))
-    with pytest.raises(ValueError, match=f"names token id {VOCAB_SIZE}, beyond the model's vocabulary"):
+    with pytest.raises(ValueError, match=rf"teacher\.scores: .*token id {VOCAB_SIZE}, "):
         train_on(1, world, **make_options(tmp_path, models))
     write_data(path, models[0], seed=9)
-    with pytest.raises(ValueError, match="its scores are of other data"):
+    with pytest.raises(ValueError, match=r"teacher\.scores: .*other data"):
         train_on(1, world, **make_options(tmp_path, models))
     for key, what in {"tokenizer_fingerprint": "tokenizer", "chat_template_fingerprint": "chat template"}.items():
         sidecar = json.loads(Path(f"{path}.meta.json").read_text())
         Path(f"{path}.meta.json").write_text(json.dumps(sidecar | {key: "0" * 64}))
-        with pytest.raises(ValueError, match=f"was made with another {what} than"):
+        with pytest.raises(ValueError, match=rf"data\.arrow: .*another {what} "):
             score_here(world, models[1], path, name="other")
         Path(f"{path}.meta.json").write_text(json.dumps(sidecar))
 
@@ -639,7 +639,7 @@ def test_the_teacher_may_read_other_prompts(models, world, tmp_path):
     name = "data.arrow.teacher.scores"
     assert (tmp_path / name).read_bytes() == (tmp_path / "seen.arrow.teacher.scores").read_bytes()
     write_data(seen, models[0], seed=1)
-    with pytest.raises((ValueError, RunError), match=r"seen\.arrow: row 1: trains other tokens"):
+    with pytest.raises(RunError, match=r"seen\.arrow: row 1: .*tokens"):
         score_here(world, models[1], path, teacher_data=(str(seen),), name="other")
 
 
@@ -651,4 +651,4 @@ def test_a_plan_counts_a_teacher_that_reads_each_row(models, elsewhere, tmp_path
         for own in (dict(teacher_weight=()), dict(teacher_model=str(models[1])))
     )
     assert (plain[0], taught[0]) == (ExitCode.DONE, ExitCode.DONE)
-    assert "teacher: a forward pass in each step" in taught[1] and "teacher:" not in plain[1]
+    assert "teacher: " in taught[1] and "teacher:" not in plain[1]

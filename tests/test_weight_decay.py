@@ -102,7 +102,7 @@ def test_rates_and_decays_of_patterns_are_read_as_written():
     assert parse_rate("*.a=b=:0") == ("*.a=b", None, 0.0)
     assert parse_rate("x=0:0.5") == ("x", 0.0, 0.5)
     for text in ("x", "=1", "x=", "x=:", "x=1:", "x=-1", "x=1:-1", "x=1:nan", "x=inf", "x=1:2:3", "x=a"):
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}: must be a pattern of names with a learning rate"):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}: "):
             parse_rate(text)
 
 
@@ -148,7 +148,7 @@ def test_adapters_on_some_blocks_have_these_blocks_rates():
     assert len(rates) == 2 and {own.rate for own in rates.values()} == {0.5**2}
     model.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="--layer-lr-decay: no trained parameter belongs to a numbered block"):
+    with pytest.raises(ValueError, match="--layer-lr-decay: "):
         choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
 
 
