@@ -122,7 +122,7 @@ def test_a_rank_that_raises_is_named_first_and_once(rank, ranks):
     group.wait_until_gone()
     check_outcome(group, ExitCode.FAILED, rank, "RuntimeError: the third wheel came off")
     assert group.stderr().count("Traceback") == 1
-    assert (f"rank 2 on {socket.gethostname()}: failed in step" in group.stderr()) == (rank == 2)
+    assert (f"error: rank 2 on {socket.gethostname()}: " in group.stderr()) == (rank == 2)
 
 
 def test_what_a_user_can_mend_has_no_traceback(ranks):
