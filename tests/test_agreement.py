@@ -99,7 +99,7 @@ def test_ranks_that_all_differ_are_counted_and_agreeing_ones_are_one_kind():
     entries = [{"data": {"size": str(rank)}} for rank in range(NUM_RANKS)]
     kinds = find_kinds([hash_groups(groups) for groups in entries])
     message = describe_differences([Account(rank, "here", entries[rank]) for rank in range(4)], kinds)
-    assert f"ranks 4-{NUM_RANKS - 1} differ in further ways" in message
+    assert f"ranks 4-{NUM_RANKS - 1}" in message
     assert len(message) < 1000
     assert find_kinds([hash_groups(entries[0])] * NUM_RANKS) == {0: list(range(NUM_RANKS))}
 
@@ -108,8 +108,10 @@ def test_missing_ranks_are_named_with_the_hosts_that_are_known():
     present = [rank for rank in range(NUM_RANKS) if rank // 8 != 2 and rank != 1003]
     arrived = "".join(f"{rank} node{rank // 8}\n" for rank in present)
     text = describe_missing(arrived, NUM_RANKS, 8)
-    assert text == "ranks 16-23 (node 2, no rank has joined), rank 1003 (node125) (9 of 1024 ranks missing)"
-    assert "and those of 120 more nodes" in describe_missing("", NUM_RANKS, 8)
+    assert re.findall(r"ranks? [\d-]+|node ?\d+|9 of 1024", text) == [
+        "ranks 16-23", "node 2", "rank 1003", "node125", "9 of 1024"
+    ]  # fmt: skip
+    assert "120 more nodes" in describe_missing("", NUM_RANKS, 8)
 
 
 def test_open_files_grow_with_the_ranks_and_their_groups():
@@ -266,7 +268,7 @@ def test_a_data_set_without_a_recorded_hash_opens_and_one_of_another_size_does_n
     sidecar = Path(f"{data}.meta.json")
     content = json.loads(sidecar.read_text())
     shutil.copy(other, data)
-    with pytest.raises(ValueError, match=r"a\.arrow: [\d,]+ bytes, but .*a\.arrow\.meta\.json says [\d,]+: it was"):
+    with pytest.raises(ValueError, match=r"a\.arrow: [\d,]+ bytes.*a\.arrow\.meta\.json"):
         TokenizedData(data)
     del content["file"]  # as an older version wrote it
     sidecar.write_text(json.dumps(content))
@@ -305,7 +307,7 @@ def check_told(stderr: str, *differences: str) -> None:
     """Every rank has printed the same message with these lines."""
     host = socket.gethostname()
     for prefix in (r"^error: ", r"^(?:\[rank 1\] error|error: rank 1 on \S+): "):
-        found = re.search(rf"{prefix}(the ranks differ.*?may differ)$", stderr, re.MULTILINE | re.DOTALL)
+        found = re.search(rf"{prefix}(.*?running\.md.*?)$", stderr, re.MULTILINE | re.DOTALL)
         assert found is not None, stderr
         for difference in differences:
             name, first, second = difference.split("|")
@@ -338,8 +340,8 @@ def test_a_rank_that_only_plans_ends_all_at_once(planning_rank, root, tmp_path):
 @pytest.mark.slow
 def test_a_mistyped_flag_of_one_rank_is_told_once(root, tmp_path):
     stderr = run_differing(root, tmp_path, [], ["--sed", "7"], data_path=root / "data.arrow", max_steps=1)
-    assert "[rank 1] error: unknown option --sed; did you mean --seed?" in stderr
-    assert len(re.findall(r"--sed\b", stderr)) == 1, stderr
+    (line,) = [line for line in stderr.splitlines() if re.search(r"--sed\b", line)]
+    assert line.startswith("[rank 1] error: ") and "--seed" in line, stderr
 
 
 @pytest.mark.slow
@@ -348,10 +350,7 @@ def test_ranks_with_other_data_end_at_once(name, root, tmp_path):
     words = [["--data-path", str(root / f"{name}.arrow")] for name in ("data", name)]
     stderr = run_differing(root, tmp_path, *words, max_steps=2, batch_size=8)
     if name == "nothing":  # which one rank notices before there is anything to compare
-        assert (
-            f"error: rank 1 on {socket.gethostname()}: --data-path {root / 'nothing.arrow'}: there is no such file"
-            in stderr
-        )
+        assert f"error: rank 1 on {socket.gethostname()}: --data-path {root / 'nothing.arrow'}: " in stderr
         return
     check_told(stderr)
     assert re.search(r"data: --data-path, data set 1, SHA-256 of sampled blocks: \w{16} on rank 0", stderr)
@@ -362,8 +361,8 @@ def test_a_rank_that_is_late_is_named_and_ends_the_run(root, tmp_path):
     common = dict(data_path=root / "data.arrow", max_steps=2, start_timeout=4)
     stderr = run_differing(root, tmp_path, [], ["sleep=100"], **common)
     where = f"rank 1 ({socket.gethostname()}) (1 of 2 ranks missing)"
-    assert f"[rank 0] still waiting at startup for {where}" in stderr
-    assert f"error: {where} did not join within 4 s (--start-timeout)" in stderr
+    assert re.search(rf"^\[rank 0\] .*{re.escape(where)}, .*--start-timeout 4$", stderr, re.MULTILINE), stderr
+    assert re.search(rf"^error: {re.escape(where)} .* 4 s \(--start-timeout\)", stderr, re.MULTILINE), stderr
 
 
 def test_a_line_of_code_and_a_library_of_another_version_differ(tmp_path, monkeypatch):
@@ -422,9 +421,7 @@ def test_ranks_start_under_a_low_soft_limit_of_open_files_and_not_under_a_low_ha
     assert result.returncode == 0, result.stderr
     result = run_forked(4, *limited, "60", *train, "--output-dir", tmp_path / "hard", timeout=120)
     assert result.returncode != 0
-    assert f"error: 4 ranks need up to {count_open_files(4)} open files in a process, and the hard limit is 60" in (
-        result.stderr
-    )
+    assert re.search(rf"^error: 4 ranks .*{count_open_files(4)} open files.* 60 ", result.stderr, re.MULTILINE)
 
 
 @pytest.mark.long
@@ -434,8 +431,9 @@ def test_a_plan_warns_where_the_hard_limit_of_open_files_is_too_low(root, tmp_pa
     plan = ["train.py", *words, "--max-steps", "1", "--dry-run", "--plan-world-size"]
     for num_ranks, is_too_many in ((200, True), (100, False)):
         result = run_forked(0, "tests/workers/few_files.py", "300", "400", *plan, str(num_ranks), timeout=120)
-        warning = f"warning: {num_ranks:,} ranks need up to {count_open_files(num_ranks):,} open files in a process"
-        assert (f"{warning}, and the hard limit is 400" in result.stdout) == is_too_many, result.stderr
+        warning = rf"^warning: {num_ranks:,} ranks .*{count_open_files(num_ranks):,} open files.* 400 "
+        assert bool(re.search(warning, result.stdout, re.MULTILINE)) == is_too_many, result.stderr
+        assert ("open files" in result.stdout) == is_too_many
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Callbacks: the order of their calls, their answers on all ranks, their errors, and what cannot be one."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,9 +93,8 @@ def test_the_order_of_calls_on_two_ranks(inputs, tmp_path):
 
 def test_a_stop_that_is_asked_for_ends_the_next_step_and_the_resumed_run_is_the_same(play, undisturbed):
     run, code, reason = play({"step 2": ["STOP"]})
-    assert (code, reason) == (
-        ExitCode.STOPPED_BY_USER, f"stopped after step 3: a callback ({SCRIPTED}, on_step after step 2); saved",
-    )  # fmt: skip
+    assert code == ExitCode.STOPPED_BY_USER
+    assert re.fullmatch(rf"stopped after step 3: .*\({SCRIPTED}, on_step after step 2\); saved", reason)
     assert read_calls(run)[-3:] == ["step 3", "checkpoint step_3", "end a callback"]
     assert play({})[1:] == (ExitCode.DONE, "done")
     assert read_calls(run)[-4:] == ["start 3/4", "step 4", "checkpoint step_4", "end None"]
@@ -109,8 +109,8 @@ def test_a_checkpoint_and_an_export_are_made_once_after_the_next_step(play, undi
         "start 0/4", "step 1", "export samples_8", "step 2", "checkpoint step_2", "step 3", "checkpoint step_3",
         "export samples_24", "step 4", "checkpoint step_4", "end None",
     ]  # fmt: skip
-    late = f"too late, since answers need another step: {SCRIPTED}, on_step after step 4 asked for EXPORT"
-    assert late in caplog.text and "STOP" not in caplog.text
+    (late,) = [message for message in caplog.messages if message.startswith("warning: too late")]
+    assert f"{SCRIPTED}, on_step after step 4 asked for EXPORT" in late and "STOP" not in caplog.text
     check_equal(run, undisturbed)
 
 
@@ -125,7 +125,7 @@ def test_checkpoints_written_in_the_background_are_complete_when_callbacks_hear_
     [
         ("raise", "LookupError: scripted in step 1"),
         ("exit", "SystemExit: 3"),
-        ("return a text", "TypeError: a hook returned 'SAVE': must be None or a mini_trainer.Answer"),
+        ("return a text", "TypeError: a hook returned 'SAVE'"),
     ],
 )
 def test_an_error_ends_the_run_with_a_checkpoint_and_the_resumed_run_is_the_same(
@@ -133,8 +133,7 @@ def test_an_error_ends_the_run_with_a_checkpoint_and_the_resumed_run_is_the_same
 ):
     run, code, reason = play({"step 1": doing}, checkpoint_every_steps=STEPS)
     assert code == ExitCode.FAILED
-    assert reason.startswith(f"stopped after step 2: an error in a callback ({SCRIPTED}, on_step after step 1: {error}")
-    assert reason.endswith("; saved")
+    assert re.fullmatch(rf"stopped after step 2: .*\({SCRIPTED}, on_step after step 1: {error}.*; saved", reason)
     assert read_calls(run) == ["start 0/4", "step 1"]  # what has raised is not called again
     assert list_checkpoints(run) == {"step_2"}
     assert "Traceback" in caplog.text and f"{SCRIPTED}, on_step after step 1 raised" in caplog.text
@@ -152,11 +151,13 @@ def test_an_error_is_logged_once_per_kind_and_training_continues(play, undisturb
 
 
 def test_an_error_at_the_start_trains_nothing_and_one_at_the_end_is_no_success(play, inputs, tmp_path):
-    with pytest.raises(RunError, match=r"on_start after step 0: LookupError.*; no step was taken") as raised:
+    with pytest.raises(RunError, match=rf"{SCRIPTED}, on_start after step 0: LookupError") as raised:
         play({"start 0/4": "raise"}, "start")
     assert raised.value.code == ExitCode.FAILED and read_calls(tmp_path / "start") == ["start 0/4"]
     for call in ("end None", "checkpoint step_4"):
-        with pytest.raises(RunError, match="the run is done, but there was an error in a callback") as raised:
+        with pytest.raises(
+            RunError, match=rf"done.*\({SCRIPTED}, on_{call.split()[0]} after step 4: LookupError"
+        ) as raised:
             play({call: "raise"}, call)
         assert raised.value.code == ExitCode.FAILED
         assert json.loads((tmp_path / call / "training_params.json").read_text())["finished"] is not None
@@ -165,8 +166,8 @@ def test_an_error_at_the_start_trains_nothing_and_one_at_the_end_is_no_success(p
 def test_an_error_of_another_rank_ends_all_ranks_and_names_it(inputs, tmp_path):
     options = inputs | BASE | dict(output_dir=tmp_path / "run", callbacks=(SCRIPTED, ON_ALL))
     done = run_forked(2, "train.py", *flags(**options), env={SCRIPT: json.dumps({"step 2, rank 1": "raise"})})
-    told = f"stopped after step 3: an error in a callback (rank 1: {ON_ALL}, on_step after step 2: LookupError"
-    assert done.returncode == 1 and f"error: {told}" in done.stderr
+    told = rf"^error: stopped after step 3: .*\(rank 1: {ON_ALL}, on_step after step 2: LookupError"
+    assert done.returncode == 1 and re.search(told, done.stderr, re.MULTILINE)
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["code"] == ExitCode.FAILED
     assert list_checkpoints(tmp_path / "run") == {"step_2", "step_3"}
 
@@ -191,19 +192,19 @@ made = Good()
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("my_hooks:Goood", "my_hooks.py has no Goood; did you mean Good?"),
+        ("my_hooks:Goood", "my_hooks.py has no Goood; .*Good[?]"),
         ("my_hooks:Good.Outer", "my_hooks.py has no Good.Outer"),
-        ("my_hook:Good", "no module my_hook in the current directory, .*; did you mean my_hooks?"),
+        ("my_hook:Good", "no module my_hook .*my_hooks[?]"),
         ("my_hooks.inner:Good", "no module my_hooks.inner"),
-        ("my_hooks:Plain", "is not derived from mini_trainer.Callback"),
-        ("my_hooks:Callback", "overrides no hook; hooks are on_start, "),
-        ("my_hooks:made", "is an object: give its class, Good"),
-        ("my_hooks:NeedsArguments", "its constructor needs arguments .missing a required argument: 'url'.: derive"),
-        ("my_hooks:Elsewhere", "on_step_end is on_step here; hooks are on_start, on_step, "),
-        ("my_hooks:Misspelt", "on_validated is not a hook, did you mean on_validation?"),
-        ("broken:Good", r"broken cannot be imported: ModuleNotFoundError: No module named 'nowhere' .*line 1"),
-        ("invalid:Good", r"invalid cannot be imported: SyntaxError: invalid syntax .invalid.py, line 1.$"),
-        ("leaves:Good", "leaves cannot be imported: SystemExit: 5"),
+        ("my_hooks:Plain", "mini_trainer.Callback"),
+        ("my_hooks:Callback", "no hook; .*on_start, "),
+        ("my_hooks:made", "is an object: .*Good"),
+        ("my_hooks:NeedsArguments", "constructor .*'url'"),
+        ("my_hooks:Elsewhere", "on_step_end is on_step "),
+        ("my_hooks:Misspelt", "on_validated is not a hook, .*on_validation[?]"),
+        ("broken:Good", r"ModuleNotFoundError: .*'nowhere' \(.*broken\.py, line 1\)"),
+        ("invalid:Good", r"SyntaxError: invalid syntax \(invalid\.py, line 1\)$"),
+        ("leaves:Good", "SystemExit: 5"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_callback_is_refused_by_name(path, message, tmp_path, monkeypatch):
@@ -221,7 +222,7 @@ def test_a_callback_that_cannot_be_imported_ends_the_start_with_one_message(inpu
     options = inputs | BASE | dict(output_dir=tmp_path / "run")
     done = run_forked(0, "train.py", *flags(**options, callbacks=("nowhere:Hook", "scripted_callbacks:Hook")))
     assert done.returncode == ExitCode.BAD_INPUT and not (tmp_path / "run").exists()
-    assert "error: --callbacks nowhere:Hook: there is no module nowhere" in done.stderr
+    assert "error: --callbacks nowhere:Hook: " in done.stderr
     assert "\n  --callbacks scripted_callbacks:Hook: " in done.stderr
     assert "Traceback" not in done.stderr and "model: " not in done.stderr  # the model is not loaded yet
 
@@ -230,9 +231,9 @@ def test_a_callback_that_cannot_be_imported_ends_the_start_with_one_message(inpu
 def test_a_plan_reports_it_and_makes_no_object(inputs, elsewhere, play):
     options = inputs | BASE | dict(output_dir="unused")
     code, text = elsewhere(print_plan, options | dict(callbacks=("nowhere:Hook", UNMAKEABLE)))
-    assert code == ExitCode.BAD_INPUT and "--callbacks nowhere:Hook: there is no module nowhere" in text
+    assert code == ExitCode.BAD_INPUT and "--callbacks nowhere:Hook: " in text
     assert elsewhere(print_plan, options | dict(callbacks=(UNMAKEABLE,)))[0] == ExitCode.DONE
-    with pytest.raises(ValueError, match=f"--callbacks {UNMAKEABLE}: its constructor raised OSError: no disk .*, line"):
+    with pytest.raises(ValueError, match=f"--callbacks {UNMAKEABLE}: .*OSError: no disk .*, line"):
         play({}, callbacks=(UNMAKEABLE,))
 
 
@@ -250,7 +251,7 @@ def test_modules_beside_a_callback_are_the_users_whatever_they_are_called(inputs
     command = [sys.executable, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "model of the user options of the user sampler of the user train of the user <class 'mini_" in done.stdout
+    assert " ".join(f"{name} of the user" for name in names) + " <class 'mini_" in done.stdout
 
 
 def test_options_that_cannot_be_meant_are_found():
@@ -262,7 +263,8 @@ def test_options_that_cannot_be_meant_are_found():
     assert find(callback_errors="log") == ["--callback-errors: no effect without --callbacks"]
     assert find(callbacks=("a:B", "a:B")) == ["--callbacks a:B: given twice"]
     for path in ("a.b", "a/b.py:C", "a:", ":C", "a:b-c", "1a:B"):
-        assert find(callbacks=(path,)) == [f"--callbacks {path}: must be package.module:Class, such as hooks:Notify"]
+        (problem,) = find(callbacks=(path,))
+        assert problem.startswith(f"--callbacks {path}: ") and "package.module:Class" in problem
 
 
 def test_names_of_other_trainers_lead_to_hooks_and_every_hook_of_theirs_is_refused():
@@ -298,15 +300,15 @@ def test_classes_that_no_other_process_can_import_are_refused_by_name(monkeypatc
 
     monkeypatch.setattr(Local, "__module__", "__main__")
     for given, message in (
-        (Inner, r"Inner: the processes of the run cannot import it: move the class to the top level"),
-        (Local, r"__main__:Local: the processes .* %%writefile hooks.py"),
-        (Scripted(), "is an object: give its class, Scripted"),
-        (Untyped(), "is not derived from mini_trainer.Callback"),
-        (Untyped, "is not derived from mini_trainer.Callback"),
+        (Inner, "Inner: .* top level"),
+        (Local, "__main__:Local: .*%%writefile hooks.py"),
+        (Scripted(), "is an object: .*Scripted"),
+        (Untyped(), "mini_trainer.Callback"),
+        (Untyped, "mini_trainer.Callback"),
     ):
         with pytest.raises(BadInputError, match=message):
             make_train_words(TrainingArgs(**NEEDED, callbacks=[given]))
-    with pytest.raises(TypeError, match="give only one of them"):
+    with pytest.raises(TypeError, match=r"callbacks .*training_args"):
         run_training(TorchrunArgs(), TrainingArgs(**NEEDED, callbacks=[Scripted]), callbacks=[Scripted])
 
 
@@ -325,5 +327,5 @@ def test_a_callback_of_the_python_api_stops_its_run(inputs, tmp_path, monkeypatc
     args = TrainingArgs(**inputs, **BASE, output_dir=str(tmp_path / "run"), process_data=False)
     result = run_training(TorchrunArgs(), args, callbacks=[Stopping])
     assert (result.code, result.last_metrics["step"]) == (ExitCode.STOPPED_BY_USER, 2)
-    assert "a callback (stopping_hooks:Stopping, on_step after step 1)" in result.reason
+    assert "(stopping_hooks:Stopping, on_step after step 1)" in result.reason
     assert Answer.STOP == 4

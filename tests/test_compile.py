@@ -179,10 +179,10 @@ def fail(graph, inputs):
     [
         (
             miscompile("fw"),
-            r"computes something else once compiled: outputs or gradients differ by .* \(2 of 2",
+            r"computes .*\(2 of 2 ",
         ),
-        long(miscompile("bw"), "computes something else once compiled"),
-        (fail, "cannot be compiled: .*no compiler found"),
+        long(miscompile("bw"), "computes "),
+        (fail, "cannot .*no compiler found"),
     ],
 )
 def test_a_block_that_is_compiled_wrongly_is_refused_by_name(backend, reason, world, tmp_path, monkeypatch):
@@ -207,8 +207,7 @@ def test_a_recompilation_is_reported_once_with_its_reason(caplog, monkeypatch):
     for dtype in (torch.float64, torch.float16):
         assert torch.equal(double(torch.ones(4, dtype=dtype)), torch.full((4,), 2, dtype=dtype))
     (warning,) = list_warnings(caplog)
-    assert "Block was compiled again after its first micro-batch" in warning
-    assert "expected Float, actual Double" in warning
+    assert warning.startswith("warning: --compile: Block ") and "expected Float, actual Double" in warning
 
 
 def test_blocks_of_which_nothing_is_compiled_are_refused(world, tmp_path):
@@ -216,13 +215,13 @@ def test_blocks_of_which_nothing_is_compiled_are_refused(world, tmp_path):
     for compiled in model.compiled:
         compiled.compiled = compiled.function
     counters.clear()
-    with pytest.raises(ValueError, match=r"no effect: torch compiles no part of model\.layers\.0 \(Llama"):
+    with pytest.raises(ValueError, match=r"--compile .*no part .*model\.layers\.0 \(Llama"):
         check_compiled(model, CausalLM(), world=world)
 
 
 def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused(world, tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
-    with pytest.raises(ValueError, match="needs --attention flash_attn or varlen, not sdpa"):
+    with pytest.raises(ValueError, match=r"--activation-checkpointing selective .*--attention"):
         build(path, world, activation_checkpointing="selective", compile=True)
 
 

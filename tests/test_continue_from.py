@@ -1,6 +1,7 @@
 """A run in rounds is the run in one piece: each round has other data, and weights, moments and schedule continue."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tiny_pairs import write_pairs
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.world import World
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
@@ -105,7 +106,7 @@ def test_two_rounds_are_one_run_bit_for_bit(method, inputs, world, tmp_path):
     assert [path.name for path in (two / "hf_format").iterdir()] == [f"samples_{SIZE}"]
     params = json.loads((two / "training_params.json").read_text())
     card = (two / "hf_format" / f"samples_{SIZE}" / "README.md").read_text() if method != "lora" else ""
-    assert ("| trained before | 3 steps in other runs, to the checkpoint" in card) == (method != "lora")
+    assert ("| trained before | 3 steps " in card) == (method != "lora")
     assert params["continued_from"] == origin and params["resumed_from"] is None and params["first_step"] == 0
 
 
@@ -146,12 +147,12 @@ def test_a_killed_round_resumes_from_its_own_checkpoint(inputs, world, first, se
     with caplog.at_level("INFO", logger="mini_trainer"):
         run(world, inputs, two, "part_1", max_steps=STEPS, **changes)
     assert caplog.messages[0].startswith(f"resuming from {two}/checkpoints/step_2")
-    assert f"start: weights and optimizer state of {origin}, after 3 steps" in caplog.messages
+    assert any(re.match(rf"start: .*{re.escape(str(origin))}, .* 3 steps$", message) for message in caplog.messages)
     assert read_rows(two) == read_rows(second)
     check_same_checkpoint(*(path / "checkpoints" / f"step_{STEPS}" for path in (two, second)))
-    with pytest.raises(ValueError, match="was made with other continue-from"):
+    with pytest.raises(ValueError, match=r"step_3 .*continue-from"):
         run(world, inputs, two, "part_1", max_steps=STEPS)
-    with pytest.raises(ValueError, match="was made with other continue-from: it holds what was made by them"):
+    with pytest.raises(ValueError, match=r"step_3 .*continue-from: .*not even"):
         run(world, inputs, two, "part_1", max_steps=STEPS, allow_changed_options=True)
 
 
@@ -177,7 +178,7 @@ def test_data_learning_rate_and_model_directory_may_differ(inputs, world, first,
             )  # fmt: skip
         losses.append(read_rows(own)[0]["loss"])
     assert losses[0] == losses[1]
-    assert "schedule: this run's step 1 is step 4, with a learning rate of 0.001" in caplog.messages
+    assert any(re.match(r"schedule: .*step 1 .*step 4, .* 0\.001$", message) for message in caplog.messages)
 
 
 @pytest.mark.parametrize("method", [long("full"), "lora", long("osft")])
@@ -196,7 +197,7 @@ def test_the_start_as_a_teacher_is_the_checkpoint(method, inputs, world, tmp_pat
     kl = [row["teacher_kl"] for row in read_rows(whole)]
     assert abs(kl[0]) < 1e-6 and kl[1] > 1e-6
     damage(origin)
-    with pytest.raises(NoValidCheckpoint, match=r"--continue-from .*origin: is not valid: rank_00000"):
+    with pytest.raises(NoValidCheckpoint, match=r"--continue-from \S*origin: .*rank_00000"):
         run(world, inputs, whole, "part_1", max_steps=3, **taught)
 
 
@@ -214,31 +215,31 @@ def test_wrong_checkpoints_are_refused_by_name(inputs, world, first, second, tmp
             values = dict(max_steps=STEPS, continue_from=str(origin), output_dir=tmp_path / "run") | changes
             run(world, inputs, data="part_1", **values)
 
-    refuse(r"--continue-from \S*: is not a valid checkpoint .*manifest\.json is missing", first.parent.parent)
+    refuse(r"--continue-from \S*run: .*manifest\.json", first.parent.parent, RunError)
     damaged = shutil.copytree(first, tmp_path / "damaged")
     damage(damaged)
-    refuse("--continue-from .*damaged: is not valid: rank_00000.*SHA-256 differs", damaged, NoValidCheckpoint)
+    refuse(r"--continue-from \S*damaged: .*rank_00000.*SHA-256", damaged, NoValidCheckpoint)
     (damaged / "state.json").unlink()
-    refuse(r"is not a valid checkpoint .*: state\.json is missing", damaged)
-    refuse("is a checkpoint of --output-dir .*choose a new --output-dir", output_dir=first.parent.parent)
+    refuse(r"--continue-from \S*damaged: .*state\.json", damaged, RunError)
+    refuse(r"step_3: .*checkpoint of --output-dir", first, RunError, output_dir=first.parent.parent)
     for name, changes in {
-        r"lora \(False before, now True\)": dict(lora=True),
-        r"osft \(False before, now True\)": METHODS["osft"],
+        r"lora \(False .*True\)": dict(lora=True),
+        r"osft \(False .*True\)": METHODS["osft"],
         "optimizer": dict(optimizer="adamw8bit"),
         "master-weights": dict(master_weights="bfloat16"),
     }.items():
-        refuse(f"--continue-from .* was made with other {name}", **changes)
-    refuse(r"--schedule-steps 6: the run's 4 steps, after 3 .* continues, are 7: raise it", max_steps=4)
+        refuse(rf"--continue-from \S*step_3: .*other {name}", **changes)
+    refuse(r"--schedule-steps 6: .* 4 steps, after 3 .* 7: ", max_steps=4)
     other = FAMILIES["llama"].from_dict(FAMILIES["llama"].to_dict() | dict(num_hidden_layers=1, intermediate_size=56))
     model = save_tokenizer(save_model(other, tmp_path / "other"))
-    refuse("the model's .* is .* the checkpoint's", model_name_or_path=str(model))
+    refuse(r"step_3: .*mlp\.gate_proj\.weight .*\[56, 32\].*\[48, 32\]", model_name_or_path=str(model))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_adapters_belong_to_their_model(inputs, world, tmp_path):
     one = run(world, inputs, tmp_path / "one", "part_0", max_steps=1, lora=True)
     other = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "other", seed=5))
-    with pytest.raises(ValueError, match=r"--continue-from .* was made with other model: a run with its weights"):
+    with pytest.raises(ValueError, match=r"--continue-from \S*step_1: .*other model: "):
         run(
             world, inputs | dict(model_name_or_path=str(other)), tmp_path / "run", "part_1", max_steps=1, lora=True,
             continue_from=str(one / "checkpoints" / "step_1"),
@@ -251,19 +252,19 @@ def test_adapters_belong_to_their_model(inputs, world, tmp_path):
         (dict(schedule_steps=None), "--continue-from with --lr-scheduler cosine needs --schedule-steps"),
         (dict(lr_scheduler="constant_with_warmup", warmup_ratio=0.1, num_warmup_steps=0, schedule_steps=None),
          "--continue-from with --warmup-ratio needs --schedule-steps"),
-        (dict(lr_scheduler="constant_with_warmup"), "--schedule-steps has no effect with --lr-scheduler constant_with"),
-        (dict(resume="some/step_3"), "--continue-from and --resume some/step_3 both name a checkpoint"),
-        (dict(schedule_steps=0), "--schedule-steps 0: must be at least 1"),
+        (dict(lr_scheduler="constant_with_warmup"), "--schedule-steps .*--lr-scheduler constant_with"),
+        (dict(resume="some/step_3"), "--continue-from and --resume some/step_3 "),
+        (dict(schedule_steps=0), "--schedule-steps 0: "),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_refused(changes, problem):
     values = SHARED | dict(continue_from="c/step_1", max_steps=1, model_name_or_path="m", data_path="d", output_dir="o")
     (found,) = find_problems(group_options(TrainOptions, **(values | changes)))
-    assert found.startswith(problem)
+    assert re.match(problem, found)
 
 
 def test_a_schedule_that_the_first_run_does_not_fit_in_is_refused(inputs, world, tmp_path):
-    with pytest.raises(ValueError, match="--schedule-steps 6: the run's 7 steps are more: raise it, or end"):
+    with pytest.raises(ValueError, match=r"--schedule-steps 6: .* 7 steps "):
         run(world, inputs, tmp_path / "run", "part_0", max_steps=7)
 
 
@@ -273,7 +274,7 @@ def test_a_plan_says_where_the_run_begins(inputs, first, tmp_path, elsewhere):
     values |= dict(output_dir=str(tmp_path / "run"), max_steps=STEPS, dry_run=True, continue_from=str(first))
     code, text = elsewhere(print_plan, values)
     assert code == ExitCode.DONE
-    assert f"start: weights and optimizer state of {first}, after 3 steps" in text
-    assert "schedule: this run's step 1 is step 4 of 6, with a learning rate of 0.00853553" in text
+    assert re.search(rf"^start: .*{re.escape(str(first))}, .* 3 steps$", text, re.MULTILINE)
+    assert re.search(r"^schedule: .*step 1 .*step 4 of 6, .* 0\.00853553$", text, re.MULTILINE)
     code, text = elsewhere(print_plan, values | dict(optimizer="adamw8bit"))
-    assert code == ExitCode.BAD_INPUT and "was made with other optimizer (adamw before, now adamw8bit)" in text
+    assert code == ExitCode.BAD_INPUT and re.search(r"optimizer \(adamw .* adamw8bit\)", text)

@@ -23,7 +23,7 @@ from mini_trainer.use.plots.figure import write_figure
 from mini_trainer.use.plots.run_files import open_runs
 
 LIMITED = ROOT / "tests" / "workers" / "limited.py"
-ROOM = r"File too large.*; (it needs (more than )?[0-9,]+ bytes, )?the disk has [0-9,]+ free"
+ROOM = r"File too large.*; .*[0-9,]+ free"
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def test_a_figure_that_finds_no_room_names_its_file(tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
 def test_other_errors_stay_what_they_are(number, tmp_path):
     path = tmp_path / "a"
-    message = rf"cannot write .*/a: {os.strerror(number)}; it needs 7 bytes, the disk has"
+    message = rf"cannot write .*/a: {os.strerror(number)}; .* 7 bytes, .* free"
     with pytest.raises(OSError, match=message), naming_failed_writes(path, parts=[path], needed_bytes=7):
         raise OSError(number, "from a library")
     with pytest.raises(PermissionError, match="mine"), naming_failed_writes(path, parts=[path]):
@@ -103,9 +103,7 @@ def test_only_runs_leave_room_to_spare(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("mini_trainer.data.stores.disk.shutil.disk_usage", lambda path: usage)
     make_aside(tmp_path / "mixed", 1000, what="the model", spare_bytes=0)
-    with pytest.raises(
-        OSError, match=r"no room for the model .*: it needs 1,001 bytes, the disk has 1,000 free; free some"
-    ):
+    with pytest.raises(OSError, match=r"the model \S*/mixed: .* 1,001 bytes, .* 1,000 "):
         make_aside(tmp_path / "mixed", 1001, what="the model", spare_bytes=0)
-    with pytest.raises(OSError, match=rf"it needs 10 bytes \(and {SPARE_BYTES:,} to spare\).*lower --keep-checkpoints"):
+    with pytest.raises(OSError, match=rf"/step_1: .* 10 bytes .*{SPARE_BYTES:,} .*--keep-checkpoints"):
         make_aside(tmp_path / "step_1", 10, what="the checkpoint")

@@ -11,6 +11,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import (
     CallbackOptions,
     CheckpointOptions,
@@ -41,7 +42,7 @@ def check(before: dict, now: dict, *, allow_changes: bool = False, needs_model: 
 def test_another_model_can_be_allowed_only_where_the_checkpoint_holds_all_weights():
     before, now = (IDENTITY | {"model": digit * 64} for digit in "01")
     assert check(before, now, allow_changes=True) == ["model"]
-    with pytest.raises(ValueError, match="made with other model: it holds what was made by them"):
+    with pytest.raises(ValueError, match=r"step_1 .*other model: "):
         check(before, now, allow_changes=True, needs_model=True)
 
 
@@ -49,13 +50,13 @@ def test_what_an_older_version_did_not_note_down_counts_as_the_default():
     before = {name: value for name, value in IDENTITY.items() if name not in ("osft-basis", OF_METHOD)}
     assert check(before, IDENTITY) == []
     assert check(before, IDENTITY | {OF_METHOD: ["f" * 64]}) == []  # which cannot be compared
-    with pytest.raises(ValueError, match=r"other osft-basis \(weights before, now activations\)"):
+    with pytest.raises(ValueError, match=r"osft-basis \(weights .* activations\)"):
         check(before, IDENTITY | {"osft-basis": "activations"})
 
 
 def test_changes_are_named_and_only_some_can_be_allowed():
     assert check(IDENTITY, IDENTITY) == []
-    with pytest.raises(ValueError, match=r"other seed \(42 before, now 7\): .*--allow-changed-options"):
+    with pytest.raises(ValueError, match=r"seed \(42 .* 7\): .*--allow-changed-options"):
         check(IDENTITY, IDENTITY | {"seed": 7})
     assert check(IDENTITY, IDENTITY | {"seed": 7}, allow_changes=True) == ["seed (42 before, now 7)"]
     for fixed in ({"osft-basis": "activations"}, {OF_METHOD: ["f" * 64]}):
@@ -85,7 +86,7 @@ def test_a_run_whose_directions_come_from_elsewhere_does_not_go_on(inputs, world
     train_here(world, **inputs, **run, **by_activations)
     train_here(world, **inputs | dict(max_steps=3), **run, **by_activations)
     for changes in (dict(osft_basis="activations", osft_calibration_data=older), dict(osft_basis="weights")):
-        with pytest.raises(ValueError, match="was made with other"):
+        with pytest.raises(ValueError, match=f"step_3 .*other {OF_METHOD}"):
             train_here(world, **inputs | dict(max_steps=4), **run, **changes)
         with pytest.raises(ValueError, match="not even --allow-changed-options"):
             train_here(world, **inputs | dict(max_steps=4, allow_changed_options=True), **run, **changes)
@@ -97,14 +98,14 @@ def test_an_importance_of_another_models_blocks_is_refused(inputs, world, tmp_pa
     train_here(world, **inputs, **run, **statistics, osft_calibration_data=inputs["data_path"],
                output_dir=str(tmp_path / "run"))  # fmt: skip
     other = str(save_tokenizer(save_model(FAMILIES["gpt2"], tmp_path / "model")))
-    with pytest.raises(ValueError, match="statistics of another model"):
+    with pytest.raises(RunError, match=r"--osft-statistics: .*c_attn"):
         train_here(world, **inputs | dict(model_name_or_path=other), **run, **statistics,
                    output_dir=str(tmp_path / "other"))  # fmt: skip
 
 
 def test_nothing_left_to_train_shows_before_any_decomposition(inputs, world, tmp_path):
     nothing = dict(osft=True, osft_unfreeze_rank_ratio=1e-12)
-    with pytest.raises(ValueError, match="--osft-unfreeze-rank-ratio 1e-12: nothing is left to train"):
+    with pytest.raises(RunError, match="--osft-unfreeze-rank-ratio 1e-12: "):
         train_here(world, **inputs | dict(osft_cache_dir=str(tmp_path / "cache")), **nothing,
                    output_dir=str(tmp_path / "run"))  # fmt: skip
     assert not (tmp_path / "cache").exists()
@@ -148,7 +149,7 @@ def test_the_datas_stop_token_ends_generation_in_the_export(
     (export,) = (tmp_path / "run" / "hf_format").iterdir()
     exported = AutoModelForCausalLM.from_pretrained(export)
     assert exported.generation_config.eos_token_id == exported.config.eos_token_id == expected
-    assert ("generation also ends with" in caplog.text) == (
+    assert ("exports: generation " in caplog.text) == (
         (isinstance(expected, list) and expected[0] == 3) or not published
     )
     exported_tokenizer = AutoTokenizer.from_pretrained(export)
@@ -161,7 +162,7 @@ def test_the_datas_stop_token_ends_generation_in_the_export(
 def test_a_run_that_only_times_steps_needs_no_export(inputs, world, tmp_path, caplog):
     plain = {name: value for name, value in inputs.items() if not name.startswith("osft")}
     train_here(world, **plain, save_final_checkpoint=False, output_dir=str(tmp_path / "run"))
-    assert "--no-save-final-checkpoint: the trained model will not be exported" in caplog.text
+    assert "--no-save-final-checkpoint: " in caplog.text
     assert not (tmp_path / "run" / "hf_format").exists()
 
 

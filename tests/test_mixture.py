@@ -1,6 +1,7 @@
 """Several data sets: drawn by their weights, a pure function of the position, on any ranks and after a resume."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, runs, world, tmp_pat
         shutil.rmtree(output_dir / "checkpoints" / f"step_{step}")
     shutil.rmtree(output_dir / "hf_format")
     changed = inputs | dict(output_dir=str(output_dir), data_weights=(0.4, 0.4, 0.2))
-    with pytest.raises(ValueError, match=r"other data-weights \(\[0.5, 0.3, 0.2\] before, now \[0.4, 0.4, 0.2\]\)"):
+    with pytest.raises(ValueError, match=r"data-weights \(\[0\.5, 0\.3, 0\.2\] .*\[0\.4, 0\.4, 0\.2\]\)"):
         train_here(world, **changed)
     train_here(world, **inputs, output_dir=str(output_dir))
     assert read_rows(output_dir) == read_rows(runs[1])
@@ -160,25 +161,25 @@ def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, runs, world, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(data_weights=(1, 2)), "--data-weights: 2 numbers for the 3 data sets of --data-path"),
-        (dict(data_weights=(1, 2, 0)), "--data-weights 1 2 0: must be above 0"),
-        (dict(data_path="one.arrow", data_weights=(1,)), "--data-weights has no effect on a single data set"),
-        (dict(data_weights=(), data_weights_by="tokens"), "--data-weights-by has no effect without --data-weights"),
+        (dict(data_weights=(1, 2)), r"--data-weights: 2 .* 3 .*--data-path"),
+        (dict(data_weights=(1, 2, 0)), "--data-weights 1 2 0: "),
+        (dict(data_path="one.arrow", data_weights=(1,)), "--data-weights .*single"),
+        (dict(data_weights=(), data_weights_by="tokens"), "--data-weights-by .*--data-weights"),
     ],
 )
 def test_weights_that_cannot_be_meant_are_refused(changes, problem, inputs):
     problems = find_problems(group_options(TrainOptions, **inputs | dict(output_dir="o") | changes))
-    assert [problem in found for found in problems] == [True]
+    assert [bool(re.match(problem, found)) for found in problems] == [True]
 
 
 def test_a_data_set_given_twice_or_made_otherwise_is_named(inputs, world, tmp_path):
     first = inputs["data_path"][0]
-    with pytest.raises(ValueError, match=r"given twice: .*a\.arrow; to make a data set count more"):
+    with pytest.raises(ValueError, match=r"twice: \S*a\.arrow; .*--data-weights"):
         train_here(world, **inputs | dict(data_path=(first,) * 3), output_dir=str(tmp_path / "run"))
     other = Path(shutil.copy(first, tmp_path / "other.arrow"))
     sidecar = dict(tokenizer_fingerprint="0" * 64, max_token_id=5)
     Path(f"{other}.meta.json").write_text(json.dumps(sidecar))
-    with pytest.raises(ValueError, match="was made with a different tokenizer"):
+    with pytest.raises(ValueError, match=r"--data-path \S*other\.arrow .*tokenizer"):
         train_here(
             world, **inputs | dict(data_path=(first, str(other)), data_weights=()), output_dir=str(tmp_path / "r")
         )

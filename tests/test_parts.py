@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import signal
 import time
 from pathlib import Path
@@ -20,8 +21,9 @@ from processes import ROOT
 
 from mini_trainer.data.rows import files as data_files
 from mini_trainer.data.rows import lines as data_lines
+from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.parts import Part, divide, list_parts, name_directory, read_results
+from mini_trainer.data.rows.parts import JoinedElsewhere, Part, divide, list_parts, name_directory, read_results
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.process import find_task
 from mini_trainer.options import replace_options
@@ -155,21 +157,21 @@ def test_a_part_names_the_line_of_the_file_and_leaves_nothing(model, small_secti
     rows = [chat(i) for i in range(200)]
     rows[150] = b"no row\n"
     source = write_rows(tmp_path / "in.jsonl", rows)
-    with pytest.raises(ValueError, match=r"1 of \d+ rows cannot be used:\n  in.jsonl:151: "):
+    with pytest.raises(ValueError, match=r"^1 of \d+ rows .*\n  in\.jsonl:151: "):
         process_data(options_for(model, source, tmp_path / "out.arrow", shard="3/4"))
     assert list((tmp_path / "out.arrow.parts").iterdir()) == []
     rows[150] = {"messages": chat(1)["messages"], "label": False}  # changes the training signal
     source = write_rows(tmp_path / "in.jsonl", rows)
-    with pytest.raises(ValueError, match=r"^in.jsonl:151: has 'label'"):
+    with pytest.raises(RefusedColumn, match=r"^in\.jsonl:151: .*'label'"):
         process_data(options_for(model, source, tmp_path / "out.arrow", shard="3/4"))
 
 
 def test_the_format_is_that_of_the_file_s_first_row(model, small_sections, tmp_path):
     rows = [{"text": "12 and"}, *(chat(i) for i in range(100)), *({"text": "30 and"} for _ in range(200))]
     source = write_rows(tmp_path / "in.jsonl", rows)
-    with pytest.raises(ValueError, match=r"in.jsonl:\d+: of another format than the file's: messages, but the first"):
+    with pytest.raises(ValueError, match=r"in\.jsonl:\d+: .*format .*messages, .*document"):
         process_data(options_for(model, source, tmp_path / "out.arrow", shard="2/4"))
-    with pytest.raises(ValueError, match=r"--text-field body: none of the first 7 rows of in.jsonl has it"):
+    with pytest.raises(ValueError, match=r"--text-field body: .* 7 rows .*in\.jsonl"):
         process_data(options_for(model, source, tmp_path / "out.arrow", shard="4/4", text_field="body"))
 
 
@@ -186,20 +188,18 @@ def made(model, small_sections, tmp_path):
 def test_what_is_not_a_part_of_this_data_set_is_refused_by_name(made, tmp_path, capsys):
     join = replace_options(made, join=True)
     directory = name_directory(tmp_path / "out.arrow")
-    with pytest.raises(ValueError, match=r"1 of 3 parts in .*\n  part 2/3 is not there yet: make it by --shard 2/3$"):
+    with pytest.raises(ValueError, match=r"^1 of 3 parts .*\n  part 2/3 is not .*--shard 2/3$"):
         process_data(join)
     process_data(replace_options(made, shard="2/3", max_sample_num_tokens=9))  # others are not: nothing is joined
-    assert "still to be made: 1/3, 3/3" in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
-    with pytest.raises(
-        ValueError, match="2/3 was made with another configuration: --max-sample-num-tokens was 9, is N"
-    ):
+    assert ": 1/3, 3/3\n" in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
+    with pytest.raises(ValueError, match=r"^1 of 3 parts .*\n  part 2/3 .*--max-sample-num-tokens was 9, is None"):
         process_data(join)
     process_data(replace_options(made, shard="1/4"))
-    with pytest.raises(ValueError, match="has parts of 3 and of 4: make all parts with the same number N"):
+    with pytest.raises(ValueError, match=r"--join: \S*out\.arrow\.parts .* of 3 and of 4: "):
         process_data(join)
     Part(directory, 1, 4).manifest.unlink()
     os.utime(tmp_path / "in.jsonl")
-    with pytest.raises(ValueError, match=r"1/3 was made with another configuration: the input in.jsonl has changed"):
+    with pytest.raises(ValueError, match=r"part 1/3 .*input in\.jsonl has changed"):
         process_data(join)
     assert not (tmp_path / "out.arrow").exists()
 
@@ -208,12 +208,12 @@ def test_damaged_parts_are_refused_and_made_again_alone(made, tmp_path, capsys):
     third = Part(name_directory(tmp_path / "out.arrow"), 3, COUNT)
     content = third.rows.read_bytes()
     third.rows.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"part 3/3: .* is damaged .*: remove it, and pass --shard 3/3 again"):
+    with pytest.raises(ValueError, match=r"part 3/3: \S*\.rows .*--shard 3/3 "):
         process_data(replace_options(made, shard="2/3"))
     assert not (tmp_path / "out.arrow").exists()
     third.rows.write_bytes(content[:-1])  # cut off: not there
     process_data(replace_options(made, shard="2/3"))
-    assert "part 2/3: already there" in capsys.readouterr().out
+    assert "part 2/3: already" in capsys.readouterr().out
     process_data(replace_options(made, shard="3/3"))
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.arrow", "out.arrow.meta.json"]
 
@@ -226,7 +226,7 @@ def test_a_part_that_runs_code_is_refused(made, tmp_path):
             return os.mkdir, (str(tmp_path / "made by a part"),)
 
     part.rows.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(ValueError, match=r"part 1/3: .* is damaged \(it holds posix.mkdir\)"):
+    with pytest.raises(ValueError, match=r"part 1/3: \S*\.rows .*posix\.mkdir"):
         list(read_results([part]))
     assert not (tmp_path / "made by a part").exists()
 
@@ -240,7 +240,7 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(made, tmp_path, monke
 
     pack = parts.pack_result
     monkeypatch.setattr(parts, "pack_result", change)
-    with pytest.raises(ValueError, match="part 2/3: an input file changed while it was read"):
+    with pytest.raises(ValueError, match=r"part 2/3: .*input .*changed"):
         process_data(replace_options(made, shard="2/3"))
     assert Part(name_directory(tmp_path / "out.arrow"), 2, COUNT).content is None
 
@@ -248,8 +248,8 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(made, tmp_path, monke
 def test_one_process_joins_at_a_time(made, tmp_path, capsys):
     lock = RunLock(name_directory(tmp_path / "out.arrow"))
     process_data(replace_options(made, shard="2/3"))  # as the other process: no failure, which would end both
-    assert "another process joins the parts: " in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
-    with pytest.raises(ValueError, match=r"--join: .*out.arrow.parts is in use by the run with pid"):
+    assert "process joins" in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
+    with pytest.raises(JoinedElsewhere, match=r"--join: \S*out\.arrow\.parts .*pid"):
         process_data(replace_options(made, join=True))
     lock.release()
     process_data(replace_options(made, join=True))
@@ -267,15 +267,15 @@ def test_a_part_that_others_joined_while_this_process_started_is_not_made_again(
 
     monkeypatch.setattr(program, "prepare", prepare_late)
     process_data(replace_options(made, shard="1/3"))
-    assert "part 1/3: another process has joined all parts" in capsys.readouterr().out
+    assert re.search(r"part 1/3: .*has joined .*out\.arrow", capsys.readouterr().out)
     assert (tmp_path / "out.arrow").exists() and not name_directory(tmp_path / "out.arrow").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("in.csv", r"in.csv: cannot be divided among 2 processes; .jsonl and local .parquet can"),
-        (None, "only files can be"),
+        ("in.csv", r"in\.csv: .* 2 processes; \.jsonl"),
+        (None, "only files .*--input-file"),
     ],
 )
 def test_rows_that_cannot_be_divided(name, reason, model, tmp_path):
@@ -290,16 +290,15 @@ def test_rows_that_cannot_be_divided(name, reason, model, tmp_path):
 @pytest.mark.parametrize("shard", ["0/8", "9/8", "3", "3/8/1", "a/b", "-1/8"])
 def test_shards_that_are_none(shard):
     (problem,) = find_problems(options_for(Path("m"), Path("in.jsonl"), Path("out.jsonl"), shard=shard))
-    assert problem == f"--shard {shard}: must be the number of a part, from 1, and the number of parts: 3/8"
+    assert problem.startswith(f"--shard {shard}: ")
 
 
 def test_joining_takes_no_shard():
     words = ["--input-file", "i", "--output-file", "o.arrow", "--model-name-or-path", "m"]
     options = parse_options(ProcessDataOptions, [*words, "--shard", "3/8"])
     assert options.shard == "3/8" and not options.join
-    assert find_problems(replace_options(options, join=True)) == [
-        "--shard has no effect with --join, which joins all parts"
-    ]
+    (problem,) = find_problems(replace_options(options, join=True))
+    assert problem.startswith("--shard ") and "--join" in problem
 
 
 @pytest.mark.parametrize(
@@ -363,12 +362,12 @@ def test_a_killed_part_is_made_again_alone_and_one_of_two_processes_joins(model,
 
     tasks = [Started(model, source, output, SLURM_PROCID=str(i), SLURM_STEP_NUM_TASKS="3") for i in (0, 2)]
     ended = [task.end() for task in tasks]
-    assert all(code == 0 and "still to be made: " in said for code, said in ended), ended
+    assert all(code == 0 and re.search(r"made: .*2/3", said) for code, said in ended), ended
     assert not output.exists() and leftover.exists()
 
     lock = RunLock(directory)
     code, said = Started(model, source, output, "--shard", "2/3").end()
-    assert code == 0 and "another process joins the parts" in said, said
+    assert code == 0 and "process joins" in said, said
     lock.release()
     joins = [Started(model, source, output, "--join") for _ in range(2)]
     ended = [join.end() for join in joins]

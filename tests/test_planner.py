@@ -106,11 +106,10 @@ def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
 def test_data_of_another_objective_is_one_problem_of_a_plan(objective, plan):
     code, text = plan(objective=objective)
     assert code == ExitCode.BAD_INPUT
-    said = f"--objective {objective}: the data was tokenized for causal-lm: give --objective causal-lm"
-    assert f"1 problem found\n  - {said}, or tokenize the data again\n" in text
+    assert re.search(rf"^1 problem found\n  - --objective {objective}: .*--objective causal-lm", text, re.MULTILINE)
 
 
-FEW = "the run has only 25 optimizer updates, in which a model learns little: lower --batch-size 8, raise --max-epochs"
+FEW = "only 25 optimizer updates"
 
 
 def test_few_updates_are_said_before_they_are_made(plan, inputs, world, tmp_path, caplog):
@@ -212,21 +211,21 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
     assert code == ExitCode.BAD_INPUT
     for problem in (
         "no weights",
-        "are longer than --max-tokens-per-gpu 20",
-        "GiB on each rank, and of 0.0 GiB",
-        "checkpoints and exports need",
-        "--plan-device H9000: not known",
+        "longer than --max-tokens-per-gpu 20",
+        "and of 0.0 GiB",
+        f"--output-dir {tmp_path / 'full'}: ",
+        "--plan-device H9000: ",
     ):
-        assert text.count(f"{problem}") == 1, f"{problem}\n{text}"
+        assert text.count(problem) == 1, f"{problem}\n{text}"
     assert "5 problems found" in text
-    assert "warning: --batch-size 8: fewer samples a step than the 16 ranks" in text
-    assert "warning: --num-warmup-steps 9: the run of 5 steps" in text
+    assert re.search(r"^warning: --batch-size 8: .* 16 ranks", text, re.MULTILINE)
+    assert re.search(r"^warning: --num-warmup-steps 9: .* 5 steps", text, re.MULTILINE)
     code, text = plan(batch_size=None, batch_tokens=20, max_steps=5)
-    assert code == ExitCode.BAD_INPUT and "1 problem found" in text and "--batch-tokens 20: the longest sample" in text
+    assert code == ExitCode.BAD_INPUT and "1 problem found" in text and "--batch-tokens 20: " in text
     code, text = plan(num_warmup_steps=9)
     assert code == ExitCode.DONE and "warning: --num-warmup-steps 9" in text  # of which a run only warns, too
     code, text = plan(output_dir=str(tmp_path / "full"))
-    assert code == ExitCode.BAD_INPUT and "full is not an empty directory" in text
+    assert code == ExitCode.BAD_INPUT and f"1 problem found\n  - --output-dir {tmp_path / 'full'} " in text
 
 
 @pytest.mark.long
@@ -242,11 +241,11 @@ def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs
         _, text = elsewhere(print_plan_as_of_long_rows, values | given)
         assert re.search(r"one token more in a micro-batch +([\d.]+) KiB", text)[1] == per_token, (names, text)
     assert given == dict(tiled_mlp=True, offload_activations=True)  # after which nothing is left to try
-    assert "together with" not in text and "inputs of blocks, in CPU memory" in text
+    assert "together with" not in text and "in CPU memory" in text
     _, text = elsewhere(print_plan, values)
     assert "together with" not in text
     _, text = elsewhere(print_plan, values | dict(plan_device=None, offload_activations=True))
-    assert "--offload-activations moves activations from GPU to CPU memory, but this run is on the CPU" in text
+    assert re.search(r"^  - --offload-activations .*CPU", text, re.MULTILINE)
 
 
 @pytest.mark.long
@@ -273,14 +272,14 @@ def test_hybrid_sharding_divides_by_fewer_ranks(plan):
     code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=4)
     assert code == ExitCode.DONE, text
     code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=3)
-    assert code == ExitCode.BAD_INPUT and "cannot divide 8 ranks into several copies of the model on 3 ranks" in text
+    assert code == ExitCode.BAD_INPUT and re.search(r"--sharding hybrid: .* 8 ranks .* 3 ranks", text)
 
 
 def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
     code, text = plan(data_path=str(tmp_path / "none.arrow"))
-    assert code == ExitCode.BAD_INPUT and "none.arrow: there is no such file" in text and "model: qwen3" in text
+    assert code == ExitCode.BAD_INPUT and f"--data-path {tmp_path / 'none.arrow'}: " in text and "model: qwen3" in text
     code, text = plan(model_name_or_path=str(tmp_path / "none"))
-    assert code == ExitCode.BAD_INPUT and "there is no such directory" in text and "40 samples" in text
+    assert code == ExitCode.BAD_INPUT and f"--model-name-or-path {tmp_path / 'none'}: " in text and "40 samples" in text
 
 
 @pytest.mark.long
@@ -288,9 +287,9 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
     run = dict(output_dir=str(tmp_path / "run"), checkpoint_every_steps=2, save_final_checkpoint=False)
     train_here(world, **inputs | run | dict(dry_run=False, max_steps=2))
     code, text = plan(**run)
-    assert code == ExitCode.DONE and "5 steps of 8 samples, 2 of them done" in text, text
+    assert code == ExitCode.DONE and re.search(r"5 steps of 8 samples, 2 ", text), text
     code, text = plan(**run | dict(learning_rate=1.0))
-    assert code == ExitCode.BAD_INPUT and "was made with other learning-rate (1e-05 before, now 1.0)" in text, text
+    assert code == ExitCode.BAD_INPUT and re.search(r"learning-rate \(1e-05 .* 1\.0\)", text), text
 
 
 @pytest.mark.parametrize(
@@ -325,22 +324,23 @@ def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs,
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(dry_run=False, plan_world_size=2), "--plan-world-size: no effect without --dry-run"),
-        (dict(dry_run=False, memory_budget_gb=3.0), "--memory-budget-gb has no effect"),
-        (dict(memory_budget_gb=0.0), "--memory-budget-gb 0.0: must be above 0"),
-        (dict(plan_world_size=0), "--plan-world-size 0: must be at least 1"),
-        (dict(max_tokens_per_gpu="auto", drop_overlong=True), "--drop-overlong has no effect"),
+        (dict(dry_run=False, plan_world_size=2), "--plan-world-size: .*--dry-run"),
+        (dict(dry_run=False, memory_budget_gb=3.0), "--memory-budget-gb .*no effect"),
+        (dict(memory_budget_gb=0.0), "--memory-budget-gb 0.0: "),
+        (dict(plan_world_size=0), "--plan-world-size 0: "),
+        (dict(max_tokens_per_gpu="auto", drop_overlong=True), "--drop-overlong .*--max-tokens-per-gpu auto"),
     ],
 )
 def test_options_without_effect_are_refused(changes, problem, inputs):
-    assert [problem in found for found in find_problems(group_options(TrainOptions, **(inputs | changes)))] == [True]
+    (found,) = find_problems(group_options(TrainOptions, **(inputs | changes)))
+    assert re.match(problem, found)
 
 
 def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
     before = sorted(tmp_path.parent.rglob("*"))
     result = run_forked(0, "train.py", *flags(**(inputs | dict(output_dir=tmp_path / "run"))))
     assert result.returncode == ExitCode.DONE, result.stderr
-    assert "measured here, on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
+    assert "on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
     assert sorted(tmp_path.parent.rglob("*")) == before
 
 
@@ -352,7 +352,7 @@ def test_auto_settings_are_planned_by_the_room_there_is(plan):
         _, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100", memory_budget_gb=budget)
         assert words in text, text
     code, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100")
-    assert code == ExitCode.BAD_INPUT and "auto cannot be planned without --memory-budget-gb" in text
+    assert code == ExitCode.BAD_INPUT and "--activation-checkpointing auto " in text and "--memory-budget-gb" in text
 
 
 # A reference model.
@@ -371,8 +371,8 @@ def pairs(inputs, tmp_path_factory) -> dict:
 def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, world, tmp_path):
     elsewhere_on = dict(plan_device="H100", memory_budget_gb=80.0)
     code, text = plan(**pairs, **elsewhere_on)
-    assert code == ExitCode.DONE and "reference: 40 samples to score before the first step, 0.00 TFLOP" in text, text
-    assert "and the reference, 0:00:00" in text and "while --reference-model" not in text
+    assert code == ExitCode.DONE and re.search("^reference: 40 samples .* 0.00 TFLOP", text, re.MULTILINE), text
+    assert "the reference, 0:00:00" in text and "while --reference-model" not in text
     _, text = plan(**pairs, **elsewhere_on, preference_loss="simpo")
     assert "reference" not in text
     _, text = plan(**pairs, **elsewhere_on, preference_loss="orpo")  # whose gradients have a divisor of their own
@@ -382,7 +382,7 @@ def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, w
     found = re.search(r"reference: ([\d,]+) samples", text)  # scored in the compute type of this machine, not bfloat16
     assert found is not None and found[1] == "40"
     _, text = plan(**pairs)
-    assert "reference: all samples have been scored before" in text
+    assert "reference: all samples" in text
 
 
 @pytest.mark.long
@@ -390,9 +390,9 @@ def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_p
     other = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "other", seed=1))
     target = dict(plan_device="H100", lora=True, reference_model=str(other))
     code, text = plan(**pairs, **target, memory_budget_gb=80.0)
-    assert code == ExitCode.DONE and "while --reference-model scores, before the first step" in text, text
+    assert code == ExitCode.DONE and "while --reference-model" in text, text
     code, text = plan(**pairs, **target, memory_budget_gb=1e-5)
-    assert code == ExitCode.BAD_INPUT and "--reference-model needs 0.0 GiB on each rank beside the model" in text
+    assert code == ExitCode.BAD_INPUT and "--reference-model needs 0.0 GiB" in text
     shutil.rmtree(other)
     code, text = plan(**pairs, **target, memory_budget_gb=80.0)
     assert code == ExitCode.BAD_INPUT and "--reference-model" in text
@@ -405,5 +405,5 @@ def test_a_dry_run_of_preferences_measures_a_step_and_leaves_nothing(pairs, tmp_
         words = flags(**pairs | dict(output_dir=tmp_path / "run", objective=objective))
         result = run_forked(0, "train.py", *words)
         assert result.returncode == ExitCode.DONE, result.stderr
-        assert "measured here, on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
+        assert "on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
         assert sorted(Path(pairs["data_path"]).parent.rglob("*")) == before

@@ -104,7 +104,7 @@ def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
     rows.to_parquet(tmp_path / "parquet" / "train-0.parquet")
     (tmp_path / "empty").mkdir()
     for given, message in (
-        (dict(input_dataset=str(tmp_path / "several"), split="tset"), "has no split tset: there are train"),
+        (dict(input_dataset=str(tmp_path / "several"), split="tset"), "several.* tset: .*train"),
         (dict(input_dataset=str(tmp_path / "several"), split="tset[:2]"), 'split tset.:2.: Unknown split "tset"'),
         (dict(input_dataset=str(tmp_path / "several"), split="train[:"), "Unrecognized instruction format: train"),
         (
@@ -112,8 +112,8 @@ def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
             r"Bad split: tset. Available splits: \['train'\]",
         ),
         (dict(input_dataset=str(tmp_path / "empty")), "--input-dataset .*empty: "),
-        (dict(input_dataset=str(tmp_path / "several"), revision="v1"), "is a local folder, which has no revisions"),
-        (dict(input_dataset=str(tmp_path / "parquet" / "train-0.parquet")), "is a file: pass it with --input-file"),
+        (dict(input_dataset=str(tmp_path / "several"), revision="v1"), "several.* no revisions"),
+        (dict(input_dataset=str(tmp_path / "parquet" / "train-0.parquet")), r"train-0\.parquet: .*--input-file"),
     ):
         with pytest.raises(ValueError, match=message):
             tokenize(tokenizer_dir, tmp_path / "o.arrow", **given)
@@ -139,9 +139,9 @@ for name in ("me/chats@", "me/chats:config@v1", "me/chats@v2", "me/none@", "me/c
     hub.close()
     found = done.stdout.splitlines()
     assert found[:2] == ["a" * 40, "b" * 40], done.stderr
-    assert "the hub has no --revision v2 of it" in found[2]
-    assert "--input-dataset me/none: no such folder, and no such data set on the hub" in found[3]
-    assert "--input-dataset me/cut: no such folder, and the hub cannot be reached: " in found[4]
+    assert "me/chats" in found[2] and "--revision v2" in found[2]
+    assert "--input-dataset me/none: " in found[3] and "reached" not in found[3]
+    assert "--input-dataset me/cut: " in found[4] and "reached: " in found[4]
 
 
 # --- columns of other names
@@ -183,11 +183,11 @@ def test_a_nested_column_of_texts_to_classify(tokenizer_dir, tmp_path):
 
 def test_a_wrong_name_lists_the_columns_there_are(tokenizer_dir, tmp_path):
     source = write_jsonl(tmp_path / "r.jsonl", [{"id": 1, "chat": {"turns": make_turns(1), "lang": "en"}}] * 3)
-    with pytest.raises(ValueError, match=r"--messages-field chat.turn: .*did you mean 'chat.turns'\?; they have chat,"
-                                         r" chat.lang, chat.turns, id$"):  # fmt: skip
+    names = r"'chat\.turns'\?; .* chat, chat\.lang, chat\.turns, id$"
+    with pytest.raises(ValueError, match=rf"--messages-field chat\.turn: .*{names}"):
         tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(source), messages_field="chat.turn")
     mixed = write_jsonl(tmp_path / "m.jsonl", [{"chat": make_turns(1)}, {"talk": make_turns(2)}])
-    with pytest.raises(ValueError, match=r"m.jsonl:2: no 'chat' \(--messages-field\), or it is empty: .*'talk'"):
+    with pytest.raises(ValueError, match=r"m\.jsonl:2: .*'chat' \(--messages-field\).*'talk'"):
         tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(mixed), messages_field="chat")
 
 
@@ -284,7 +284,7 @@ def test_rows_are_tokenized_once_as_process_data_does_and_nothing_half_done_is_u
     assert find_data(options) == found and os.stat(outputs.data).st_ino == before
     # What cannot be used is said once, and by the one who asked.
     write_jsonl(source, [{"messages": [{"role": "alien", "content": "?"}]}])
-    with pytest.raises(ValueError, match=r"(?s)^1 of 1 rows cannot be used.*chats.jsonl:1: .*alien"):
+    with pytest.raises(ValueError, match=r"(?s)^1 of 1 rows .*chats\.jsonl:1: .*alien"):
         find_data(options)
     assert "cannot be used" not in capfd.readouterr().err
     assert len(list((tmp_path / "cache").glob("*/*.arrow"))) == 2

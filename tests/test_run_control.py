@@ -4,6 +4,7 @@ import _thread
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -121,7 +122,7 @@ def test_a_rank_that_raises_is_named_first_and_once(rank, ranks):
     group.wait_until_gone()
     check_outcome(group, ExitCode.FAILED, rank, "RuntimeError: the third wheel came off")
     assert group.stderr().count("Traceback") == 1
-    assert (f"rank 2 on {socket.gethostname()}: failed in step" in group.stderr()) == (rank == 2)
+    assert (f"error: rank 2 on {socket.gethostname()}: " in group.stderr()) == (rank == 2)
 
 
 def test_what_a_user_can_mend_has_no_traceback(ranks):
@@ -192,7 +193,7 @@ def test_a_rank_that_stands_still_ends_the_run(ranks):
     group = ranks(2, hang_timeout=4).wait()
     group.order(1, "stand_still")
     group.wait_until_gone(seconds=4 + PROMISE)
-    check_outcome(group, ExitCode.HANG, 0, "all ranks are alive")
+    check_outcome(group, ExitCode.HANG, 0, "(--hang-timeout): ")
     assert "rank 1 in step" in group.outcome()["message"]
     assert len(list((group.directory / "run" / "errors").iterdir())) == 2
 
@@ -292,7 +293,7 @@ def test_max_time_and_the_stop_file(ranks, tmp_path):
 
 def test_a_directory_in_use_is_refused_and_left_alone(ranks, tmp_path):
     group = ranks(1).wait()
-    with pytest.raises(RunError, match=f"in use by the run with pid {group.pids[0]} on ") as refusal:
+    with pytest.raises(RunError, match=rf"--output-dir \S*run .*pid {group.pids[0]} on ") as refusal:
         RunLock(tmp_path / "run")
     assert refusal.value.code == ExitCode.LOCKED
     group.order(0, "finish")
@@ -316,7 +317,7 @@ def test_the_lock_of_another_host_is_watched(lives, tmp_path, monkeypatch):
         return
     touch = f"import os, time\nfor _ in range(20): os.utime({str(tmp_path / '.lock')!r}); time.sleep(0.5)"
     toucher = subprocess.Popen([sys.executable, "-c", touch])
-    with pytest.raises(RunError, match=r"by the run with pid 12 on node7.*If you are sure that run is gone, remove"):
+    with pytest.raises(RunError, match=r"pid 12 on node7, .*\.lock$"):
         RunLock(tmp_path)
     toucher.kill()
     toucher.wait()
@@ -336,7 +337,6 @@ def test_reasons_to_stop():
     assert stop_reason(Flag.SIGUSR1 | Flag.CHECKPOINT_DUE) == (ExitCode.SAVED_AND_REQUEUE, "SIGUSR1")
     assert stop_reason(STOPS ^ Flag.CALLBACK_FAILED)[0] == stop_reason(BY_USER)[0] == ExitCode.STOPPED_BY_USER
     assert stop_reason(STOPS)[0] == ExitCode.FAILED  # an error is not to be taken for a stop that was asked for
-    assert stop_reason(Flag.SIGTERM | Flag.STOP_FILE)[1] == "SIGTERM and the stop file"
 
 
 def make_cause(rank: int, message: str, *, died: bool = False) -> Cause:
@@ -349,7 +349,7 @@ def test_a_death_explains_errors_and_the_lowest_of_equals_speaks():
     assert choose_cause(reports[:2]).rank == 1
     assert choose_cause([make_cause(3, "the same"), make_cause(1, "another"), make_cause(2, "the same")]).rank == 2
     two = choose_cause([make_cause(5, "rank 5 died", died=True), make_cause(4, "rank 4 died", died=True)])
-    assert two.message == "rank 5 died; and so did rank 4"
+    assert two.rank == 5 and two.message.startswith("rank 5 died; ") and two.message.endswith(" rank 4")
 
 
 def test_every_kind_of_error_has_its_code():
@@ -368,9 +368,7 @@ def test_every_kind_of_error_has_its_code():
             allocate()
         code, message, details = describe_error(raised.value, "step 3, micro-batch 1 of 2 (900 tokens)")
         assert code == ExitCode.OUT_OF_MEMORY and details == ""
-        assert message.startswith(
-            "out of memory in step 3, micro-batch 1 of 2 (900 tokens): lower --max-tokens-per-gpu"
-        )
+        assert "step 3, micro-batch 1 of 2 (900 tokens): " in message and "--max-tokens-per-gpu" in message
 
 
 def test_when_a_run_hangs_and_what_is_said():
@@ -383,11 +381,11 @@ def test_when_a_run_hangs_and_what_is_said():
     assert not is_hanging(fine | {2: peer(heard=99, moved=39, limit=3600)}, 100, 60, is_rank0=True)
     silent = fine | {2: peer(heard=39, moved=39, limit=3600)}
     assert is_hanging(silent, 100, 60, is_rank0=True)
-    assert describe_hang(silent, 100).startswith("rank 2 (pid 10 on h) has sent no heartbeat for 61 s")
+    assert re.match(r"rank 2 \(pid 10 on h\) .* 61 s, .*step 5", describe_hang(silent, 100))
     assert not is_hanging({0: peer(heard=39, moved=0), 1: fine[0]}, 100, 60, is_rank0=False)  # rank 0 speaks first
     assert is_hanging({0: peer(heard=31, moved=0), 1: fine[0]}, 100, 60, is_rank0=False)
     stuck = {0: peer(heard=100, moved=39, where="A"), 1: peer(heard=99, moved=40, where="B"), 2: fine[0]}
-    assert "some made no progress for 61 s (--hang-timeout): rank 0 in A; rank 1 in B" in describe_hang(stuck, 100)
+    assert " 61 s (--hang-timeout): rank 0 in A; rank 1 in B" in describe_hang(stuck, 100)
 
 
 def test_durations():
@@ -399,5 +397,5 @@ def test_durations():
         360001,
     ]
     for text in ("", "soon", "0", "-5", "0:00:00", "1:30", "1:60:00", "inf", "nan"):
-        with pytest.raises(ValueError, match="must be a positive number of minutes"):
+        with pytest.raises(ValueError, match=f"^{text}: .*minutes"):
             parse_duration(text)

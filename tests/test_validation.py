@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -155,8 +156,8 @@ def test_how_an_early_end_is_told(inputs, tmp_path):
     result = run_forked(0, "train.py", *flags(**options, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     message = json.loads((tmp_path / "run" / "exit.json").read_text())["message"]
-    assert "by --early-stopping-patience: 1 validations in a row did not improve on the loss of" in message
-    assert "validation after step 0: loss" in result.stderr and "  held_out: loss" in result.stderr
+    assert "--early-stopping-patience: 1 validations" in message
+    assert "step 0: loss" in result.stderr and "  held_out: loss" in result.stderr
     assert not (tmp_path / "run" / "hf_format" / "best").exists()
 
 
@@ -184,7 +185,7 @@ def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
     with caplog.at_level("WARNING", logger="mini_trainer"):
         changed = dict(validation_data_path=inputs["validation_data_path"][:1], max_steps=4)
         train_here(world, **options | changed)
-    assert "the validation data has changed since the last start" in caplog.text
+    assert "the validation data" in caplog.text
     assert [(row["step"], row["is_best"], len(row["sets"])) for row in read_validation(tmp_path / "run")] == [
         (0, False, 3), (2, True, 3), (2, True, 1), (4, True, 1)
     ]  # fmt: skip
@@ -193,31 +194,35 @@ def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(validation_data_path=()), "--validate-every-steps: no effect without --validation-data-path"),
-        (dict(validate_every_steps=0), "--validate-every-steps 0: must be at least 1"),
-        (dict(early_stopping_patience=0), "--early-stopping-patience 0: must be at least 1"),
-        (dict(validate_every_steps=None, early_stopping_patience=2), "needs validations during the run"),
+        (dict(validation_data_path=()), "--validate-every-steps: .*--validation-data-path"),
+        (dict(validate_every_steps=0), "--validate-every-steps 0: "),
+        (dict(early_stopping_patience=0), "--early-stopping-patience 0: "),
+        (
+            dict(validate_every_steps=None, early_stopping_patience=2),
+            "--early-stopping-patience .*--validate-every-steps",
+        ),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(changes, problem, inputs):
-    problems = find_problems(group_options(TrainOptions, **inputs | dict(output_dir="o") | changes))
-    assert [problem in found for found in problems] == [True]
+    (found,) = find_problems(group_options(TrainOptions, **inputs | dict(output_dir="o") | changes))
+    assert re.match(problem, found)
 
 
 def test_a_set_that_is_trained_on_is_told(inputs, tmp_path):
     options = inputs | dict(validation_data_path=inputs["data_path"], output_dir=str(tmp_path), max_steps=1)
     given = group_options(TrainOptions, **options)
     found = open_inputs(given, device=torch.device("cpu"), world_size=1, start=RunPosition())
-    assert [f"{inputs['data_path']} is also trained on" in warning for warning in found.warnings] == [True]
+    (warning,) = found.warnings
+    assert warning.startswith(f"--validation-data-path {inputs['data_path']} ")
 
 
 def test_sets_that_cannot_be_measured_are_named(inputs, world, tmp_path):
     options = inputs | dict(output_dir=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"--validation-data-path none\.arrow: there is no such file"):
+    with pytest.raises(ValueError, match=r"--validation-data-path none\.arrow: "):
         train_here(world, **options | dict(validation_data_path="none.arrow"))
     masked = write_samples(tmp_path / "masked.arrow", [([5, 6, 7], [-100] * 3)])
-    with pytest.raises(ValueError, match="no token of its samples is trained, so it has no loss"):
+    with pytest.raises(ValueError, match=r"--validation-data-path \S*masked\.arrow: .*no loss"):
         train_here(world, **options | dict(validation_data_path=str(masked)))
     foreign = write_samples(tmp_path / "foreign.arrow", [([5, 6, 999], [-100, -100, 999])])
-    with pytest.raises(ValueError, match=r"foreign\.arrow: row 1: token ids beyond the model's vocabulary"):
+    with pytest.raises(ValueError, match=r"foreign\.arrow: row 1: .*vocabulary"):
         train_here(world, **options | dict(validation_data_path=str(foreign)))

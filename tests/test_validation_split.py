@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 from collections import Counter
@@ -288,7 +289,7 @@ def test_a_later_output_leaves_no_stale_side(models, tmp_path, capsys):
     capsys.readouterr()
     process(models[0], source, tmp_path / "out.jsonl")
     assert {path.name for path in tmp_path.iterdir()} - {".cache"} == {"in.jsonl", "out.jsonl", "out.jsonl.meta.json"}
-    assert "out.validation.jsonl, which an earlier run split off" in capsys.readouterr().out
+    assert re.search(r"out\.validation\.jsonl, .*earlier run", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("sidecar", [None, "{", "[]", '{"split": null}', '{"split": {"other_side": "another.jsonl"}}'])
@@ -298,7 +299,7 @@ def test_a_data_set_of_ones_own_is_no_stale_side(models, tmp_path, sidecar):
     if sidecar is not None:
         (tmp_path / "out.validation.jsonl.meta.json").write_text(sidecar)
     before = files_in(tmp_path)
-    with pytest.raises(ValueError, match=r"would overwrite .*out.validation.jsonl, which was not split off out.jsonl"):
+    with pytest.raises(ValueError, match=r"--validation-share .*out\.validation\.jsonl, .* out\.jsonl; "):
         split(models[0], source, tmp_path / "out.jsonl")
     assert files_in(tmp_path) == before
     process(models[0], source, tmp_path / "out.jsonl")
@@ -322,7 +323,7 @@ def test_the_training_data_appears_last_and_a_stale_sidecar_goes_last(tmp_path):
 def test_inputs_are_not_overwritten(models, tmp_path):
     source = write_jsonl(tmp_path / "out.validation.jsonl", [chat(1)])
     before = files_in(tmp_path)
-    with pytest.raises(ValueError, match="would overwrite the input"):
+    with pytest.raises(ValueError, match=r"output \S*out\.validation\.jsonl .*input; "):
         split(models[0], source, tmp_path / "out.jsonl")
     assert files_in(tmp_path) == before
 
@@ -332,7 +333,7 @@ def test_shares_out_of_range(share):
     options = group_options(ProcessDataOptions, input_file=("a.jsonl",), output_file="o.arrow", model_name_or_path="m",
                                  validation_share=share)  # fmt: skip
     (problem,) = find_problems(options)
-    assert problem.startswith(f"--validation-share {share}: must be above 0 and below 1")
+    assert problem.startswith(f"--validation-share {share}: ")
 
 
 def test_the_option_on_the_command_line():
@@ -344,9 +345,9 @@ def test_the_option_on_the_command_line():
 @pytest.mark.parametrize(
     ("share", "num_rows", "reason"),
     [
-        (1e-9, 40, r"1e-09: of 40 kept rows, none is left for validation; use a larger share"),
-        (1 - 1e-9, 40, r"of 40 kept rows, none is left for training; use a smaller share"),
-        (0.5, 1, r"of 1 kept rows, none is left for (validation|training)"),
+        (1e-9, 40, r"--validation-share 1e-09: .* 40 .*validation; .*larger"),
+        (1 - 1e-9, 40, r"--validation-share 0\.9+: .* 40 .*training; .*smaller"),
+        (0.5, 1, r"--validation-share 0\.5: .* 1 kept .*(validation|training); "),
     ],
 )
 def test_a_side_without_rows_is_refused(models, tmp_path, share, num_rows, reason):
@@ -381,7 +382,7 @@ def test_a_killed_worker_leaves_nothing(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr("mini_trainer.data.rows.rows.falls_into_validation", die_late)
     source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
-    with pytest.raises(ValueError, match="a worker process was killed"):
+    with pytest.raises(ValueError, match=r"worker .*killed.*--num-proc"):
         split(models[0], source, tmp_path / "out.arrow", num_proc=2)
     assert {path.name for path in tmp_path.iterdir()} - {".cache"} == {"in.jsonl"}
 

@@ -145,5 +145,4 @@ def test_an_early_stop_before_the_last_steps_is_said_to_leave_no_average(inputs,
     run = train(world, inputs, tmp_path, **options)
     assert [path.name for path in (run / "hf_format").iterdir()] == ["samples_16"]
     (warning,) = (record.message for record in caplog.records if "--weight-average" in record.message)
-    assert "no average is exported" in warning and "the last 2 steps of its full length" in warning
-    assert "which begin after step 3." in warning
+    assert "no average" in warning and "last 2 steps" in warning and "after step 3." in warning
