@@ -347,7 +347,7 @@ def test_a_package_that_is_not_installed_is_named_with_what_to_install(monkeypat
     need("tensorboard")
     (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(packages.TRACKERS, "wandb", ("no_package",))
+    monkeypatch.setitem(packages.TRACKER_PACKAGES, "wandb", ("no_package",))
     (problem,) = find_tracking_problems(track=("tensorboard", "wandb"))
     assert problem.startswith("--track wandb ") and problem.endswith(" pip install no_package")
 

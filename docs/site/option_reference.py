@@ -1,19 +1,17 @@
 """Reference pages of all options of all commands, generated from the options' declarations and checks."""
 
-import ast
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer import options as groups
-from mini_trainer.options import flag_name, group_options, iterate_fields
+from mini_trainer.options import flag_name, group_options, iterate_fields, tools
 from mini_trainer.options.choices import iterate_literals
 from mini_trainer.options.fields import name_type
+from mini_trainer.options.help import read_helps
 from mini_trainer.options.problems.finding import find_wrong_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,21 +22,21 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
         dict(model_name_or_path="M", data_path="chats.arrow", output_dir="runs/a", max_steps=100),
     ),
     "process-data": (
-        groups.ProcessDataOptions,
+        tools.ProcessDataOptions,
         dict(model_name_or_path="M", input_file="chats.jsonl", output_file="chats.arrow"),
     ),
-    "generate": (groups.GenerateOptions, dict(model="M", prompts="questions.jsonl", output="answers.jsonl")),
-    "evaluate": (groups.EvaluateOptions, dict(model="M", data="chats.arrow", output_dir="compared")),
-    "score-data": (groups.ScoreDataOptions, dict(model_name_or_path="M", data_path="chats.arrow")),
-    "continual": (groups.ContinualOptions, dict(paths="tasks.yaml")),
-    "sweep": (groups.SweepOptions, dict(config_file="sweep.yaml")),
-    "plot-metrics": (groups.PlotOptions, dict(runs="runs/a", output="curves.html")),
-    "verify": (groups.VerifyOptions, dict(path="chats.arrow")),
-    "merge-adapter": (groups.MergeAdapterOptions, dict(adapter="runs/a", output_dir="merged")),
-    "merge-models": (groups.MergeModelsOptions, dict(model=("a", "b"), output_dir="mixed")),
-    "export-gguf": (groups.ExportGgufOptions, dict(model_name_or_path="M", output="model.gguf")),
-    "board": (groups.BoardOptions, dict(folder="runs")),
-    "import-config": (groups.ImportConfigOptions, dict(config_file="axolotl.yaml")),
+    "generate": (tools.GenerateOptions, dict(model="M", prompts="questions.jsonl", output="answers.jsonl")),
+    "evaluate": (tools.EvaluateOptions, dict(model="M", data="chats.arrow", output_dir="compared")),
+    "score-data": (tools.ScoreDataOptions, dict(model_name_or_path="M", data_path="chats.arrow")),
+    "continual": (tools.ContinualOptions, dict(paths="tasks.yaml")),
+    "sweep": (tools.SweepOptions, dict(config_file="sweep.yaml")),
+    "plot-metrics": (tools.PlotOptions, dict(runs="runs/a", output="curves.html")),
+    "verify": (tools.VerifyOptions, dict(path="chats.arrow")),
+    "merge-adapter": (tools.MergeAdapterOptions, dict(adapter="runs/a", output_dir="merged")),
+    "merge-models": (tools.MergeModelsOptions, dict(model=("a", "b"), output_dir="mixed")),
+    "export-gguf": (tools.ExportGgufOptions, dict(model_name_or_path="M", output="model.gguf")),
+    "board": (tools.BoardOptions, dict(folder="runs")),
+    "import-config": (tools.ImportConfigOptions, dict(config_file="axolotl.yaml")),
 }
 # Values to try for an option of a type, until one is accepted alone.
 TRIED: dict[type, tuple] = {
@@ -88,16 +86,15 @@ def describe_command(command: str) -> str:
             last = group
             lines += [f"## {(group or 'general').replace('_', ' ')}", ""]
             lines += [mark_up(group_class(options_class, group).__doc__), ""] if group else []
-        lines += describe_option(command, option, group)
+        lines += describe_option(command, option)
     return "\n".join(lines)
 
 
-def describe_option(command: str, option: dataclasses.Field, group: str | None) -> list[str]:
+def describe_option(command: str, option: dataclasses.Field) -> list[str]:
     options_class, _ = COMMANDS[command]
-    declared = group_class(options_class, group) if group else options_class
     lines = [f"### `{flag_name(option.name)}` {{ #{anchor(option.name)} }}", ""]
     lines += [f"{describe_values(option.type)}; {describe_default(option)}", "{ .values }", ""]
-    lines += [mark_up(read_help(declared)[option.name]), ""]
+    lines += [mark_up(read_helps(options_class)[option.name]), ""]
     lines += [f"{need}\n" for need in find_needs(command, option)]
     return lines
 
@@ -188,18 +185,6 @@ def iterate_values(kind: Any) -> Iterator[Any]:
         yield False
     elif kind is not type(None):
         yield from TRIED[kind]
-
-
-@cache
-def read_help(declared: type) -> dict[str, str]:
-    """The text below each field of an options class."""
-    file = ROOT / (declared.__module__.replace(".", "/") + ".py")
-    (body,) = (node.body for node in ast.parse(file.read_text()).body if getattr(node, "name", "") == declared.__name__)
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
 
 
 def group_class(options_class: type, group: str) -> type:

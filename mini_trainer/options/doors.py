@@ -57,6 +57,9 @@ TRACKERS = Doors(
         "trackio": "mini_trainer.run.tracker_packages:Trackio",
     }
 )
+TRACKER_PACKAGES = {  # modules that each needs
+    "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
+}  # fmt: skip
 
 # Formats of rows that are detected by their keys, the first that fits; and those that are named.
 TEXT_FORMATS = Doors(

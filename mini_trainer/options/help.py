@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import os
@@ -178,6 +179,7 @@ def bold(text: str) -> str:
     return f"\033[1m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
+@functools.cache
 def read_helps(options_class: type) -> dict[str, str]:
     """The help of every option by name: the text that follows its declaration."""
     groups = {option.name: group for option, group in iterate_fields(options_class)}

@@ -5,12 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mini_trainer.options import TrainOptions
+from mini_trainer.options.doors import TRACKER_PACKAGES
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.urls import PACKAGES, is_url, split_scheme
 
-TRACKERS = {
-    "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
-}  # fmt: skip
 NAMES = {"sklearn": "scikit-learn"}  # of packages whose module has another name
 
 
@@ -43,7 +41,7 @@ def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
     if not isinstance(options, TrainOptions):
         return
     for name in dict.fromkeys(options.tracking.track):
-        yield f"--track {name}", TRACKERS[name]
+        yield f"--track {name}", TRACKER_PACKAGES[name]
     if options.exports.upload_to is not None:
         yield f"--upload-to {options.exports.upload_to}", list_readers(options.exports.upload_to)
     if options.validation.is_asked or options.rows.validation_share:
