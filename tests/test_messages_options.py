@@ -98,7 +98,7 @@ def refuse(options_class: type[Options], words: list[str], monkeypatch: pytest.M
     with pytest.raises(SystemExit) as ended:
         command_line.parse_options(options_class, [*REQUIRED[options_class].split(), *words])
     text, _, rest = str(ended.value).rpartition("\n")
-    assert rest == f"{name_command()} --help lists all options"
+    assert rest == f"{name_command()} --help all lists all options"
     return text
 
 

@@ -203,7 +203,7 @@ ROWS = [
     ("uploads", None, upload_nowhere,
      "warning: --push-to-hub me/x: cannot be used: no token; training continues. To upload later: hf upload me/x"
      " EXPORT .\n"
-     "warning: 1 exports were not uploaded to the hub. To upload them:\n  hf upload me/x DIR/samples_8 ."),
+     "warning: exports that were not uploaded to the hub: 1. To upload them:\n  hf upload me/x DIR/samples_8 ."),
 ]  # fmt: skip
 
 

@@ -462,7 +462,7 @@ def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, expor
     assert "training continues" in first
     command = f"aws s3 sync {export} s3://nowhere/x/samples_8"
     assert last.splitlines() == [
-        "warning: 1 exports were not uploaded to s3://nowhere/x. To upload them:",
+        "warning: exports that were not uploaded to s3://nowhere/x: 1. To upload them:",
         f"  {command}",
     ]
 

@@ -77,7 +77,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         if problems:
             raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))
     except ValueError as error:
-        exit_with_message(f"{error}\n{name_command()} --help says more")
+        exit_with_message(f"{error}\n{name_command()} --help all lists all options")
     if isinstance(options, TrainOptions) and options.plan.print_config:
         if is_first:
             from mini_trainer.options.option_files import describe_options

@@ -33,11 +33,11 @@ class Facts:
     def describe_range(self, *, is_float: bool, turns_off: bool) -> str:
         """The numbers that it takes, in words. `turns_off`: None does."""
         low = f"at least {self.at_least:g}" if self.at_least is not None else f"above {self.above:g}"
-        high = f"at most {self.at_most:,g}" if self.at_most is not None else ""
+        high = f"at most {self.at_most:g}" if self.at_most is not None else ""
         high = f"below {self.below:g}" if self.below is not None else high
         words = f"{low} and {high}" if high else low + (", and finite" if is_float else "")
         if None not in (self.at_least, self.at_most):
-            words = f"from {self.at_least:g} to {self.at_most:,g}"
+            words = f"from {self.at_least:g} to {self.at_most:g}"
         return f"must be {words}" + ("; None turns it off" if turns_off else "")
 
     def allows(self, value: float) -> bool:

@@ -219,7 +219,7 @@ def choose_label_type(counts: LabelCounts, given: LabelType | None) -> LabelType
     num_classes = len(counts.names)
     if "number" in kinds and not counts.has_fraction:
         raise ValueError(
-            f"labels are whole numbers with a decimal point, such as {next(iter(counts.names))}.0: pass --label-type"
+            f"labels are whole numbers with a decimal point, such as {min(counts.names)}.0: pass --label-type"
             " regression if they are values to predict, or --label-type single if they are classes"
         )
     if "number" in kinds:

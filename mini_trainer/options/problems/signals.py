@@ -5,6 +5,11 @@ from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.facts import list_changed
 
 
+def find_signal_problems(options: TrainOptions) -> list[str]:
+    """Problems with what the model learns from."""
+    return [*find_preference_problems(options), *find_teacher_problems(options)]
+
+
 def find_preference_problems(options: TrainOptions) -> list[str]:
     """Options that are only for some preference losses."""
     o, problems = options.preference, []

@@ -3,18 +3,22 @@
 import math
 
 from mini_trainer.options import (
-    LoRAOptions,
-    OSFTOptions,
     TrainOptions,
-    VisionOptions,
     flag_name,
     list_data_sets,
 )
-from mini_trainer.options.doors import RANDOM_FORMATS
+from mini_trainer.options.doors import RANDOM_FORMATS, open_door
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.facts import list_changed, list_given, list_row_sources
 from mini_trainer.options.problems.learning import find_objective_problems, find_optimization_problems
 from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
+
+# What finds the problems of options in these groups, once one of them is given.
+BY_GROUPS = {
+    ("classification", "preference", "teacher"): "mini_trainer.options.problems.signals:find_signal_problems",
+    ("osft", "lora", "vision"): "mini_trainer.options.problems.methods:find_method_problems",
+    ("tracking", "callbacks", "hub", "exports"): "mini_trainer.options.problems.reporting:find_reporting_problems",
+}
 
 
 def find_train_problems(options: TrainOptions) -> list[str]:
@@ -28,19 +32,9 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_compute_problems(options),
         *find_ending_problems(options),
     ]
-    if (options.osft, options.lora, options.vision) != (OSFTOptions(), LoRAOptions(), VisionOptions()):
-        from mini_trainer.options.problems.methods import find_method_problems
-
-        problems += find_method_problems(options)
-    if (
-        list_changed(options.callbacks)
-        or list_changed(options.hub)
-        or options.tracking.track
-        or options.exports.upload_to
-    ):
-        from mini_trainer.options.problems.reporting import find_reporting_problems
-
-        problems += find_reporting_problems(options)
+    for names, place in BY_GROUPS.items():
+        if any(list_changed(getattr(options, name)) for name in names):
+            problems += open_door(place)(options)
     return problems
 
 
