@@ -74,7 +74,7 @@ def default_of(program: type, name: str) -> object:
 @pytest.mark.parametrize(("program", "name"), CHOICES, ids=[f"{program.__name__}-{name}" for program, name in CHOICES])
 def test_a_value_that_is_added_without_code_is_refused_by_name(program, name):
     value = ("new-choice",) if isinstance(default_of(program, name), tuple) else "new-choice"
-    with pytest.raises(ValueError, match=f"{flag_name(name)} new-choice: is not implemented; implemented are "):
+    with pytest.raises(ValueError, match=f"{flag_name(name)} new-choice: .*implemented"):
         PROGRAMS[program](make_options(program, **{name: value}))
 
 
