@@ -178,12 +178,6 @@ def test_a_list_in_a_file_of_lines(model, expected, tmp_path):
         assert tokenize(model, tmp_path / "in.json") == expected
 
 
-def test_a_wrapper_on_one_line_is_named(model, tmp_path):
-    (tmp_path / "in.json").write_text(json.dumps(wrap(CHATS)))
-    with pytest.raises(ValueError, match=r"in.json:1: .*under 'data'"):
-        tokenize(model, tmp_path / "in.json")
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -246,19 +246,6 @@ def test_refusals_leave_everything_as_it_was(model, tmp_path, monkeypatch, rows,
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
-def test_a_reason_is_said_once_for_all_its_rows(model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"dialog": [], "tools": [{"name": "f"}]}, b"{\n", {"dialog": [], "tools": [{"name": "f"}]}]
-    write_rows(Path("in.jsonl"), rows)
-    with pytest.raises(ValueError) as error:
-        process_data(options_for(model, Path("in.jsonl"), Path("out.jsonl")))
-    first, of_no_format, others, not_json, last = str(error.value).splitlines()
-    assert first.startswith("3 of 3 rows ") and "--skip-invalid" in last
-    # Tools are no reason of their own where a row has nothing to train.
-    assert re.match(r"  in\.jsonl:1: .*keys are \['dialog', 'tools'\], .*--messages-field", of_no_format)
-    assert others.endswith(" in.jsonl:3") and not_json.startswith("  in.jsonl:2: not JSON")
-
-
 def test_the_input_may_not_be_the_file_of_rejected_rows(model, tmp_path):
     source = write_rows(tmp_path / "out.jsonl.rejected.jsonl", [chat(1)])
     with pytest.raises(ValueError, match=r"out.jsonl.rejected.jsonl .*overwrite"):
@@ -397,12 +384,6 @@ def test_blocks_are_cut_within_the_stream_of_documents(model, tokenizer, tmp_pat
     sidecar = json.loads((tmp_path / f"out{ending}.meta.json").read_text())
     assert sidecar["num_samples"] == len(samples) and sidecar["rows"]["kept"] == len(texts)
     assert sidecar["num_tokens"] == len(stream) and sidecar["options"]["block_size"] == block_size
-
-
-def test_only_documents_are_cut(model, tmp_path):
-    source = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "pretrain", "content": "How?"}]}, chat(1)])
-    with pytest.raises(ValueError, match=r"in.jsonl:2: .*--block-size"):
-        process_data(options_for(model, source, tmp_path / "out.jsonl", block_size=8))
 
 
 @pytest.mark.parametrize("ending", READERS)
