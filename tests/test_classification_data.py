@@ -267,7 +267,7 @@ def test_what_labels_are_shows_in_them(labels, expected, tmp_path):
     [
         (["a", 1], {}, r"name \(a.jsonl:1\).* integer \(a.jsonl:2\)"),
         (["a", ["b"]], {}, r"name \(a.jsonl:1\).* list .*\(a.jsonl:2\)"),
-        ([1.0, 2.0], {}, r"1\.0: .*--label-type regression"),
+        ([1.0, 2.0], {}, r"\d\.0: .*--label-type regression"),
         ([[0.0, 1.0], [1.0, 0.0]], {}, "lists .*--label-type regression"),
         ([f"text {i}" for i in range(30)], {}, "30 .*30 rows: .*--label-field"),
         (["a", "a"], {}, "'a': .*--label-names"),

@@ -350,7 +350,7 @@ def test_rows_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
     most_memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most_memory < 16 << 20
-    with pytest.raises(ValueError, match=f"{first.num_bytes:,} bytes .*{data_lines.MAX_ROW_BYTES:,}"):
+    with pytest.raises(ValueError, match=f"{first.num_bytes:,} bytes"):
         parse_row(first, "json")
 
 
