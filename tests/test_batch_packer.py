@@ -216,12 +216,12 @@ def test_the_costliest_step_is_first():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([3, 12, 5], 10, 2), r"lengths\[1\] is 12 tokens.*cap of 10.*at least 12"),
+        (([3, 12, 5], 10, 2), r"lengths\[1\] is 12 .* 10 .*max_tokens_per_gpu"),
         (([3, 0], 10, 2), r"lengths\[1\] is 0"),
         (([3, -4], 10, 2), r"lengths\[1\] is -4"),
-        (([3, 1.5], 10, 2), "integers.*float64"),
-        (([True, False], 10, 2), "integers.*bool"),
-        (([[1, 2], [3, 4]], 10, 2), "flat.*2-d"),
+        (([3, 1.5], 10, 2), "lengths .*float64"),
+        (([True, False], 10, 2), "lengths .*bool"),
+        (([[1, 2], [3, 4]], 10, 2), "lengths .*2-d"),
         (([3], 0, 2), "cap is 0"),
         (([3], 10, 0), "num_ranks is 0"),
         (([3], 10, 2, -0.5), "attention_cost is -0.5"),
@@ -305,7 +305,7 @@ def test_costs_of_images_are_balanced_over_ranks():
 
 
 def test_a_sample_beyond_the_cap_of_patches_is_refused():
-    with pytest.raises(ValueError, match="sample 1 has 30 patches of images, more than the cap of 20"):
+    with pytest.raises(ValueError, match=r"sample 1 has 30 .* 20 .*max_image_tokens_per_gpu"):
         pack_batch([4, 5], 10, 1, 0.0, SampleLoad(np.array([0, 30]), np.zeros(2), 20))
 
 

@@ -5,6 +5,7 @@ The oracle is transformers' `apply_chat_template` on the form that the template'
 
 import copy
 import json
+import re
 from collections import Counter
 from functools import cache, partial
 
@@ -138,19 +139,19 @@ def test_every_reader_of_messages_parses_arguments(reader):
         assert read(make_messages(text)) == expected
     assert read(make_messages("")) == read(make_messages({})) == read(make_messages(None))
     for text, reason in BAD.items():
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ValueError, match=rf"call 1 .*arguments {re.escape(repr(text))}, .*{reason}"):
             read(make_messages(text))
 
 
 BAD = {
-    "city: Lima": "call 1 has the arguments 'city: Lima', expected an object, or its JSON text: not JSON",
-    '{"city": "Lima"': "call 1 has the arguments .* not JSON",
-    '["Lima"]': "expected an object, or its JSON text",
-    '"{}"': "expected an object, or its JSON text",
-    "null": "expected an object, or its JSON text",
-    '{"a": 1, "a": 2}': "the key 'a' occurs twice",
-    '{"a": NaN}': "NaN is not a JSON number",
-    '{"a": 1e400}': "1e400 is too large",
+    "city: Lima": "not JSON",
+    '{"city": "Lima"': "not JSON",
+    '["Lima"]': "object",
+    '"{}"': "object",
+    "null": "object",
+    '{"a": 1, "a": 2}': "'a' .*twice",
+    '{"a": NaN}': "not JSON: NaN",
+    '{"a": 1e400}': "infinity",
 }
 
 
@@ -185,16 +186,19 @@ def test_calls_as_text_and_without_a_wrapper():
     as_text = calling(ARGUMENTS) | {"tool_calls": json.dumps(calling(json.dumps(ARGUMENTS))["tool_calls"])}
     assert read_message(as_text, 1) == calling(ARGUMENTS)
     assert "tool_calls" not in read_message(calling({}) | {"tool_calls": " "}, 1)
-    with pytest.raises(ValueError, match=r"message 2 \(assistant\): 'tool_calls': not JSON"):
+    with pytest.raises(ValueError, match=r"message 2 \(assistant\): 'tool_calls': .*JSON"):
         read_message(bare | {"tool_calls": "[{"}, 2)
 
 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"name": "f", "parameters": {"a": 1}}, r"call 1 has no 'arguments', but the keys \['name', 'parameters'\]"),
-        ({"type": "function", "function": {"name": "f", "input": {"a": 1}}}, "call 1 has no 'arguments', but the keys"),
-        ({"function": {"name": "f"}, "arguments": {"a": 1}}, "call 1 has 'arguments' beside 'function'"),
+        ({"name": "f", "parameters": {"a": 1}}, r"call 1 .*'arguments', .*\['name', 'parameters'\]"),
+        (
+            {"type": "function", "function": {"name": "f", "input": {"a": 1}}},
+            r"call 1 .*'arguments', .*\['input', 'name'\]",
+        ),
+        ({"function": {"name": "f"}, "arguments": {"a": 1}}, "call 1 .*'arguments' .*'function'"),
     ],
 )
 def test_arguments_under_other_keys_are_not_taken_for_none(call, reason):

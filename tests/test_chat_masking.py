@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import resource
 import signal
 import sys
@@ -18,8 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from mini_trainer.data.chat import rendering as chat_rendering
 from mini_trainer.data.chat.conversation import Chat, Completion, Document
 from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.rendering import UnreadableContent
 from mini_trainer.data.chat.token_spans import DIVIDED, Remark, TokenizedChat, split_by_training
 from mini_trainer.data.chat.tokens import find_token
+from mini_trainer.data.chat.turns import UnknownPrompt
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 
@@ -186,9 +189,9 @@ def test_gemma_refuses_what_its_template_refuses(base_tokenizer):
     masker = with_template(base_tokenizer, GEMMA_TEMPLATE)
     padded = {"role": "assistant", "content": " Five.\n"}
     assert trained_texts(masker, [QUESTION, padded, QUESTION, ANSWER]) == ["Five.<end_of_turn>", "Five.<end_of_turn>"]
-    with pytest.raises(ValueError, match="the chat template fails: System role not supported"):
+    with pytest.raises(ValueError, match="System role"):
         mask_one(masker, [SYSTEM, QUESTION, ANSWER])
-    with pytest.raises(ValueError, match="roles must alternate"):
+    with pytest.raises(ValueError, match="alternate"):
         mask_one(masker, [QUESTION, QUESTION, ANSWER])
 
 
@@ -224,16 +227,16 @@ def test_what_the_template_writes_after_the_prompt_is_generated(base_tokenizer):
     ("template", "reason"),
     [
         ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-         "{% if add_generation_prompt %}assistant: {% endif %}", "no end-of-turn token"),
+         "{% if add_generation_prompt %}assistant: {% endif %}", "end-of-turn"),
         ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}",
-         "no generation prompt"),
-        (CHATML_TEMPLATE.replace("assistant\n", "model\n"), "prompts for it with"),
-        (CHATML_TEMPLATE.replace("message['content']", "message['content'] | upper"), "0 times, not once"),
-        (CHATML_TEMPLATE.replace("message['content']", "message['content'] * 2"), "2 times, not once"),
-        (CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('It', 'Id')"), "instead of 'It is"),
-        (CHATML_TEMPLATE.replace("message['content']", "message['content'] | replace('\n', '')"), "changes whitespace"),
+         "add_generation_prompt"),
+        (CHATML_TEMPLATE.replace("assistant\n", "model\n"), r"assistant\\n.*\|im_start\|>model"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'] | upper"), r"message 1 \(user\) 0 times"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'] * 2"), r"message 1 \(user\) 2 times"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('It', 'Id')"), "'Id is 4.*'It is 4"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'] | replace('\n', '')"), "whitespace"),
         ("{{ raise_exception('none of it') }}", "none of it"),
-        ("{% if %}", "the chat template fails"),
+        ("{% if %}", "template fails"),
     ],
 )  # fmt: skip
 def test_templates_that_cannot_be_masked_are_refused(base_tokenizer, template, reason):
@@ -271,7 +274,7 @@ def test_one_failing_chat_leaves_the_others_alone(base_tokenizer):
     surrogate = {"role": "assistant", "content": "a\ud800b"}
     chats = [[QUESTION, ANSWER], [SYSTEM, ANSWER], [QUESTION, surrogate]]
     first, second, third, fourth = masker.mask([Chat(messages) for messages in chats] + [Document("a")])
-    assert isinstance(second, ValueError) and "half a character" in str(third)
+    assert isinstance(second, ValueError) and isinstance(third, ValueError) and r"\ud800" in str(third)
     assert first == mask_one(masker, [QUESTION, ANSWER])
     assert fourth.labels[-1] == masker.tokenizer.eos_token_id
 
@@ -290,7 +293,7 @@ def test_documents_need_no_template_but_chats_do(base_tokenizer):
     masker = ChatMasker(tokenizer)
     (masked,) = masker.mask([Document("Five.")])
     assert masked.labels == masked.input_ids
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="--chat-template"):
         masker.mask([Chat([QUESTION, ANSWER])])
 
 
@@ -422,19 +425,19 @@ def test_a_weight_of_zero_leaves_out(base_tokenizer):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"train": "no"}, "has 'train': 'no', allowed: true, false"),
-        ({"weight": 2}, "has 'weight': 2, allowed: numbers from 0 to 1"),
-        ({"weight": True}, "has 'weight': True"),
-        ({"weight": float("nan")}, "has 'weight': nan"),
-        ({"train": False, "weight": 0.5}, "has 'weight': 0.5 but is not trained"),
+        ({"train": "no"}, "'train': 'no'"),
+        ({"weight": 2}, "'weight': 2"),
+        ({"weight": True}, "'weight': True"),
+        ({"weight": float("nan")}, "'weight': nan"),
+        ({"train": False, "weight": 0.5}, r"'weight': 0\.5 .*not trained"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(base_tokenizer, fields, reason):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE)
     (error,) = masker.mask([Chat([QUESTION, {**ANSWER, **fields}])])
-    assert isinstance(error, ValueError) and f"message 2 (assistant) {reason}" in str(error)
+    assert isinstance(error, ValueError) and re.search(rf"message 2 \(assistant\) .*{reason}", str(error))
     (error,) = masker.mask([Chat([{**QUESTION, "weight": 0.5}, ANSWER])])
-    assert "message 1 (user) has 'weight': 0.5 but is not trained" in str(error)
+    assert isinstance(error, ValueError) and re.search(r"message 1 \(user\) .*'weight': 0\.5", str(error))
 
 
 @pytest.mark.parametrize("completion", [" Five.", "Five.", "", "Five.<|im_end|>", " 👍 é"])
@@ -490,9 +493,9 @@ def test_generation_markers_are_used(base_tokenizer):
         (
             "+ '<|im_end|>\n' }}{% endgeneration %}",
             "}}{% endgeneration %}{{ '<|im_end|>\n' }}",
-            "not end with a special",
+            "'It is 4.' .*special token",
         ),
-        ("{% if m['role'] == 'assistant' %}", "{% if m['role'] != 'system' %}", "marks 2 passages as generated where"),
+        ("{% if m['role'] == 'assistant' %}", "{% if m['role'] != 'system' %}", "2 passages"),
     ],
 )
 def test_generation_markers_that_are_wrong_are_refused(base_tokenizer, old, new, reason):
@@ -514,7 +517,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.2)
     before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(ValueError, match=r"takes longer than 0\.2 seconds"):
+    with pytest.raises(ValueError, match=r"0\.2 seconds"):
         with_template(base_tokenizer, CHATML_TEMPLATE + ENDLESS)
     assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1)  # enough for the other one, also on a busy machine
@@ -527,7 +530,7 @@ def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
 @pytest.mark.parametrize(
     ("bomb", "reason"),
-    [("9 ** (9 ** 9)", r"takes longer than 0\.5 s"), ("'a' * 10 ** 10", "needs more than 4 GiB")],
+    [("9 ** (9 ** 9)", r"0\.5 seconds"), ("'a' * 10 ** 10", "4 GiB")],
 )
 def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypatch, bomb, reason):
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.5)
@@ -537,8 +540,8 @@ def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypa
 
 LONG = "{% if 'long' in messages[0].content %}"
 SLOW = {
-    "endless": (ENDLESS, "takes longer than 1 seconds"),
-    "uses much memory": ("{{ ('a' * 6 * 10 ** 9) and '' }}", "needs more than 4 GiB"),
+    "endless": (ENDLESS, "1 seconds"),
+    "uses much memory": ("{{ ('a' * 6 * 10 ** 9) and '' }}", "4 GiB"),
     "writes much": ("{{ 'a' * 5000 }}", "writes 5,"),
 }
 
@@ -563,7 +566,7 @@ def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokeniz
 def test_a_template_that_is_slow_on_many_rows_is_given_up(base_tokenizer, monkeypatch):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + ENDLESS + "{% endif %}")
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1.0)
-    with pytest.raises(ValueError, match=r"takes longer than 1 seconds for each of 3 rows"):
+    with pytest.raises(ValueError, match=r"1 seconds .*3 rows"):
         masker.mask([Chat([{"role": "user", "content": f"long {i}"}, ANSWER]) for i in range(1000)])
 
 
@@ -590,7 +593,7 @@ def test_a_list_of_one_text_is_that_text(base_tokenizer, template):
     if template == PARTS_BY_ROLE:
         assert found == mask_one(masker, [QUESTION, ANSWER])
         return
-    assert str(found).startswith("the chat template reads the content of message 1 (user) only as a text, not as a")
+    assert isinstance(found, UnreadableContent) and "message 1 (user)" in str(found) and "2 parts" in str(found)
 
 
 PROMPTS_AFTER_USERS = CHATML_TEMPLATE.replace(
@@ -609,7 +612,7 @@ def test_two_assistant_turns_need_no_prompt_between_them(base_tokenizer):
     )
     assert renaming != PROMPTS_AFTER_USERS
     (refused,) = with_template(base_tokenizer, renaming).mask([Chat([QUESTION, ANSWER, more])])
-    assert "no generation prompt after a message of the role assistant" in str(refused)
+    assert isinstance(refused, UnknownPrompt) and "role assistant" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -650,7 +653,7 @@ def test_an_id_that_stands_only_with_the_result_does_not_belong_to_the_call(base
 
 
 def test_templates_run_in_the_sandbox(base_tokenizer):
-    with pytest.raises(ValueError, match=r"the chat template fails: .*unsafe"):
+    with pytest.raises(ValueError, match=r"__class__.*unsafe"):
         with_template(base_tokenizer, CHATML_TEMPLATE + "{{ ''.__class__.__mro__ }}")
 
 
@@ -696,11 +699,11 @@ def test_what_ends_turns_can_be_the_next_role(base_tokenizer):
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    with pytest.raises(ValueError, match=r"no end-of-turn token .* generation_config\.json has to name it"):
+    with pytest.raises(ValueError, match=r"end-of-turn .*generation_config\.json"):
         ChatMasker(tokenizer).check_template()
     masker = ChatMasker(tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids("<|user|>")])
     (note,) = masker.check_template()
-    assert "no end-of-turn token after a conversation's last turn" in note
+    assert "end-of-turn" in note
     assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == ["\nFive.<|user|>", "\nFive."]
 
 
@@ -786,12 +789,12 @@ def test_ids_and_arguments_share_a_skeleton(base_tokenizer):
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (CHATML_TEMPLATE, [QUESTION, ANSWER], "leaves out the row's tools"),
+        (CHATML_TEMPLATE, [QUESTION, ANSWER], "row's tools"),
         # Its content may not be missing, but with one the tools are not written either.
-        (CHATML_TEMPLATE, [QUESTION, CALLS_ALONE, ANSWER], "leaves out the row's tools"),
+        (CHATML_TEMPLATE, [QUESTION, CALLS_ALONE, ANSWER], "row's tools"),
         (TOOL_TEMPLATE.replace("function | tojson", "function | upper"), [QUESTION, calls({"x": "y"})], "tool calls"),
         (TOOL_TEMPLATE.replace("if m.tool_calls", "if false"), [QUESTION, calls({})], "tool calls of message 2"),
-        (TOOL_TEMPLATE, [QUESTION, calls({"<|im_end|>": 5})], "special token '<|im_end|>' in the name"),
+        (TOOL_TEMPLATE, [QUESTION, calls({"<|im_end|>": 5})], "'<|im_end|>'"),
     ],
 )  # fmt: skip
 def test_tools_that_are_not_written_are_refused(base_tokenizer, template, messages, reason):

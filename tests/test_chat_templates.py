@@ -69,9 +69,9 @@ class Refused:
 
 
 NOT_KNOWN = {  # what templates do with what they do not know
-    "tools": Refused("leaves out the row's tools"),
+    "tools": Refused("row's tools"),
     "alternate": Refused("roles must alternate"),
-    "no stop": Refused("no end-of-turn token"),
+    "no stop": Refused("end-of-turn"),
 }
 
 
@@ -262,11 +262,9 @@ QWEN3_MARKED = plain(
     reasoning=[COUNT + IM_END, MORE + IM_END],
     tools=[QWEN3_EMPTY + QWEN_CALL, f"{QWEN3_EMPTY}Five.{IM_END}", f"{QWEN3_EMPTY}Six.{IM_END}"],
 ) | {"<think>": [COUNT + IM_END, MORE + IM_END]}
-NO_TURNS = {case: NOT_KNOWN["no stop"] for case in CASES if case != "tools"} | {
-    "tools": Refused("leaves out the row's tools")
-}
-CALLS_LOST = Refused("writes the tool calls of message 2 (assistant) 0 times")
-SYSTEM_LOST = Refused("writes the content of message 1 (system) 0 times")
+NO_TURNS = {case: NOT_KNOWN["no stop"] for case in CASES if case != "tools"} | {"tools": Refused("row's tools")}
+CALLS_LOST = Refused("tool calls of message 2 (assistant) 0 times")
+SYSTEM_LOST = Refused("content of message 1 (system) 0 times")
 
 FAMILIES = {
     "ChatML": Family("chatml", trained=plain(IM_END), **CHATML),
@@ -334,7 +332,7 @@ FAMILIES = {
     "DeepSeek V2": Family("deepseek_v2", trained=plain(DEEPSEEK_END, before=" "), **DEEPSEEK),
     "DeepSeek V3": Family(
         "trl:deepseekv3",
-        trained=plain(DEEPSEEK_END, tools=Refused("leaves out the row's tools"))
+        trained=plain(DEEPSEEK_END, tools=Refused("row's tools"))
         | {"<think>": [f"\n\nFive.{DEEPSEEK_END}", f"\n\nSix.{DEEPSEEK_END}"]},
         **DEEPSEEK,
     ),
@@ -455,7 +453,7 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
 def test_template_is_checked_first(name):
     masker = make_masker(name)
     if name in REFUSED_TEMPLATES:
-        with pytest.raises(ValueError, match=r"no end-of-turn token .* pass --allow-missing-stop-token"):
+        with pytest.raises(ValueError, match=r"end-of-turn .*--allow-missing-stop-token"):
             masker.check_template()
     else:
         masker.check_template()
@@ -474,7 +472,7 @@ def test_missing_stop_token_allowed(name, case, special):
     """Contents are trained, and nothing else."""
     tokenizer = make_tokenizer(replace(FAMILIES[name], special=special))
     masker, expected = ChatMasker(tokenizer, allow_missing_stop_token=True), WITHOUT_STOP[name][case]
-    assert any("NOT TAUGHT TO STOP" in note for note in masker.check_template())
+    assert any("TO STOP" in note for note in masker.check_template())
     if isinstance(expected, Refused):
         with pytest.raises(ValueError, match=re.escape(expected.reason)):
             trained_texts(masker, CASES[case], tools=[TOOL])
@@ -487,7 +485,7 @@ def test_missing_stop_token_allowed_in_vain(name):
     family = FAMILIES[name]
     tokenizer = make_tokenizer(family)
     stops = tokenizer.convert_tokens_to_ids(list(family.stops))
-    with pytest.raises(ValueError, match="--allow-missing-stop-token has no effect: mine writes a stop token"):
+    with pytest.raises(ValueError, match=r"--allow-missing-stop-token .*mine"):
         ChatMasker(tokenizer, stop_token_ids=stops, allow_missing_stop_token=True).check_template("mine")
 
 

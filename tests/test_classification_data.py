@@ -6,6 +6,7 @@ What is right is said by transformers' tokenizer on its own, by the csv files th
 import csv
 import gzip
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -149,7 +150,7 @@ def test_a_decoder_has_no_token_types_and_is_told_of_pairs_without_a_border(deco
     assert read_all(data) == [
         (byte_level(r["text"], r["text_pair"])["input_ids"], [i], None) for i, r in enumerate(rows)
     ]
-    assert "note: the tokenizer puts nothing between the two texts of a pair" in capsys.readouterr().out
+    assert "of a pair" in capsys.readouterr().out
 
 
 WORDS = [
@@ -265,15 +266,15 @@ def test_what_labels_are_shows_in_them(labels, expected, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "options", "reason"),
     [
-        (["a", 1], {}, r"several kinds: a name \(a.jsonl:1\) and an integer \(a.jsonl:2\)"),
-        (["a", ["b"]], {}, r"several kinds: a name \(a.jsonl:1\) and a list of labels \(a.jsonl:2\)"),
-        ([1.0, 2.0], {}, "whole numbers with a decimal point"),
-        ([[0.0, 1.0], [1.0, 0.0]], {}, "labels are lists of numbers: pass --label-type regression"),
-        ([f"text {i}" for i in range(30)], {}, "30 different labels in 30 rows"),
-        (["a", "a"], {}, "all labels are 'a': at least two classes are needed"),
-        (["a", "b"], {"label_type": "multi"}, r"one label, but a list is needed \(a.jsonl:1\)"),
-        ([["a"], ["b"]], {"label_type": "single"}, r"a row has a list of labels \(a.jsonl:1\)"),
-        ([0.5, 1.5], {"label_names": ("a", "b")}, "--label-names has no effect: regression labels"),
+        (["a", 1], {}, r"name \(a.jsonl:1\).* integer \(a.jsonl:2\)"),
+        (["a", ["b"]], {}, r"name \(a.jsonl:1\).* list .*\(a.jsonl:2\)"),
+        ([1.0, 2.0], {}, r"\d\.0: .*--label-type regression"),
+        ([[0.0, 1.0], [1.0, 0.0]], {}, "lists .*--label-type regression"),
+        ([f"text {i}" for i in range(30)], {}, "30 .*30 rows: .*--label-field"),
+        (["a", "a"], {}, "'a': .*--label-names"),
+        (["a", "b"], {"label_type": "multi"}, r"--label-type multi: .*\(a.jsonl:1\)"),
+        ([["a"], ["b"]], {"label_type": "single"}, r"--label-type single: .*\(a.jsonl:1\)"),
+        ([0.5, 1.5], {"label_names": ("a", "b")}, "--label-names .*regression"),
     ],
 )
 def test_labels_that_can_mean_two_things_are_refused(labels, options, reason, tmp_path):
@@ -293,7 +294,7 @@ def test_names_can_be_given_and_those_of_another_data_set_taken(encoder, tmp_pat
         other = prepare(encoder, few, tmp_path / "few.arrow", labels_from=str(tmp_path / known))
         assert other.task == train.task
         assert [target for _, target, _ in read_all(other)] == [[1], [2]], "an integer is the number of a class"
-    with pytest.raises(ValueError, match=r"c\.jsonl:2: the label 'bad' is not among pos, neg, neutral"):
+    with pytest.raises(ValueError, match=r"c\.jsonl:2: .*'bad' .*pos, neg, neutral"):
         unseen = write_jsonl(tmp_path / "c.jsonl", [REVIEWS[0], {"text": "a", "label": "bad"}])
         prepare(encoder, unseen, tmp_path / "c.arrow", labels_from=str(tmp_path / "train.arrow"))
     assert not (tmp_path / "c.arrow").exists()
@@ -321,8 +322,8 @@ def test_repeated_texts_and_labels_that_contradict_each_other_are_told(encoder, 
     second = write_csv(tmp_path / "b.csv", [{"text": "new", "label": "neg"}, REVIEWS[1]])
     prepare(encoder, (first, second), tmp_path / "out.arrow")
     told = capsys.readouterr().out
-    assert "note: 1 text has several labels, the first of them at a.jsonl:4 and a.jsonl:5" in told
-    assert "note: 2 rows repeat an earlier text with its label, the first of them a.jsonl:6 that of a.jsonl:1" in told
+    assert re.search(r"note: 1 text .*a\.jsonl:4 .*a\.jsonl:5", told)
+    assert re.search(r"note: 2 rows .*a\.jsonl:6 .*a\.jsonl:1", told)
 
 
 def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(decoder, tmp_path):
@@ -360,7 +361,7 @@ def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_
     assert (data.sidecar["rows"]["too_long"], data.sidecar["rows"]["truncated"]) == (0, 1)
     assert "truncated                            1" in capsys.readouterr().out
     prepare(encoder, source, tmp_path / "out.arrow")
-    assert "note: 1 of the samples have more than 20 tokens, the model's maximum" in capsys.readouterr().out
+    assert re.search(r"note: 1 of .* 20 tokens", capsys.readouterr().out)
     words = write_jsonl(tmp_path / "b.jsonl", [{"tokens": ["good", "bad"] * 20, "labels": ["x", "y"] * 20}])
     data = prepare(encoder, words, tmp_path / "words.arrow", max_sample_num_tokens=7, truncate=True)
     assert (data.lengths.tolist(), data.num_loss_tokens.tolist()) == ([7], [5])
@@ -377,39 +378,39 @@ def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_
 ROW = b'{"text": "good film", "label": "pos"}\n{"text": "bad film", "label": "neg"}\n'
 TABLE = b"text,label\ngood film,pos\nbad film,neg\n"
 BROKEN = {  # file, what follows two good rows (or a whole file), the message
-    "no_label.jsonl": (ROW + b'{"text": "x"}\n', r"no_label.jsonl:3: no label: 'label' or 'labels' is missing"),
-    "null.jsonl": (ROW + b'{"text": "x", "label": null}\n', r"null.jsonl:3: no label: .* is missing"),
-    "blank.jsonl": (ROW + b'{"text": "x", "label": " "}\n', r"blank.jsonl:3: 'label' is ' ': the row has no label"),
+    "no_label.jsonl": (ROW + b'{"text": "x"}\n', r"no_label.jsonl:3: .*'label' .*--label-field"),
+    "null.jsonl": (ROW + b'{"text": "x", "label": null}\n', r"null.jsonl:3: .*'label' .*--label-field"),
+    "blank.jsonl": (ROW + b'{"text": "x", "label": " "}\n', r"blank.jsonl:3: 'label' is ' '"),
     "nan.jsonl": (ROW + b'{"text": "x", "label": NaN}\n', r"nan.jsonl:3: not JSON"),
-    "nan_cell.csv": (TABLE + b"x,nan\n", r"nan_cell.csv:4: 'label' is 'nan': the row has no label"),
-    "empty_cell.csv": (TABLE + b"x,\n", r"empty_cell.csv:4: no label: 'label' or 'labels' is missing"),
-    "no_text.csv": (TABLE + b",pos\n", r"no_text.csv:4: no text: .* is missing or empty; the row has \['label'\]"),
+    "nan_cell.csv": (TABLE + b"x,nan\n", r"nan_cell.csv:4: 'label' is 'nan'"),
+    "empty_cell.csv": (TABLE + b"x,\n", r"empty_cell.csv:4: .*'label' .*--label-field"),
+    "no_text.csv": (TABLE + b",pos\n", r"no_text.csv:4: .*'text' .*\['label'\] .*--text-field"),
     "blank_text.jsonl": (
         ROW + b'{"text": " ", "label": "pos"}\n',
-        r"blank_text.jsonl:3: 'text' is ' ', expected text",
+        r"blank_text.jsonl:3: 'text' is ' '",
     ),
-    "object.jsonl": (ROW + b'{"text": "x", "label": {"a": 1}}\n', r"object.jsonl:3: 'label' is {'a': 1}, expected"),
-    "half.jsonl": (ROW + b'{"text": "\\ud800", "label": "pos"}\n', r"half.jsonl:3: contains half a character"),
+    "object.jsonl": (ROW + b'{"text": "x", "label": {"a": 1}}\n', r"object.jsonl:3: 'label' is {'a': 1}"),
+    "half.jsonl": (ROW + b'{"text": "\\ud800", "label": "pos"}\n', r"half.jsonl:3: .*\\ud800"),
     "two.jsonl": (
         ROW + b'{"text": "x", "tokens": ["x"], "label": "pos"}\n',
-        r"two.jsonl:3: has both 'text' and 'tokens'",
+        r"two.jsonl:3: .*'text' and 'tokens': .*--text-field",
     ),
-    "columns.csv": (TABLE + b"a,b,c\n", r"columns.csv:4: 3 cells, but the header has 2 columns"),
-    "too_few.csv": (TABLE + b"only\n", r"too_few.csv:4: 1 cells, but the header has 2 columns"),
-    "latin.csv": (TABLE + b"caf\xe9,pos\n", r"latin.csv:4: not UTF-8: b'\\xe9'; save the table as UTF-8"),
-    "nul.csv": (TABLE + b"a\0b,pos\n", r"nul.csv:4: has the character NUL"),
-    "quote.csv": (TABLE + b'"a"b,pos\ngood,pos\n', r"quote.csv:4: text follows a closing quote"),
-    "open.csv": (TABLE + b'"a,pos\nb,neg\n', r"open.csv: .* a quote in line 4 opens a cell that does not end"),
-    "mac.csv": (b"text,label\ra,pos\rb,neg\r", r"mac.csv: .* a carriage return within the line"),
-    "utf16.csv": ("text,label\na,pos\n".encode("utf-16"), r"utf16.csv: .* its first line names no columns; .*UTF-16"),
-    "semicolon.csv": (b"text;label\na;pos\n", r"semicolon.csv: .* is one column, 'text;label', with semicolons"),
-    "twice.csv": (b"text,label,text\na,pos,b\n", r"twice.csv: .* names the column 'text' twice"),
-    "other.csv": (b"review,stars\na,1\nb,2\n", r"other.csv:2: no text: .* the row has .*'stars'\] \(--text-field\)"),
-    "header.csv": (b"text,label\n", r"header.csv: has no rows"),
-    "words.jsonl": (b'{"tokens": ["a", "b"], "labels": ["O"]}\n', r"words.jsonl:1: 1 labels for 2 words"),
+    "columns.csv": (TABLE + b"a,b,c\n", r"columns.csv:4: 3 cells, .* 2 columns"),
+    "too_few.csv": (TABLE + b"only\n", r"too_few.csv:4: 1 cells, .* 2 columns"),
+    "latin.csv": (TABLE + b"caf\xe9,pos\n", r"latin.csv:4: not UTF-8: b'\\xe9'"),
+    "nul.csv": (TABLE + b"a\0b,pos\n", r"nul.csv:4: .* NUL"),
+    "quote.csv": (TABLE + b'"a"b,pos\ngood,pos\n', r"quote.csv:4: .*closing quote"),
+    "open.csv": (TABLE + b'"a,pos\nb,neg\n', r"open.csv: .*quote in line 4"),
+    "mac.csv": (b"text,label\ra,pos\rb,neg\r", r"mac.csv: .*line 1, .*carriage return"),
+    "utf16.csv": ("text,label\na,pos\n".encode("utf-16"), r"utf16.csv: .*first line .*UTF-16"),
+    "semicolon.csv": (b"text;label\na;pos\n", r"semicolon.csv: .*'text;label', .*semicolons"),
+    "twice.csv": (b"text,label,text\na,pos,b\n", r"twice.csv: .*'text' twice"),
+    "other.csv": (b"review,stars\na,1\nb,2\n", r"other.csv:2: .*'stars'\] \(--text-field\)"),
+    "header.csv": (b"text,label\n", r"header.csv: .*no rows"),
+    "words.jsonl": (b'{"tokens": ["a", "b"], "labels": ["O"]}\n', r"words.jsonl:1: 1 labels .* 2 words"),
     "null_word.jsonl": (
         b'{"tokens": ["a", "b"], "labels": ["O", null]}\n',
-        r"null_word.jsonl:1: 'labels', word 2 is missing or null",
+        r"null_word.jsonl:1: 'labels', word 2 ",
     ),
     "empty_word.jsonl": (
         b'{"tokens": ["a", " "], "labels": ["O", "B"]}\n',
@@ -417,12 +418,15 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
     ),
     "lost_word.jsonl": (
         '{"tokens": ["a", "\u200b"], "labels": ["O", "B"]}\n'.encode(),
-        r"lost_word.jsonl:1: word 2, '.*', has no token",
+        r"lost_word.jsonl:1: word 2, '.*', .*no token",
     ),
-    "mixed.jsonl": (ROW + b'{"tokens": ["x"], "labels": ["pos"]}\n', r"labels are of several kinds: .*mixed.jsonl:3"),
+    "mixed.jsonl": (
+        ROW + b'{"tokens": ["x"], "labels": ["pos"]}\n',
+        r"mixed.jsonl:1\) .*mixed.jsonl:3\); .*--label-type",
+    ),
     "one_hot.jsonl": (
         b'{"text": "a", "label": [0, 1, 0]}\n{"text": "b", "label": [1, 2]}\n',
-        r"one_hot.jsonl:1: the label 0 occurs twice",
+        r"one_hot.jsonl:1: .*label 0 .*twice",
     ),
 }
 
@@ -439,7 +443,7 @@ def test_what_is_broken_is_named_with_its_line(name, encoder, tmp_path):
 def test_a_quote_that_is_not_closed_does_not_fill_memory(tmp_path, encoder, monkeypatch):
     monkeypatch.setattr("mini_trainer.data.rows.tables.MAX_ROW_BYTES", 1 << 10)
     (tmp_path / "a.csv").write_bytes(TABLE + b'"x,pos\n' + b"good film,pos\n" * 1000)
-    with pytest.raises(ValueError, match="begins in line 4 is longer than 1,024 bytes: perhaps it has an"):
+    with pytest.raises(ValueError, match=r"a\.csv: .*line 4 .*1,024 bytes"):
         prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
 
 
@@ -457,15 +461,14 @@ def test_the_script_ends_with_one_message(encoder, tmp_path):
     files = dict(input_file=tmp_path / "a.csv", output_file=tmp_path / "out.arrow", model_name_or_path=encoder)
     result = run_forked(0, "process_data.py", *flags(format="classification", **files))
     assert result.returncode == 2
-    assert "a.csv:4: no label" in result.stderr and "Traceback" not in result.stderr
+    assert "a.csv:4: " in result.stderr and "--label-field" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_options_without_effect_are_refused():
     options = group_options(ProcessDataOptions, input_file=("a",), output_file="o.arrow", model_name_or_path="m")
-    assert find_problems(replace_options(options, label_field="y", truncate=True)) == [
-        "--truncate, --label-field: no effect without --format classification",
-        "--truncate needs --max-sample-num-tokens, the length to truncate to",
-    ]
+    first, second = find_problems(replace_options(options, label_field="y", truncate=True))
+    assert first.startswith("--truncate, --label-field: ") and "--format classification" in first
+    assert second.startswith("--truncate ") and "--max-sample-num-tokens" in second
     options = replace_options(options, format="classification")
     assert find_problems(options) == []
     problems = find_problems(replace_options(options, label_names=("a", "a"), labels_from="t.arrow", block_size=9))
@@ -481,7 +484,7 @@ def test_sets_that_are_trained_together_have_the_same_labels(encoder, tmp_path):
     sets = [prepare(encoder, source, path, label_names=("pos", "neg")) for path in paths]
     assert Mixture(sets).task.label_names == ("pos", "neg")
     sets[1] = prepare(encoder, source, paths[1])
-    with pytest.raises(ValueError, match=r"0\.arrow is for .* labels pos, neg, but .*1\.arrow .* labels neg, pos"):
+    with pytest.raises(ValueError, match=r"0\.arrow .* pos, neg, .*1\.arrow .* neg, pos"):
         Mixture(sets)
 
 
@@ -498,12 +501,12 @@ def test_sets_with_and_without_pairs_agree_on_token_types(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"target": [2.0]}, "the class is 2; allowed are 0 to 1"),
-        ({"target": [0.5]}, "the class is 0.5"),
-        ({"target": []}, "expected 1 finite numbers"),
-        ({"target": [float("nan")]}, "expected 1 finite numbers"),
-        ({"num_loss_counted_tokens": 2}, "a sequence has one target"),
-        ({"token_type_ids": [0]}, "token_type_ids has to hold 4 numbers from 0"),
+        ({"target": [2.0]}, "class is 2; .*0 to 1"),
+        ({"target": [0.5]}, r"class is 0\.5"),
+        ({"target": []}, r"target is \[\]"),
+        ({"target": [float("nan")]}, r"target is \[nan\]"),
+        ({"num_loss_counted_tokens": 2}, "num_loss_counted_tokens is 2"),
+        ({"token_type_ids": [0]}, "token_type_ids .* 4 numbers"),
     ],
 )
 def test_a_row_that_breaks_the_contract_is_named(change, reason, encoder, tmp_path):
@@ -522,11 +525,11 @@ def test_a_row_that_breaks_the_contract_is_named(change, reason, encoder, tmp_pa
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"objective": "poetry"}, "made for the objective 'poetry'; known are causal-lm"),
-        ({"label_type": "some"}, "label_type is 'some'; allowed"),
-        ({"label_names": ["a", 1]}, "expected a list of names"),
-        ({"label_names": ["a", "a"]}, "single labels with the names"),
-        ({"label_names": []}, "single labels with the names"),
+        ({"objective": "poetry"}, "'poetry'; .*causal-lm"),
+        ({"label_type": "some"}, "label_type is 'some'"),
+        ({"label_names": ["a", 1]}, r"label_names is \['a', 1\]"),
+        ({"label_names": ["a", "a"]}, r"single .*\['a', 'a'\]"),
+        ({"label_names": []}, r"single .*\[\]"),
     ],
 )
 def test_a_sidecar_that_says_what_cannot_be_is_refused(change, reason, encoder, tmp_path):
@@ -541,10 +544,10 @@ def test_samples_and_labels_are_shown(encoder, tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", REVIEWS)
     prepare(encoder, source, tmp_path / "out.arrow", preview=4, preview_html=str(tmp_path / "page.html"))
     told = capsys.readouterr().out
-    assert "sequence-classification: one of 2 labels" in told
+    assert re.search("sequence-classification: .*2 labels", told)
     assert "    pos                                2  50.0%" in told
-    assert "--- a.jsonl:4: 4 tokens, label: neg" in told
+    assert re.search(r"a\.jsonl:4: 4 tokens, .*neg", told)
     page = (tmp_path / "page.html").read_text()
     assert "<h2>Labels</h2>" in page and "label: pos" in page
     prepare(encoder, write_jsonl(tmp_path / "w.jsonl", WORDS), tmp_path / "out.arrow", preview=2)
-    assert "words with labels: Angela B-PER, Merkel I-PER, Berlin! B-LOC" in capsys.readouterr().out
+    assert "Angela B-PER, Merkel I-PER, Berlin! B-LOC" in capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_rows_of_other_objectives_refuse_the_file_by_their_columns(name, model, 
             prepare(model, source, **options)
         line = 2 if "messages" in row else 1
         assert str(error.value).startswith(f"in.jsonl:{line}: has {columns[0]!r}")
-        assert f"pass --ignore-columns {' '.join(columns)} " in str(error.value)
+        assert f"--ignore-columns {' '.join(columns)} " in str(error.value)
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -136,7 +136,7 @@ def test_columns_of_tables_are_refused_and_empty_cells_say_nothing(ending, model
 
     assert len(prepare(model, write(tmp_path / f"a{ending}"))) == 2
     rows[1]["label"] = "False"
-    with pytest.raises(RefusedColumn, match=r"has 'label' \('False'\), which says whether an answer is good or bad"):
+    with pytest.raises(RefusedColumn, match=r"has 'label' \('False'\)"):
         prepare(model, write(tmp_path / f"b{ending}"))
 
 
@@ -145,10 +145,10 @@ def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
     rows[0] |= {"notes": None, "topic": "weather"}
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows))
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "unread" in line]
-    assert note == "note: unread columns: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
+    assert note.endswith(": id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)")
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; unread columns: prompt"):
+    with pytest.raises(ValueError, match=r"--ignore-columns nots: .*prompt, source, topic"):
         prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "nots"))
 
 
@@ -156,22 +156,22 @@ def test_answers_are_not_trained_without_the_prompt_beside_them(model, tmp_path)
     """TRL's preferences with explicit prompts."""
     row = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}
     source = write_jsonl(tmp_path / "in.jsonl", [row])
-    with pytest.raises(RefusedColumn, match=r"has 'prompt' .*which says what the answer is to"):
+    with pytest.raises(RefusedColumn, match=r"in.jsonl:1: has 'prompt' "):
         prepare(model, source, messages_field="chosen", ignore_columns=("rejected",))
 
 
 @pytest.mark.parametrize("name", ["messages", "messages.content", "messages.role"])
 def test_what_a_format_is_read_from_cannot_be_ignored(name, model, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER}])
-    with pytest.raises(RefusedColumn, match=rf"--ignore-columns {name}: rows are read from there"):
+    with pytest.raises(RefusedColumn, match=rf"in.jsonl:1: --ignore-columns {name}: "):
         prepare(model, source, ignore_columns=(name,))
 
 
 def test_names_that_a_shell_would_split_are_quoted(model, tmp_path, capsys):
     prepare(model, write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER, "a\nb": 1, "": 2}]))
-    assert r"unread columns: '' (1 row), 'a\nb' (1 row)" in capsys.readouterr().out
+    assert r"'' (1 row), 'a\nb' (1 row)" in capsys.readouterr().out
     source = write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER, "Rejected Response": "no"}])
-    with pytest.raises(RefusedColumn, match="--ignore-columns 'Rejected Response' to train"):
+    with pytest.raises(RefusedColumn, match="--ignore-columns 'Rejected Response' "):
         prepare(model, source)
 
 
@@ -206,7 +206,7 @@ def test_labels_and_scores_of_what_is_classified_stay_usable_and_weights_do_not(
     words = [{"tokens": ["12", "and"], "ner_tags": ["a", "b"], "pos_tags": ["c", "d"]}]
     assert len(prepare(model, write_jsonl(tmp_path / "w.jsonl", words), label_field="ner_tags", **as_classes)) == 1
     weighed = write_jsonl(tmp_path / "in.jsonl", [*rows, rows[0] | {"weight": 0.5}])
-    with pytest.raises(RefusedColumn, match=r"in.jsonl:7: has 'weight' \(0.5\).*Classification does not read such"):
+    with pytest.raises(RefusedColumn, match=r"in.jsonl:7: has 'weight' \(0.5\)"):
         prepare(model, weighed, **as_classes)
     assert len(prepare(model, weighed, ignore_columns=("weight",), **as_classes)) == 7
     chats = [{"messages": [ASK, ANSWER | {"train": False}], "label": label} for label in "ab"]
@@ -226,7 +226,7 @@ def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_pat
         str(model),
     ]
     result = run_forked(0, "process_data.py", *paths)
-    message = "in.jsonl:1: has 'label' (False), which says whether an answer is good or bad."
+    message = "in.jsonl:1: has 'label' (False)"
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
     options = dict(input_file=str(source), output_dir="o", data_cache_dir=str(tmp_path / "cache"), num_proc=1)
     with pytest.raises(ValueError, match=r"has 'label' \(False\)"):
@@ -306,19 +306,18 @@ def test_the_documented_rows_of_ms_swift_and_axolotl(model, tokenizer, tmp_path)
 @pytest.mark.parametrize(
     ("marks", "reason"),
     [
-        ({"loss": "false"}, "has 'loss': 'false', allowed: true, false"),
-        ({"loss": [True, False]}, "has 'loss': [True, False], allowed: true, false"),
-        ({"loss_scale": 2.0}, "has 'loss_scale': 2.0, allowed: numbers from 0 to 1"),
-        ({"loss_scale": -1}, "has 'loss_scale': -1, allowed: numbers from 0 to 1"),
-        ({"training": "no"}, "has 'training': 'no', allowed: true, false"),
-        ({"loss": False, "train": True}, "has both 'train' and 'loss', which mean the same"),
-        ({"loss_scale": 0.5, "weight": 1}, "has both 'weight' and 'loss_scale', which mean the same"),
+        ({"loss": "false"}, "'loss': 'false'"),
+        ({"loss": [True, False]}, r"'loss': \[True, False\]"),
+        ({"loss_scale": 2.0}, r"'loss_scale': 2\.0"),
+        ({"loss_scale": -1}, "'loss_scale': -1"),
+        ({"training": "no"}, "'training': 'no'"),
+        ({"loss": False, "train": True}, "both 'train' and 'loss'"),
+        ({"loss_scale": 0.5, "weight": 1}, "both 'weight' and 'loss_scale'"),
     ],
 )
 def test_marks_that_cannot_be_honoured_refuse_the_row(marks, reason):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=rf"^message 2 \(assistant\) .*{reason}"):
         read_marks(ANSWER | marks, 2)
-    assert str(error.value).startswith(f"message 2 (assistant) {reason}")
 
 
 def test_names_are_compared_by_their_words():

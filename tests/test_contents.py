@@ -42,7 +42,7 @@ from mini_trainer.tools.merge_adapter import merge_adapter
 from mini_trainer.tools.merge_models import merge_models
 from mini_trainer.tools.verify import verify
 
-DAMAGED = "its SHA-256 is not the one in"
+DAMAGED = ".*SHA-256"
 LORA = dict(lora=True, lora_rank=2, lora_alpha=4.0)
 
 
@@ -149,7 +149,7 @@ def test_tokens_that_changed_are_refused_by_all_that_read_them(read: Reader, wor
     content = bytearray(data.read_bytes())
     content[content.index(token.to_bytes(4, "little"))] ^= 1
     data.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"data.arrow: {DAMAGED} .*data.arrow.meta.json"):
+    with pytest.raises(RunError, match=rf"data.arrow: {DAMAGED} .*data.arrow.meta.json"):
         read(world, root, False)
     read(world, root, True)
 
@@ -160,30 +160,31 @@ def test_a_sidecar_that_was_edited_is_a_warning(world, root, caplog):
     assert caplog.messages == []
     sidecar.write_text(sidecar.read_text().replace('"max_token_id": ', '"max_token_id": 1'))
     verify_data(TokenizedData(root / "data.arrow"))
-    assert caplog.messages == [f"warning: {sidecar}: was edited, or is damaged: it is not as it was written"]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"warning: {sidecar}: was edited")
 
 
 def test_adapters_bases_and_calibration_data_are_verified(world, root):
     common = OPTIONS | dict(max_steps=1, data_path=str(root / "data.arrow"), output_dir=str(root / "new"))
     common |= dict(model_name_or_path=str(root / "model"))
     flip_bit(adapter := export_of(root / "lora") / "adapter_model.safetensors", 0.95)
-    with pytest.raises(ValueError, match=rf"adapter_model.safetensors: {DAMAGED}"):
+    with pytest.raises(RunError, match=rf"adapter_model.safetensors: {DAMAGED}"):
         train_here(world, **common, **LORA, lora_adapter=str(adapter.parent))
     with pytest.raises(ValueError, match=rf"adapter_model.safetensors: {DAMAGED}"):
         merge_adapter(MergeAdapterOptions(adapter=str(adapter.parent), output_dir=str(root / "merged")), world)
     flip_bit(bases := next(export_of(root / "osft").rglob("*bases*")), 0.95)
     osft = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(root / "cache"), osft_bases=str(bases))
-    with pytest.raises(ValueError, match=rf"{bases.name}: {DAMAGED}"):
+    with pytest.raises(RunError, match=rf"{bases.name}: {DAMAGED}"):
         train_here(world, **common, **osft)
 
 
 def test_a_damaged_cache_of_subspaces_is_named(root):
     for file in (root / "cache").iterdir():
         read_subspace(file)
-        with pytest.raises(ValueError, match=rf"{file.name}: damaged.*; remove it"):
+        with pytest.raises(ValueError, match=rf"{file.name}: damaged"):
             read_subspace(flip_bit(file, 0.95))
         file.unlink(), os.mkfifo(file)
-        with pytest.raises(ValueError, match=rf"{file.name}: is not a regular file; remove it"):
+        with pytest.raises(ValueError, match=rf"{file.name}: .*regular file"):
             read_subspace(file)
 
 
@@ -198,16 +199,16 @@ def test_scores_that_changed_or_whose_sidecar_is_odd_are_refused(world, root, ca
 
     for key, value in {"top_k": "5", "loss": None, "num_ids": True, "file": [], "data": 3}.items():
         sidecar.write_text(json.dumps(known | {key: value}))
-        with pytest.raises(ValueError, match=rf"scores.json: .*{key}.*: score the data again"):
+        with pytest.raises(ValueError, match=rf"scores.json: .*\b{key}\b"):
             distill()
     sidecar.write_text(json.dumps(known | {"top_k": 0}))
-    with pytest.raises(ValueError, match="top_k is 0, allowed: 1 to 256"):
+    with pytest.raises(ValueError, match=r"scores.json: top_k is 0, .*1 to 256"):
         distill()
     sidecar.write_text(json.dumps(known | {"teacher_name": "another"}))
     distill()
     assert f"warning: {sidecar}: was edited" in caplog.text
     shutil.rmtree(root / "new"), sidecar.write_text(json.dumps(known)), flip_bit(scores)
-    with pytest.raises(ValueError, match=rf"teacher.scores: {DAMAGED}"):
+    with pytest.raises(RunError, match=rf"teacher.scores: {DAMAGED}"):
         distill()
     distill(skip_verification=True)
 
@@ -218,11 +219,11 @@ def test_files_edited_by_hand_are_a_warning_and_other_weights_are_not(world, roo
         (export / name).write_text((export / name).read_text() + "\n")
     (export / "tokenizer_config.json").unlink()
     contents.verify_model(export, ["model.safetensors"])
-    assert caplog.messages == [
-        f"warning: {export}: differs from its manifest.json: generation_config.json, tokenizer_config.json"
-    ]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"warning: {export}: ")
+    assert warning.endswith("manifest.json: generation_config.json, tokenizer_config.json")
     shutil.copy(export / "model.safetensors", export / "model-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors: is not listed in .*manifest.json"):
+    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors: .*listed in .*manifest.json"):
         contents.verify_model(export, ["model-00001-of-00002.safetensors"])
 
 
@@ -231,17 +232,14 @@ def test_a_damaged_manifest_is_refused_and_one_of_another_program_is_none(root, 
     export = export_of(root / "full")
     manifest = export / "manifest.json"
     known = json.loads(manifest.read_text())
-    for text, reason in [
-        (manifest.read_text()[:-9], "manifest.json is damaged"),
-        (json.dumps(known | {"files": {}}), "manifest.json is damaged"),
-        ("[]", "manifest.json is damaged"),
-    ]:
+    for text in (manifest.read_text()[:-9], json.dumps(known | {"files": {}}), "[]"):
         manifest.write_text(text)
-        with pytest.raises(ValueError, match=rf"{reason}.*, so no file can be verified: .*--skip-verification"):
+        with pytest.raises(ValueError, match=r"manifest.json is damaged.*--skip-verification"):
             contents.verify_model(export, ["model.safetensors"])
     manifest.write_text(json.dumps({"name": "an extension", "version": 3}))
     contents.verify_model(export, ["model.safetensors"])
-    assert caplog.messages == [f"{export}: has no manifest.json: its weights are used unverified"]
+    (message,) = caplog.messages
+    assert message.startswith(f"{export}: ") and "manifest.json" in message and "unverified" in message
 
 
 def test_a_hash_is_remembered_until_the_file_or_a_sampled_block_changes(tmp_path, monkeypatch):
@@ -290,7 +288,8 @@ def test_data_without_a_recorded_hash_is_used_and_said_and_an_odd_record_is_refu
     caplog.set_level("INFO")
     data = write_samples(tmp_path / "a.arrow", make_samples(4, vocab_size=VOCAB_SIZE))
     verify_data(TokenizedData(data))
-    assert caplog.messages == [f"{data}: no a.arrow.meta.json records its hash: it is used unverified"]
+    (message,) = caplog.messages
+    assert message.startswith(f"{data}: ") and "a.arrow.meta.json" in message and "unverified" in message
     for odd in ({"size": 3}, {"size": "3", "sha256": "a"}, [3]):
         Path(f"{data}.meta.json").write_text(json.dumps({"file": odd}))
         with pytest.raises(ValueError, match=r"a.arrow.meta.json: file "):
@@ -304,14 +303,14 @@ def test_damaged_log_probabilities_of_a_reference_are_computed_again(damage: Cal
     np.testing.assert_array_equal(read_file(path, 50), values)
     assert np.isnan(read_file(path, 49)).all() and "(50, 2), not 49 rows" in caplog.text
     damage(path)
-    assert np.isnan(read_file(path, 50)).all() and "its rows are scored again" in caplog.text
+    assert np.isnan(read_file(path, 50)).all() and "scored again" in caplog.text
 
 
 def test_a_pipe_in_a_files_place_does_not_hang(tmp_path, caplog):
     os.mkfifo(pipe := tmp_path / "pipe")
-    assert np.isnan(read_file(pipe, 3)).all() and "is not a regular file" in caplog.text
+    assert np.isnan(read_file(pipe, 3)).all() and "regular file" in caplog.text
     for opening in (open_bases(pipe), open_statistics(pipe)):
-        with pytest.raises(ValueError, match="is not a regular file"), opening:
+        with pytest.raises(ValueError, match=rf"{pipe}: .*regular file"), opening:
             pass
 
 
@@ -332,7 +331,7 @@ def test_verify_reads_every_byte_of_what_has_recorded_hashes(root, capsys):
                                                root / "data.arrow.teacher.scores")]  # fmt: skip
     assert len(list(lines(root))) == 8  # three runs' checkpoints and exports, data, scores
     (export / "config.json").write_text((export / "config.json").read_text() + " ")
-    assert f"edited or missing: {export / 'config.json'}" in list(lines(export))
+    assert any(line.startswith("edited ") and line.endswith(f": {export / 'config.json'}") for line in lines(export))
     for path in (root / "data.arrow", checkpoint / "rank_00000.safetensors", export / "model.safetensors",
                  root / "data.arrow.teacher.scores"):  # fmt: skip
         flip_bit(path, 0.9)
@@ -342,6 +341,6 @@ def test_verify_reads_every_byte_of_what_has_recorded_hashes(root, capsys):
     damaged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("DAMAGED")]
     assert len(damaged) == 5 and f"DAMAGED {checkpoint / 'state.json'}: is missing" in damaged
     (root / "notes.txt").write_text("x")
-    for path, said in [(root / "notes.txt", "nothing records a hash"), (root / "nowhere", "does not exist")]:
+    for path, said in [(root / "notes.txt", "notes.txt: .*hash"), (root / "nowhere", "nowhere: .*exist")]:
         with pytest.raises(ValueError, match=said):
             list(lines(path))

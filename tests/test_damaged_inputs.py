@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -68,7 +69,7 @@ def test_data_without_a_trained_token_is_refused(inputs, world, tmp_path):
         dict(data_path=(str(only_long),), subset="2", seed=0),
     ):
         message = train_refused(world, inputs, tmp_path / "run", **change)
-        assert f"--data-path {change['data_path'][-1]}: no token of its" in message
+        assert f"--data-path {change['data_path'][-1]}: no token" in message
     assert not (tmp_path / "run" / "training_params.json").exists()
 
 
@@ -104,7 +105,7 @@ def test_multi_label_counts_are_those_of_the_kept_rows(tmp_path):
 
 def test_class_weights_under_which_nothing_is_trained_are_refused():
     task = DataTask("sequence-classification", "single", ("a", "b"), 2)
-    with pytest.raises(ValueError, match="every class that the data has counts 0"):
+    with pytest.raises(ValueError, match=r"--class-weights 0 1: .*counts 0"):
         choose_class_weights(("0", "1"), task, lambda: (np.array([5.0, 0.0]), 5))
 
 
@@ -117,31 +118,30 @@ MERGES = "a: &a {k: 1}\n" + "".join(
     f"{b}: &{b}\n  <<: [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdef", "bcdefg", strict=True)
 )
 BAD_YAML = [
-    ("seed: 1\n? [a, b]\n: 3\n", "line 2: not valid YAML: a key is a list"),
-    ("? {a: b}\n: 3\n", "line 1: not valid YAML: a key is a mapping"),
-    ("seed: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
-    ("".join(" " * i + "a:\n" for i in range(1200)), "nested too deeply"),
-    (LAUGHS, "aliases stand for more than 100,000 values"),
-    (MERGES, "aliases stand for more than 100,000 values"),
-    ("a: &a [1, *a]\n", "line 1: not valid YAML: an anchor holds an alias of itself"),
-    ("seed: !!timestamp 2024-13-45\n", "line 1: not valid YAML: '2024-13-45': month must be in 1..12"),
-    ("a: 1\nseed: " + "9" * 5000, "line 2: not valid YAML: '999"),
-    ("seed: *nope\n", "line 1: not valid YAML: found undefined alias 'nope'"),
-    ("a: 1\na: 2\n", "line 2: not valid YAML: a key is repeated: a"),
-    ("a: !!python/object/apply:os.getcwd []\n", "line 1: not valid YAML: could not determine a constructor"),
-    ("- a\n", "expected 'option: value' lines"),
+    ("seed: 1\n? [a, b]\n: 3\n", "line 2: .*key is a list"),
+    ("? {a: b}\n: 3\n", "line 1: .*key is a mapping"),
+    ("seed: " + "[" * 3000 + "]" * 3000, "line 1: .*nested"),
+    ("".join(" " * i + "a:\n" for i in range(1200)), r"line \d+: .*nested"),
+    (LAUGHS, "aliases .* 100,000"),
+    (MERGES, "aliases .* 100,000"),
+    ("a: &a [1, *a]\n", "line 1: .*anchor"),
+    ("seed: !!timestamp 2024-13-45\n", "line 1: .*'2024-13-45'"),
+    ("a: 1\nseed: " + "9" * 5000, "line 2: .*'999"),
+    ("seed: *nope\n", "line 1: .*'nope'"),
+    ("a: 1\na: 2\n", "line 2: .*repeated: a"),
+    ("a: !!python/object/apply:os.getcwd []\n", r"line 1: .*os\.getcwd"),
+    ("- a\n", "'option: value' .*list"),
 ]
 
 
 @pytest.mark.parametrize(("text", "expected"), BAD_YAML, ids=range(len(BAD_YAML)))
 def test_bad_yaml_gets_one_line_with_the_file(text, expected, tmp_path, capfd):
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^--config run.yaml: .*{expected}") as error:
         read_yaml(tmp_path / "run.yaml", named="--config run.yaml")
-    assert str(error.value).startswith("--config run.yaml: ") and "\n" not in str(error.value)
-    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
     argv = flags(model_name_or_path="m", data_path="d.arrow", output_dir="o", config=tmp_path / "run.yaml")
-    assert expected in refuse(argv, capfd)
+    assert re.search(expected, refuse(argv, capfd))
 
 
 def test_good_yaml_is_as_pyyaml_reads_it_and_dates_stay_texts(tmp_path):
@@ -162,7 +162,7 @@ def test_yaml_of_the_harness_may_have_its_tags_and_is_checked_otherwise(tmp_path
 def test_a_path_that_is_not_utf8_is_refused(capfd):
     path = os.fsdecode(b"caf\xe9")
     message = refuse(["--model-name-or-path", "m", "--data-path", path, "--output-dir", "o"], capfd)
-    assert "caf\\udce9: not UTF-8 text" in message
+    assert "caf\\udce9: not UTF-8" in message
 
 
 # JSON, links and leftovers.
@@ -173,7 +173,7 @@ def test_a_directory_whose_params_are_of_another_form_gets_one_message(text, inp
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "training_params.json").write_text(text)
     message = train_refused(world, inputs, tmp_path / "run")
-    assert "is not an empty directory, and" in message and "training_params.json" in message
+    assert message.startswith(f"--output-dir {tmp_path / 'run'} ") and "training_params.json" in message
     assert (tmp_path / "run" / "training_params.json").read_text() == text
 
 
@@ -212,7 +212,8 @@ def test_links_in_place_of_checkpoints_are_refused_and_never_followed(inputs, wo
     checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
     shutil.move(checkpoint, tmp_path / "elsewhere")
     checkpoint.symlink_to(tmp_path / "elsewhere")
-    assert f"{checkpoint} is a symbolic link to" in train_refused(world, given, tmp_path / "run", max_steps=3)
+    message = train_refused(world, given, tmp_path / "run", max_steps=3)
+    assert message.startswith(f"{checkpoint} ") and "symbolic link" in message
     checkpoint.unlink()
     shutil.copytree(tmp_path / "elsewhere", checkpoint)
     (checkpoint / "manifest.json").unlink()
@@ -276,7 +277,7 @@ def test_an_adapter_that_is_not_finite_is_named(inputs, world, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 def test_only_what_is_not_finite_is_refused(dtype):
     check_finite(torch.full((70_000,), 400.0).to(dtype), "large", where="here")  # its sum is beyond float16
-    with pytest.raises(ValueError, match="here: x has 1 NaN among 3 numbers"):
+    with pytest.raises(ValueError, match=r"here: x has 1 NaN .* 3 "):
         check_finite(torch.tensor([1.0, float("nan"), 2.0]).to(dtype), "x", where="here")
 
 
@@ -330,10 +331,11 @@ def test_a_directory_that_is_moved_or_removed_ends_the_run_and_is_not_made_anew(
         job.wait_until_gone()
     finally:
         job.kill()
-    allowed = [f"was moved to {tmp_path / 'elsewhere'}"]
+    allowed = [f"moved to {tmp_path / 'elsewhere'}"]
     if how == "removed":  # the run may look before it is
-        allowed.append("was removed")
-    messages = [f"error: --output-dir {output_dir} {what} while the run was writing to it" for what in allowed]
-    assert any(message in job.log.read_text() for message in messages)
-    assert "Traceback" not in job.log.read_text()
+        allowed.append("removed")
+    log = job.log.read_text()
+    errors = [line for line in log.splitlines() if line.startswith(f"error: --output-dir {output_dir} ")]
+    assert any(what in line for what in allowed for line in errors)
+    assert "Traceback" not in log
     assert not output_dir.exists() or list(output_dir.iterdir()) == []

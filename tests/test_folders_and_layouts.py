@@ -83,14 +83,14 @@ def test_all_files_of_a_folder_are_read_or_named(model, expected, tmp_path, caps
         (tmp_path / name).write_text("x")
     assert tokenize(model, tmp_path) == expected
     said = capsys.readouterr().out
-    assert f"note: {tmp_path}: 3 files are not read, because of the ending: 'README.md', 'deeper/x.jsonl.bz2'," in said
-    assert "'paper.pdf'" in said and "hidden" not in said and "a.md" not in said
+    assert f"note: {tmp_path}: 3 files " in said and "'README.md', 'deeper/x.jsonl.bz2', 'paper.pdf'" in said
+    assert "hidden" not in said and "a.md" not in said
     read_prompts([str(tmp_path)], None)
-    assert "3 files are not read" in capsys.readouterr().out
+    assert f"note: {tmp_path}: 3 files " in capsys.readouterr().out
     for i in range(20):
         (tmp_path / f"{i:02}.log").write_text("x")
     tokenize(model, tmp_path)
-    assert "23 files are not read" in (said := capsys.readouterr().out) and " and 13 more; files of rows end" in said
+    assert f"note: {tmp_path}: 23 files " in (said := capsys.readouterr().out) and " 13 more" in said
 
 
 def test_formats_of_a_folder_may_not_differ(model, expected, tmp_path):
@@ -100,19 +100,17 @@ def test_formats_of_a_folder_may_not_differ(model, expected, tmp_path):
     (folder / "empty.jsonl").write_text("")
     assert tokenize(model, folder) == expected
     (folder / "requirements.txt").write_text("torch\n")
-    with pytest.raises(
-        ValueError, match=r"chats: its files have different formats: requirements.txt is read as document"
-    ):
+    with pytest.raises(ValueError, match=r"chats: .*requirements.txt .*document, train.jsonl .*messages\."):
         tokenize(model, folder)
-    with pytest.raises(ValueError, match=r"requirements.txt:1: 'messages' must be a list"):
+    with pytest.raises(ValueError, match=r"requirements.txt:1: 'messages' "):
         tokenize(model, folder, format="messages")
-    with pytest.raises(ValueError, match=r"has texts beside other files, such as requirements.txt and empty.jsonl"):
+    with pytest.raises(ValueError, match=r"--prompts .*chats: .*requirements.txt .*empty.jsonl"):
         read_prompts([str(folder)], None)
     assert tokenize(model, folder / "train.jsonl") == expected
     assert len(tokenize(model, folder / "train.jsonl", folder / "requirements.txt")) == len(CHATS) + 1
     (folder / "requirements.txt").unlink()
     write_jsonl(folder / "more.jsonl", [{"prompt": "2+2=", "completion": "4"}])
-    with pytest.raises(ValueError, match=r"more.jsonl is read as completion, train.jsonl as messages"):
+    with pytest.raises(ValueError, match=r"chats: .*more.jsonl .*completion, train.jsonl .*messages\."):
         tokenize(model, folder)
     other = tmp_path / "documents"
     other.mkdir()
@@ -127,7 +125,7 @@ def test_parts_of_a_folder_whose_formats_differ_are_not_joined(model, tmp_path):
     tokenize_part = {"num_proc": 1, "input_file": (str(tmp_path),), "model_name_or_path": str(model), "preview": 0}
     options = tokenize_part | {"output_file": str(model / "parts.jsonl")}
     process_data(group_options(ProcessDataOptions, **options, shard="1/2"))
-    with pytest.raises(ValueError, match=r"its files have different formats: a.jsonl is read as messages, b.txt as"):
+    with pytest.raises(ValueError, match=r"a.jsonl .*messages, b.txt .*document"):
         process_data(group_options(ProcessDataOptions, **options, shard="2/2"))
 
 
@@ -141,19 +139,19 @@ def wrap(rows: list[dict], **others: object) -> dict:
 LAYOUTS = {
     "an object around the list": (
         json.dumps(wrap(CHATS), indent=1),
-        r"an object around a list of objects, under 'data'",
+        "under 'data'",
     ),
     "the same, with more before the list": (
         json.dumps(wrap(CHATS, license={"name": "x", "terms": ["a"]}, tags=["a", "b"]), indent=2),
         "under 'data'",
     ),
-    "objects one after the other": ("\n".join(json.dumps(row, indent=2) for row in CHATS), "has objects on several"),
-    "objects with a list of their own": (json.dumps({"turns": CHATS}, indent=1) * 2, "has objects on several lines"),
-    "one object": (json.dumps(CHATS[0], indent=4), "has objects on several lines"),
+    "objects one after the other": ("\n".join(json.dumps(row, indent=2) for row in CHATS), "several lines"),
+    "objects with a list of their own": (json.dumps({"turns": CHATS}, indent=1) * 2, "several lines"),
+    "one object": (json.dumps(CHATS[0], indent=4), "several lines"),
     "a byte-order mark before": (MARK + json.dumps(wrap(CHATS), indent=1), "under 'data'"),
     "a first line without a break within": (
         json.dumps(wrap(CHATS)).replace('"data"', '\n"data"'),
-        "an object around a list of objects, under 'data'",
+        "under 'data'",
     ),
 }
 
@@ -164,10 +162,9 @@ def test_a_layout_other_than_lines_is_one_error(layout, ending, model, tmp_path)
     text, reason = LAYOUTS[layout]
     path, content = tmp_path / f"in{ending}", text.encode()
     path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
-    with pytest.raises(ValueError, match=rf"in{ending}: (is|has) .*") as error:
+    with pytest.raises(ValueError, match=rf"in{ending}: .*{reason}") as error:
         tokenize(model, path, skip_invalid=True)
     assert len(str(error.value).splitlines()) == 1
-    assert reason.removeprefix("an object") in str(error.value)
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match=f"in{ending}: "):
         read_prompts([str(path)], None)
@@ -176,16 +173,10 @@ def test_a_layout_other_than_lines_is_one_error(layout, ending, model, tmp_path)
 def test_a_list_in_a_file_of_lines(model, expected, tmp_path):
     for indent in (1, None):
         (tmp_path / "in.jsonl").write_text(json.dumps(CHATS, indent=indent))
-        with pytest.raises(ValueError, match=r"in.jsonl: is a JSON list, but in .jsonl|in.jsonl:1: expected an object"):
+        with pytest.raises(ValueError, match="in.jsonl: .*JSON list" if indent else "in.jsonl:1: .*object, got"):
             tokenize(model, tmp_path / "in.jsonl")
         (tmp_path / "in.jsonl").rename(tmp_path / "in.json")
         assert tokenize(model, tmp_path / "in.json") == expected
-
-
-def test_a_wrapper_on_one_line_is_named(model, tmp_path):
-    (tmp_path / "in.json").write_text(json.dumps(wrap(CHATS)))
-    with pytest.raises(ValueError, match=r"in.json:1: of no known format: .* an object around a list .* under 'data'"):
-        tokenize(model, tmp_path / "in.json")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +206,7 @@ def test_a_beginning_that_is_cut_off_is_enough(num_bytes):
     wrapped = json.dumps(wrap(CHATS), indent=1).encode()[:num_bytes]
     assert "under 'data'" in find_fault(wrapped, may_be_list=True)
     assert "several lines" in find_fault(json.dumps(CHATS[0], indent=1).encode()[:num_bytes], may_be_list=True)
-    assert "is a JSON list" in find_fault(json.dumps(CHATS, indent=1).encode()[:num_bytes], may_be_list=False)
+    assert "JSON list" in find_fault(json.dumps(CHATS, indent=1).encode()[:num_bytes], may_be_list=False)
     assert find_fault(json.dumps(CHATS, indent=1).encode()[:num_bytes], may_be_list=True) is None
 
 
@@ -231,8 +222,8 @@ def test_byte_order_marks_between_joined_files(model, expected, tmp_path):
 
 def test_tables_joined_with_their_headers(tmp_path):
     table = pd.DataFrame({"prompt": ["2+2=", "3+3="], "completion": ["4", "6"]}).to_csv(index=False)
-    for between, reason in (("", "repeats the header"), (MARK, "begins with a byte-order mark")):
+    for between, reason in (("", "header"), (MARK, "byte-order mark")):
         (tmp_path / "in.csv").write_text(table + between + table)
         (source,) = find_sources([str(tmp_path / "in.csv")])
         rows = [row.value for chunk in read_chunks(source) for row in iterate_rows(chunk)]
-        assert [getattr(row, "reason", "")[: len(reason)] for row in rows] == ["", "", reason, "", ""]
+        assert [reason in getattr(row, "reason", "") for row in rows] == [False, False, True, False, False]

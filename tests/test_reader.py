@@ -120,22 +120,22 @@ def test_weights_far_behind_in_json_lines_and_columns_of_ones_own(tmp_path):
 @pytest.mark.parametrize("weights", [[0.0, 1.5, 1.0], [0.0, -0.5, 1.0], [0.0, 1.0], [], [0.0, float("nan"), 1.0]])
 def test_weights_out_of_range_are_named(weights, tmp_path):
     data = TokenizedData(write_rows(tmp_path / "data.arrow", [ROW, WEIGHTED | {"loss_weights": weights}]))
-    with pytest.raises(ValueError, match=r"data\.arrow: row 2: loss_weights has to hold 3 numbers from 0 to 1"):
+    with pytest.raises(ValueError, match=r"data\.arrow: row 2: loss_weights .* 3 numbers"):
         data.read(1)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"input_ids": [5, VOCAB_SIZE, 7]}, "token ids beyond the model's vocabulary of 160"),
-        ({"input_ids": [5, -1, 7]}, "token ids beyond"),
-        ({"labels": [IGNORED, 6, VOCAB_SIZE]}, "token ids beyond"),
-        ({"labels": [IGNORED, 6, -1]}, "a label is -1; allowed are token ids, and -100 where nothing is trained"),
-        ({"labels": [-101, 6, 7]}, "a label is -101; allowed are"),
+        ({"input_ids": [5, VOCAB_SIZE, 7]}, "token ids .*vocabulary of 160"),
+        ({"input_ids": [5, -1, 7]}, "token ids .*vocabulary"),
+        ({"labels": [IGNORED, 6, VOCAB_SIZE]}, "token ids .*vocabulary"),
+        ({"labels": [IGNORED, 6, -1]}, "a label is -1; .*-100"),
+        ({"labels": [-101, 6, 7]}, "a label is -101; .*-100"),
         ({"labels": [IGNORED, 6]}, "3 input_ids, 2 labels"),
-        ({"input_ids": [], "labels": []}, "0 input_ids, 0 labels and len 3"),
-        ({"len": 4}, "3 input_ids, 3 labels and len 4"),
-        ({"num_loss_counted_tokens": 3}, "num_loss_counted_tokens is 3, but 2 labels"),
+        ({"input_ids": [], "labels": []}, "0 input_ids, 0 labels .*len 3"),
+        ({"len": 4}, "3 input_ids, 3 labels .*len 4"),
+        ({"num_loss_counted_tokens": 3}, "num_loss_counted_tokens is 3, .*2 labels"),
     ],
 )
 def test_a_row_that_breaks_the_contract_is_named(change, reason, tmp_path):
@@ -151,7 +151,7 @@ def test_a_row_that_breaks_the_contract_is_named(change, reason, tmp_path):
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_row_without_tokens_is_named_when_the_data_set_is_opened(ending, tmp_path):
     empty = dict(input_ids=[], labels=[], len=0, num_loss_counted_tokens=0)
-    with pytest.raises(ValueError, match=rf"data\{ending}: row 3: len is 0, but a sample has at least one token"):
+    with pytest.raises(ValueError, match=rf"data\{ending}: row 3: len is 0"):
         TokenizedData(write_rows(tmp_path / f"data{ending}", [ROW, ROW, empty, ROW]))
 
 
@@ -160,7 +160,7 @@ def test_a_row_without_tokens_is_named_when_the_data_set_is_opened(ending, tmp_p
 def test_numbers_that_are_null_are_refused(ending, name, tmp_path):
     values = [None, *WEIGHTED[name][1:]]
     path = write_rows(tmp_path / f"data{ending}", [WEIGHTED, WEIGHTED | {name: values}])
-    with pytest.raises(ValueError, match=f"column {name} has lists with null"):
+    with pytest.raises(ValueError, match=f"column {name} .*null"):
         TokenizedData(path)
 
 
@@ -170,29 +170,29 @@ def test_overlong_samples_are_refused_or_dropped_and_counted(tmp_path):
     lengths = [len(input_ids) for input_ids, _ in samples]
     longest = lengths.index(max(lengths)) + 1
     num_overlong = sum(length > 30 for length in lengths)
-    with pytest.raises(ValueError, match=rf"{num_overlong} of 50 .*30; the longest, row {longest}, has {max(lengths)}"):
+    with pytest.raises(ValueError, match=rf"{num_overlong} of 50 .*30; .*row {longest}, .*{max(lengths)} tokens"):
         data.fit_to(30, drop_overlong=False)
     assert data.fit_to(max(lengths), drop_overlong=False) == 0
     assert data.fit_to(30, drop_overlong=True) == num_overlong
     assert data.kept.tolist() == [i for i, length in enumerate(lengths) if length <= 30]
     assert data.longest == max(length for length in lengths if length <= 30)
-    with pytest.raises(ValueError, match="every sample is longer"):
+    with pytest.raises(ValueError, match=r"every .*--max-tokens-per-gpu 2"):
         data.fit_to(2, drop_overlong=True)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("missing.arrow", None, "there is no such file"),
-        ("missing.jsonl", None, "there is no such file"),
-        ("data.txt", b"x", "must end in .arrow, .parquet or .jsonl"),
-        ("empty.arrow", b"", "holds no samples"),
-        ("garbage.arrow", b"garbage" * 100, "cannot be read"),
-        ("empty.jsonl", b"", "holds no samples"),
-        ("blank.jsonl", b"\n\n", "cannot be read"),
-        ("garbage.jsonl", b'{"input_ids": [1', "cannot be read"),
-        ("garbage.parquet", b"garbage" * 100, "cannot be read"),
-        ("messages.jsonl", b'{"messages": []}\n', "no column input_ids, labels, .*; found messages. Tok"),
+        ("missing.arrow", None, "no such file"),
+        ("missing.jsonl", None, "no such file"),
+        ("data.txt", b"x", r"\.arrow, \.parquet or \.jsonl"),
+        ("empty.arrow", b"", "no samples"),
+        ("garbage.arrow", b"garbage" * 100, "be read"),
+        ("empty.jsonl", b"", "no samples"),
+        ("blank.jsonl", b"\n\n", "be read"),
+        ("garbage.jsonl", b'{"input_ids": [1', "be read"),
+        ("garbage.parquet", b"garbage" * 100, "be read"),
+        ("messages.jsonl", b'{"messages": []}\n', "column input_ids, labels, .*found messages"),
         (
             "text.jsonl",
             b'{"input_ids": "x", "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
@@ -206,14 +206,14 @@ def test_overlong_samples_are_refused_or_dropped_and_counted(tmp_path):
         (
             "weights.jsonl",
             b'{"input_ids": [1], "labels": [1], "len": 1, "num_loss_counted_tokens": 0, "loss_weights": "all"}\n',
-            "cannot be read",
+            "be read",
         ),
     ],
 )
 def test_a_file_that_is_no_data_set_is_refused(name, content, reason, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
         TokenizedData(tmp_path / name)
 
 
@@ -221,12 +221,12 @@ def test_weights_of_another_type_are_refused(tmp_path):
     table = pa.Table.from_pylist([ROW] * 2, schema=TextColumns.schema).select(REQUIRED)
     for column in (pa.array([1.0, 1.0]), pa.array([[1, 1, 1]] * 2)):
         path = write_table(tmp_path / "data.arrow", table.append_column(WEIGHTS_COLUMN, column))
-        with pytest.raises(ValueError, match=r"column loss_weights is .*, expected a list of floats"):
+        with pytest.raises(ValueError, match=r"column loss_weights is .*floats"):
             TokenizedData(path)
 
 
 def test_a_data_set_without_samples_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no samples"):
+    with pytest.raises(ValueError, match=r"data.arrow: .*no samples"):
         TokenizedData(write_rows(tmp_path / "data.arrow", []))
 
 

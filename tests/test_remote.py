@@ -96,7 +96,7 @@ def test_a_broken_connection_goes_on_at_the_byte_reached(server):
 def test_a_connection_that_keeps_breaking_is_an_error_with_the_file_and_the_byte(server, fault):
     server.files["a.jsonl"] = b"1\n" * 9000
     server.faults = [None, *[fault] * 99]
-    with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+/a.jsonl: broke off at byte [1-9],000 of 18,000: "):
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+/a.jsonl: .*[1-9],000 of 18,000: "):
         read_rows(f"{server.url}/a.jsonl")
 
 
@@ -104,38 +104,38 @@ def test_a_file_of_another_length_or_content_than_said_is_an_error(server):
     server.files["a.jsonl"] = b"1\n" * 9000
     (source,) = find_sources([f"{server.url}/a.jsonl"])
     server.files["a.jsonl"] = b"1\n" * 4000
-    with pytest.raises(ValueError, match=r"a.jsonl: broke off at byte 8,000 of 18,000: "):
+    with pytest.raises(ValueError, match=r"a.jsonl: .*8,000 of 18,000: "):
         list(read_chunks(source))
     server.files["a.jsonl"] = b"2\n" * 9000
-    with pytest.raises(ValueError, match=r"a.jsonl: changed while it was read"):
+    with pytest.raises(ValueError, match=r"a.jsonl: changed"):
         list(read_chunks(source))
     server.says_length = False
-    with pytest.raises(ValueError, match=r"a.jsonl: the server does not say the file's length: download it first"):
+    with pytest.raises(ValueError, match=r"a.jsonl: .*length"):
         find_sources([f"{server.url}/a.jsonl"])
 
 
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("{server}/missing.jsonl", "missing.jsonl: no such file"),
-        ("{server}/a.bin", "must be, or match or hold, files that end in .jsonl, "),
-        ("ftp://host/a.jsonl", "--input-file ftp://host/a.jsonl: must be a local path, or begin with s3://, gs://, "),
-        ("http://127.0.0.1:9/a.jsonl", "/a.jsonl: no such file, or it cannot be reached: Cannot connect"),
-        ("https://me:hunter2@host/a.jsonl", "has a password, key or signature in it"),
-        ("https://host/a.jsonl?X-Amz-Signature=hunter2", "has a password, key or signature in it"),
-        ("s3://key:hunter2@bucket/a.jsonl", "has a password, key or signature in it"),
+        ("{server}/missing.jsonl", "missing.jsonl: no such"),
+        ("{server}/a.bin", r"a.bin: .*\.jsonl, \.json"),
+        ("ftp://host/a.jsonl", "ftp://host/a.jsonl: .*s3://, gs://"),
+        ("http://127.0.0.1:9/a.jsonl", "/a.jsonl: .*Cannot connect"),
+        ("https://me:hunter2@host/a.jsonl", "password"),
+        ("https://host/a.jsonl?X-Amz-Signature=hunter2", "password"),
+        ("s3://key:hunter2@bucket/a.jsonl", "password"),
     ],
 )
 def test_urls_that_are_refused(server, url, reason):
     server.files["a.bin"] = b"1"
-    with pytest.raises(ValueError, match="--input-file") as error:
+    with pytest.raises(ValueError, match=f"--input-file .*{reason}") as error:
         find_sources([url.format(server=server.url)])
-    assert reason in str(error.value) and "hunter2" not in str(error.value)
+    assert "hunter2" not in str(error.value)
 
 
 def test_a_store_without_its_package_is_refused_by_the_package_s_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"--input-file gs://bucket/a.jsonl: needs the package gcsfs \(pip install "):
+    with pytest.raises(ValueError, match=r"--input-file gs://bucket/a.jsonl: .*pip install gcsfs"):
         find_sources(["gs://bucket/a.jsonl"])
 
 

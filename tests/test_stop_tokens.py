@@ -11,6 +11,7 @@ from trait_templates import CLOSED_BY_THE_NEXT_TURN, CLOSED_ON_A_NEW_LINE, DESCR
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
@@ -95,7 +96,7 @@ def count_by_hand(model: Path, samples: list[dict]) -> int:
 def test_single_turns_that_never_stop_are_refused_or_get_a_stop_token(name, models, tmp_path, capsys):
     _, _, _, ending, _ = TRAITS[name]
     rows, tokenizer = rows_of(ASK, ANSWER, count=50), AutoTokenizer.from_pretrained(models[name])
-    with pytest.raises(ValueError, match=r"^only 0 of 50 rows train a stop token .*--append-stop-token .*--allow-miss"):
+    with pytest.raises(ValueError, match=r"0 of 50 rows .*--append-stop-token .*--allow-missing-stop-token"):
         prepare(models[name], rows, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     rendered = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
@@ -104,7 +105,7 @@ def test_single_turns_that_never_stop_are_refused_or_get_a_stop_token(name, mode
     assert count_by_hand(models[name], allowed) == 0
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 0, "appended": 0}
     assert [tokenizer.decode(sample["input_ids"]) for sample in allowed] == [rendered] * 50
-    assert "note: 0 of 50 rows train a stop token" in capsys.readouterr().out
+    assert "note: 0 of 50 rows " in capsys.readouterr().out
     samples, sidecar = prepare(models[name], rows, tmp_path, append_stop_token=True)
     assert count_by_hand(models[name], samples) == 50
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 50, "appended": 50}
@@ -152,14 +153,14 @@ def test_half_of_the_rows_is_enough(num_inner, models, tmp_path, capsys):
     model = models["closed by the next turn"]
     rows = rows_of(ASK, ANSWER, count=20 - num_inner) + rows_of(ASK, ANSWER, ASK, ANSWER, count=num_inner)
     if num_inner < 10:
-        with pytest.raises(ValueError, match=r"^only 9 of 20 rows train a stop token such as '<\|im_end\|>'"):
+        with pytest.raises(ValueError, match=r"9 of 20 rows .*'<\|im_end\|>'"):
             prepare(model, rows, tmp_path)
         return
     samples, _ = prepare(model, rows, tmp_path)
     assert count_by_hand(model, samples) == num_inner
-    assert ("note: 10 of 20 rows train a stop token" in capsys.readouterr().out) == (num_inner == 10)
+    assert ("note: 10 of 20 rows " in capsys.readouterr().out) == (num_inner == 10)
     prepare(model, rows, tmp_path, allow_missing_stop_token=True)
-    assert ("--allow-missing-stop-token is not needed" in capsys.readouterr().out) == (num_inner == 20)
+    assert ("--allow-missing-stop-token is" in capsys.readouterr().out) == (num_inner == 20)
 
 
 def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
@@ -170,7 +171,7 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
     bare = [{key: message[key] for key in ("role", "content")} for message in inner]
     assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(bare, tokenize=False)
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 0}
-    assert "--append-stop-token had no effect" in capsys.readouterr().out
+    assert "--append-stop-token" in capsys.readouterr().out
     # A weight is the stop token's, too.
     ((sample,), _) = prepare(model, rows_of(ASK, ANSWER | {"weight": 0.25}), tmp_path, append_stop_token=True)
     assert sample["loss_weights"][-1] == 0.25 and sample["labels"][-1] == tokenizer.eos_token_id
@@ -178,7 +179,7 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
 
 def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(models["none"])
-    with pytest.raises(ValueError, match="pass --allow-missing-stop-token"):
+    with pytest.raises(ValueError, match=r"end-of-turn .*--allow-missing-stop-token"):
         prepare(models["none"], rows_of(ASK, ANSWER), tmp_path)
     samples, sidecar = prepare(models["none"], rows_of(ASK, ANSWER, count=3), tmp_path, append_stop_token=True)
     rendered = tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False)
@@ -209,7 +210,7 @@ def test_random_tokens_are_not_looked_at(models, tmp_path):
 def test_options_without_effect_are_refused(models, tmp_path):
     for flag in ("allow_missing_stop_token", "append_stop_token"):
         name = f"--{flag.replace('_', '-')}"
-        with pytest.raises(ValueError, match=f"{name} has no effect: the model's chat template writes a stop token"):
+        with pytest.raises(ValueError, match=f"^{name} .*stop token"):
             prepare(models["all"], rows_of(ASK, ANSWER), tmp_path, **{flag: True})
 
 
@@ -224,11 +225,11 @@ def test_rows_with_images(tmp_path):
     make_image(1).save(tmp_path / "1.png")
     rows = rows_of({"role": "user", "content": "<image> What is this?"}, ANSWER, images=["1.png"])
     given = dict(images=True)
-    with pytest.raises(ValueError, match=r"^only 0 of 1 rows train a stop token"):
+    with pytest.raises(ValueError, match=r"0 of 1 rows .*--append-stop-token"):
         prepare(model, rows, tmp_path, **given)
     ((sample,), sidecar) = prepare(model, rows, tmp_path, append_stop_token=True, **given)
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 1}
     assert decode_trained(tokenizer, sample) == "42\n<|im_end|>"  # the line break is what the template writes last
     assert len(TokenizedData(tmp_path / "out.jsonl").lengths) == 1
-    with pytest.raises(ValueError, match=r"^in.jsonl:1: has 'rejected_response' \('41'\), which says which of several"):
+    with pytest.raises(RefusedColumn, match=r"^in.jsonl:1: has 'rejected_response' \('41'\)"):
         prepare(model, [rows[0] | {"rejected_response": "41"}], tmp_path, **given)

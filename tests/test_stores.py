@@ -126,7 +126,7 @@ def test_another_run_s_validation_side_stays(bucket, model, tmp_path):
     before = read_bucket(bucket)
     tokenize(model, tmp_path, "s3://bucket/t.arrow")
     assert before.items() <= read_bucket(bucket).items()
-    with pytest.raises(ValueError, match=r"would overwrite s3://bucket/t.validation.arrow, which was not split"):
+    with pytest.raises(ValueError, match=r"--validation-share .*overwrite s3://bucket/t.validation.arrow"):
         tokenize(model, tmp_path, "s3://bucket/t.arrow", validation_share=0.3)
 
 
@@ -164,7 +164,7 @@ def test_a_killed_upload_leaves_no_data_set(bucket, model, tmp_path, staging, mo
     with pytest.raises(KeyboardInterrupt):
         tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=ROWS[1:], validation_share=0.3)
     assert "t.arrow" not in read_bucket(bucket) and list(staging.iterdir()) == []
-    with pytest.raises(ValueError, match=r"--data-path s3://bucket/t.arrow: no such file"):
+    with pytest.raises(ValueError, match=r"--data-path s3://bucket/t.arrow: no such"):
         find_sets({"data_path": ["s3://bucket/t.arrow"]})
 
 
@@ -174,7 +174,7 @@ def test_what_could_not_be_uploaded_is_kept_with_the_command_that_does(bucket, m
 
     tokenize(model, tmp_path, tmp_path / "t.arrow")
     names = spoil_puts(monkeypatch, refuse)
-    with pytest.raises(ValueError, match=r"t.arrow.meta.json: could not be written: PermissionError") as error:
+    with pytest.raises(ValueError, match=r"t.arrow.meta.json: .*PermissionError") as error:
         tokenize(model, tmp_path, "s3://bucket/x/t.arrow")
     assert len(names) == 1, "a refusal is no reason to ask again"
     *_, command = str(error.value).split("\n  ")
@@ -186,14 +186,14 @@ def test_what_could_not_be_uploaded_is_kept_with_the_command_that_does(bucket, m
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(output_file="https://host/t.arrow"), "--output-file https://host/t.arrow: web servers cannot be written"),
-        (dict(output_file="ftp://host/t.arrow"), "--output-file ftp://host/t.arrow: must be a local path, or begin "),
-        (dict(output_file="s3://t.arrow"), "--output-file s3://t.arrow: names no bucket: must be s3://BUCKET/t.arrow"),
-        (dict(output_file="s3://me:hunter2@b/t.arrow"), "has a password, key or signature in it"),
-        (dict(output_file="s3://b/t.arrow", shard="1/2"), "--shard: parts need a directory that all processes see"),
-        (dict(output_file="s3://b/t.arrow", join=True), "--join: parts need a directory that all processes see"),
-        (dict(output_file="s3://b/t.arrow", images=True), "--images: image paths are relative to the data set, which"),
-        (dict(output_file="t.arrow", preview_html="s3://b/p.html"), "--preview-html s3://b/p.html: must be a local"),
+        (dict(output_file="https://host/t.arrow"), "--output-file https://host/t.arrow: web servers"),
+        (dict(output_file="ftp://host/t.arrow"), "--output-file ftp://host/t.arrow: "),
+        (dict(output_file="s3://t.arrow"), "s3://BUCKET/t.arrow"),
+        (dict(output_file="s3://me:hunter2@b/t.arrow"), "password"),
+        (dict(output_file="s3://b/t.arrow", shard="1/2"), "--shard: "),
+        (dict(output_file="s3://b/t.arrow", join=True), "--join: "),
+        (dict(output_file="s3://b/t.arrow", images=True), "--images: image paths"),
+        (dict(output_file="t.arrow", preview_html="s3://b/p.html"), "--preview-html s3://b/p.html: "),
     ],
 )
 def test_outputs_that_are_refused(options, reason):
@@ -205,19 +205,19 @@ def test_processes_of_torchrun_are_refused_as_parts_are(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     options = group_options(ProcessDataOptions, input_file="i", model_name_or_path="m", output_file="s3://b/t.arrow")
-    with pytest.raises(ValueError, match="2 processes of torchrun or srun: parts need a directory"):
+    with pytest.raises(ValueError, match=r"2 processes .*--output-file s3://b/t.arrow"):
         choose_part(options)
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_any_row_is_read(bucket, model, tmp_path, monkeypatch):
     bad = [b"no row\n"]
-    with pytest.raises(ValueError, match=r"^--output-file s3://nowhere: the store has no such bucket: create it first"):
+    with pytest.raises(ValueError, match=r"^--output-file s3://nowhere: .*bucket"):
         tokenize(model, tmp_path, "s3://nowhere/t.arrow", rows=bad)
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"--output-file gs://bucket: .*needs the package gcsfs \(pip install gcsfs\)"):
+    with pytest.raises(ValueError, match=r"--output-file gs://bucket: .*pip install gcsfs"):
         tokenize(model, tmp_path, "gs://bucket/t.arrow", rows=bad)
     bucket.put_object(Bucket="bucket", Key="t.jsonl", Body=b"1\n")
-    with pytest.raises(ValueError, match=r"the output s3://bucket/t.jsonl would overwrite the input"):
+    with pytest.raises(ValueError, match=r"output s3://bucket/t.jsonl .*overwrite"):
         tokenize(model, tmp_path, "s3://bucket/t.jsonl", input_file="s3://bucket/t.jsonl")
 
 
@@ -228,7 +228,7 @@ def test_missing_credentials_are_said_before_any_row_is_read(bucket, model, tmp_
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    with pytest.raises(ValueError, match=r"s3://bucket: cannot be written: .*redentials.*: set the credentials in the"):
+    with pytest.raises(ValueError, match=r"--output-file s3://bucket: .*redentials"):
         tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=[b"no row\n"])
     files.clear_instance_cache()
 
@@ -277,9 +277,9 @@ def test_a_copy_is_whole_or_not_there(bucket, model, tmp_path, monkeypatch):
     assert [path for path in cache.rglob("*") if path.is_file() and not path.name.endswith(".lock")] == []
     content = read_bucket(bucket)["t.arrow"]
     bucket.put_object(Bucket="bucket", Key="t.arrow", Body=content[:-9] + b"\0" * 9)  # another upload's
-    with pytest.raises(ValueError, match=r"t.arrow: changed while it was read"):
+    with pytest.raises(ValueError, match=r"t.arrow: changed"):
         fetch_sets(found, str(cache))
-    with pytest.raises(ValueError, match=r"its SHA-256 is not the one that its .meta.json records"):
+    with pytest.raises(ValueError, match=r"t\.arrow: .*SHA-256 .*\.meta\.json"):
         fetch(url, cache)
     bucket.put_object(Bucket="bucket", Key="t.arrow", Body=content)
     assert Path(fetch(url, cache)).read_bytes() == content
@@ -290,18 +290,18 @@ def test_data_sets_that_cannot_be_copied(bucket, model, tmp_path, monkeypatch):
     web = RangeServer()
     web.files = {path.name: path.read_bytes() for path in tmp_path.glob("t.arrow*") if path.is_file()}
     cases = {
-        "s3://bucket/none.arrow": "--data-path s3://bucket/none.arrow: no such file",
-        "s3://nowhere/t.arrow": "--data-path s3://nowhere/t.arrow: no such file",
-        "s3://bucket/rows/": "must end in .arrow, .parquet or .jsonl",
-        f"{web.url}/t.arrow": "t.arrow.tokenizer: web servers do not list the files of a directory",
-        "s3://me:hunter2@bucket/t.arrow": "has a password, key or signature in it",
+        "s3://bucket/none.arrow": "s3://bucket/none.arrow: no such",
+        "s3://nowhere/t.arrow": "s3://nowhere/t.arrow: no such",
+        "s3://bucket/rows/": r"s3://bucket/rows/: .*\.arrow, \.parquet or \.jsonl",
+        f"{web.url}/t.arrow": "t.arrow.tokenizer: web servers",
+        "s3://me:hunter2@bucket/t.arrow": "password",
     }
     for url, reason in cases.items():
-        with pytest.raises(ValueError, match="--data-path") as error:
+        with pytest.raises(ValueError, match=f"--data-path .*{reason}") as error:
             find_sets({"data_path": [url]})
-        assert reason in str(error.value) and "hunter2" not in str(error.value)
+        assert "hunter2" not in str(error.value)
     web.close()
-    with pytest.raises(ValueError, match=r"--data s3://bucket/t.arrow: must be a local path here"):
+    with pytest.raises(ValueError, match=r"--data s3://bucket/t.arrow: .*local"):
         TokenizedData("s3://bucket/t.arrow", option="--data")
 
 
@@ -376,7 +376,7 @@ def test_a_run_from_a_store_to_a_store(bucket, model, world, tmp_path, monkeypat
     assert json.loads((run / "training_params.json").read_text())["starts"][-1]["first_step"] == 1
     assert "runs/x/samples_16/config.json" in read_bucket(bucket)
     tokenize(model, tmp_path, url, rows=ROWS[3:], validation_share=0.3)
-    with pytest.raises(ValueError, match="was made with other data"):
+    with pytest.raises(ValueError, match=r"step_2 .*other data"):
         start(world, **options, max_steps=3)
 
 
@@ -458,13 +458,16 @@ def test_a_store_in_trouble_is_asked_again_for_what_is_missing(bucket, export, c
 
 def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, export, caplog):
     first, last = upload("s3://nowhere/x", export, caplog)
-    assert first.startswith("warning: --upload-to s3://nowhere/x: cannot be used: the store has no such bucket: ")
+    assert first.startswith("warning: --upload-to s3://nowhere/x: ") and "such bucket" in first
     assert "training continues" in first
     command = f"aws s3 sync {export} s3://nowhere/x/samples_8"
     assert last.splitlines() == [
         "warning: exports that were not uploaded to s3://nowhere/x: 1. To upload them:",
         f"  {command}",
     ]
+    heading, command = last.splitlines()
+    assert heading.startswith("warning: 1 exports ") and "s3://nowhere/x" in heading
+    assert command == f"  aws s3 sync {export} s3://nowhere/x/samples_8"
 
 
 def test_commands_that_upload():
@@ -478,18 +481,15 @@ def test_commands_that_upload():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(upload_to="runs/x"), "--upload-to runs/x: must be a URL (s3://BUCKET/PATH or gs://BUCKET/PATH)"),
-        (dict(upload_to="hf://me/x"), "--upload-to hf://me/x: give the repository by --push-to-hub, which makes each"),
-        (dict(upload_to="https://host/x"), "--upload-to https://host/x: web servers cannot be written to"),
-        (dict(upload_to="s3://"), "--upload-to s3://: names no bucket: must be s3://BUCKET/PATH"),
-        (dict(upload_to="s3://k:hunter2@b/x"), "has a password, key or signature in it"),
-        (
-            dict(upload_to="gs://b/x"),
-            "--upload-to gs://b/x needs the package gcsfs, which is not installed: pip install gcsfs",
-        ),
-        (dict(output_dir="s3://b/x"), "--output-dir s3://b/x: must be a local directory, for checkpoints stay local; "),
-        (dict(data_cache_dir="s3://b/x"), "--data-cache-dir s3://b/x: must be a local directory"),
-        (dict(data_path="ftp://b/t.arrow"), "--data-path ftp://b/t.arrow: must be a local path, or begin with s3://"),
+        (dict(upload_to="runs/x"), "--upload-to runs/x: "),
+        (dict(upload_to="hf://me/x"), "--push-to-hub"),
+        (dict(upload_to="https://host/x"), "--upload-to https://host/x: web servers"),
+        (dict(upload_to="s3://"), "--upload-to s3://: "),
+        (dict(upload_to="s3://k:hunter2@b/x"), "password"),
+        (dict(upload_to="gs://b/x"), "pip install gcsfs"),
+        (dict(output_dir="s3://b/x"), "--output-dir s3://b/x: "),
+        (dict(data_cache_dir="s3://b/x"), "--data-cache-dir s3://b/x: "),
+        (dict(data_path="ftp://b/t.arrow"), "--data-path ftp://b/t.arrow: "),
         (
             dict(validation_data_path="s3://k:hunter2@b/t.arrow"),
             "--validation-data-path s3://***@b/t.arrow: has ",

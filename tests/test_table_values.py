@@ -7,6 +7,7 @@ rows in a .jsonl file.
 import datetime
 import decimal
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tiny_data import write_jsonl
 from trait_templates import TRAITS
 
 from mini_trainer.data.rows.chat_rows import build_chat
+from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.feedback_rows import FeedbackFields
 from mini_trainer.data.rows.feedback_rows import read_row as read_feedback
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
@@ -129,23 +131,23 @@ def test_maps_are_what_pyarrow_makes_of_them(tmp_path):
 
 
 REFUSED = [
-    (pa.float64(), float("nan"), r"nan at tool_calls\[0\].function.arguments.a, which JSON does not have"),
+    (pa.float64(), float("nan"), r"nan at tool_calls\[0\].function.arguments.a"),
     (pa.float32(), float("inf"), r"inf at tool_calls\[0\]"),
     (pa.list_(pa.float64()), [1.0, float("-inf")], r"-inf at tool_calls\[0\].function.arguments.a\[1\]"),
     (pa.decimal128(10, 2), decimal.Decimal("12.50"), r"Decimal\('12.50'\) at tool_calls"),
     (pa.binary(), b"x", r"b'x' at tool_calls"),
     (pa.duration("s"), datetime.timedelta(1), r"datetime.timedelta\(days=1\) at tool_calls"),
-    (pa.map_(pa.int8(), pa.int8()), [(1, 2)], "a map with keys of the type int8; JSON's keys are texts at tool_calls"),
-    (pa.map_(pa.string(), pa.int8()), [("x", 1), ("x", 2)], "a map that has a key twice at tool_calls"),
+    (pa.map_(pa.int8(), pa.int8()), [(1, 2)], "map .*int8; .* at tool_calls"),
+    (pa.map_(pa.string(), pa.int8()), [("x", 1), ("x", 2)], "map .*twice at tool_calls"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "value", "reason"), REFUSED, ids=[f"{kind} {value}" for kind, value, _ in REFUSED])
 def test_what_json_has_not_is_refused_by_row_and_key(kind, value, reason, model, tmp_path):
     path = write_arguments(tmp_path / "in.parquet", [value], kind)
-    with pytest.raises(ValueError, match=rf"in.parquet:1: message 1 \(assistant\) has {reason}"):
+    with pytest.raises(ValueError, match=rf"in.parquet:1: message 1 \(assistant\) .*{reason}"):
         tokenize(model, path)
-    with pytest.raises(ValueError, match=r"'tools' has .* at \[0\].a"):
+    with pytest.raises(ValueError, match=r"'tools' .* at \[0\].a"):
         build_chat([USER], {"tools": [{"a": read_values(path)[0]["messages"][0]["tool_calls"][0]["function"]}]})
 
 
@@ -184,7 +186,7 @@ def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_pat
     bare = [{"messages": row["messages"]} for row in rows]
     pq.write_table(pa.Table.from_pylist(bare), tmp_path / "in.parquet")
     tokenize(model, tmp_path / "in.parquet")
-    assert "3 of 3 rows: nulls within 'arguments' are left out (first in.parquet:1)" in capsys.readouterr().out
+    assert re.search(r"3 of 3 rows: .*'arguments' .*left out .*in\.parquet:1", capsys.readouterr().out)
     complete = [{"messages": calling({"city": "Lima"})}, {"messages": calling({"city": "Rome"})}]
     pq.write_table(pa.Table.from_pylist(complete), tmp_path / "in.parquet")
     tokenize(model, tmp_path / "in.parquet")
@@ -202,11 +204,11 @@ def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_pat
 def test_columns_and_rows_that_python_cannot_hold_name_the_file(model, tmp_path):
     table = pa.table([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
     pq.write_table(table, tmp_path / "twice.parquet")
-    with pytest.raises(ValueError, match=r"twice.parquet: has the column 'text' twice"):
+    with pytest.raises(ValueError, match=r"twice.parquet: .*'text' twice"):
         read_values(tmp_path / "twice.parquet")
     far = pa.array([2**60], pa.timestamp("us"))
     pq.write_table(pa.table({"text": ["a"], "at": far}), tmp_path / "far.parquet")
-    with pytest.raises(ValueError, match=r"far.parquet: the column 'at', in rows from 1 on: cannot be read"):
+    with pytest.raises(ValueError, match=r"far.parquet: .*column 'at', "):
         read_values(tmp_path / "far.parquet")
 
 
@@ -215,7 +217,7 @@ def test_columns_and_rows_that_python_cannot_hold_name_the_file(model, tmp_path)
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400 + ".0"])
 def test_numbers_that_would_become_infinity_are_refused(number):
-    with pytest.raises(ValueError, match="is too large: it would be read as infinity"):
+    with pytest.raises(ValueError, match="infinity"):
         parse_row(f'{{"messages": [], "n": {number}}}'.encode(), "json")
 
 
@@ -258,7 +260,7 @@ def test_json_of_the_datasets_library(form, model, tmp_path):
 def test_text_that_is_marked_as_json_and_is_none(model, tmp_path):
     texts = pa.array([['{"role": "user"']], pa.list_(pa.string())).cast(pa.list_(pa.json_()))
     pq.write_table(pa.table({"messages": texts}), tmp_path / "in.parquet")
-    with pytest.raises(ValueError, match=r"in.parquet:1: message 1 is a text that is marked as JSON: not JSON"):
+    with pytest.raises(ValueError, match=r"in.parquet:1: message 1 .*not JSON"):
         tokenize(model, tmp_path / "in.parquet")
 
 
@@ -324,7 +326,7 @@ def test_messages_as_json_text_for_the_other_readers(tmp_path):
 def test_marks_in_messages_as_json_text_are_checked_as_in_lists(model, tmp_path):
     row = {"messages": [USER, {"role": "assistant", "content": "20", "score": 0.1}]}
     pd.DataFrame([in_cells(row)]).to_csv(tmp_path / "in.csv", index=False)
-    with pytest.raises(ValueError, match=r"in.csv:2: has 'messages.score'"):
+    with pytest.raises(RefusedColumn, match=r"in.csv:2: has 'messages.score'"):
         tokenize(model, tmp_path / "in.csv")
 
 
@@ -333,8 +335,8 @@ def test_marks_in_messages_as_json_text_are_checked_as_in_lists(model, tmp_path)
     [
         ('[{"role": "user"', "'messages': not JSON"),
         ("['a']", "'messages': not JSON"),
-        ("hello", "'messages' must be a list of at least one message, got 'hello'"),
-        ("[]", r"'messages' must be a list of at least one message, got \[\]"),
+        ("hello", "'messages' .*got 'hello'"),
+        ("[]", r"'messages' .*got \[\]"),
     ],
 )
 def test_text_that_is_no_list_of_messages(text, reason, model, tmp_path):
@@ -358,9 +360,8 @@ def test_cells_that_pandas_prints_for_missing_values_are_noted(model, tmp_path, 
     frame.to_csv(tmp_path / "in.csv", index=False, na_rep="nan")
     tokenize(model, tmp_path / "in.csv")
     said = capsys.readouterr().out
-    assert "the cell in the column 'completion' is the text 'nan' (first in.csv:3), which pandas" in said
-    assert "the cell in the column 'completion' is the text 'None'" in said
-    assert "column 'note' is" not in said
+    assert re.search(r"'completion' .*'nan' .*in\.csv:3", said) and re.search("'completion' .*'None'", said)
+    assert "'note'" not in said
 
 
 PRINTED = [{"role": "user", "content": "It's 20?"}]
@@ -373,9 +374,9 @@ def test_lists_as_python_prints_them_are_refused(model, tmp_path):
     frames.append(pd.read_parquet(tmp_path / "in.parquet"))
     for frame in frames:
         frame.to_csv(tmp_path / "in.csv", index=False)
-        with pytest.raises(ValueError, match=r"in.csv:2.*is a list of messages as Python prints it, not JSON"):
+        with pytest.raises(ValueError, match=r"in.csv:2: .*Python .*JSON"):
             tokenize(model, tmp_path / "in.csv")
-        with pytest.raises(ValueError, match="is a list of messages as Python prints it"):
+        with pytest.raises(ValueError, match=r"--prompts: .*\n  in.csv:2: .*Python .*JSON"):
             read_prompts([str(tmp_path / "in.csv")], None)
     printed = str(PRINTED)
     for read, row in (
@@ -389,7 +390,7 @@ def test_lists_as_python_prints_them_are_refused(model, tmp_path):
         (lambda row: check_values(row, FieldNames(), Counter()), {"tokens": "['a', 'b']", "labels": "[1, 0]"}),
         (lambda row: check_values(row, FieldNames(), Counter()), {"text": "a", "labels": "['a']"}),
     ):
-        with pytest.raises(ValueError, match="as Python prints it, not JSON"):
+        with pytest.raises(ValueError, match=r"Python .*JSON"):
             read(row)
 
 
@@ -417,7 +418,7 @@ def test_words_labels_and_images_as_json_text():
 def test_answers_of_prompts_that_json_has_not(answer, tmp_path):
     for question in ("question", "prompt"):
         pq.write_table(pa.table({question: ["2+2?"], "answer": pa.array([answer])}), tmp_path / "p.parquet")
-        with pytest.raises(ValueError, match=r"p.parquet:1: the answer is .*, which JSON does not have"):
+        with pytest.raises(ValueError, match=r"p.parquet:1: the answer .*JSON"):
             read_prompts([str(tmp_path / "p.parquet")], None)
 
 

@@ -184,20 +184,21 @@ def test_nothing_is_refused_without_need(name):
 
 
 REASONS = {
-    ("trl:gptoss", "two calls"): "writes the tool calls of message 2 (assistant) 0 times",
-    ("calls only without content", "content, no arguments"): "writes the tool calls of message 2 (assistant) 0 times",
-    ("an id in place of the name", "text"): "writes the id of a call of message 2, which is 'abc123def', in place of",
-    ("only arguments that are text", "a boolean"): "leaves the key 'deep' out of a call of message 2",
-    ("arguments without keys", "a boolean"): "leaves the key 'deep' out of a call of message 2",
-    ("content that may not be null", "no content"): 'it accepts messages with calls if their content is "", not null',
-    ("a result before the content", "content"): "writes other messages within an assistant's turn",
-    ("the names of tools are looked up", "text"): "tried with placeholder texts and names",
+    ("trl:gptoss", "two calls"): "tool calls of message 2 (assistant) 0 times",
+    ("calls only without content", "content, no arguments"): "tool calls of message 2 (assistant) 0 times",
+    ("an id in place of the name", "text"): "'abc123def', in place",
+    ("only arguments that are text", "a boolean"): "key 'deep'",
+    ("arguments without keys", "a boolean"): "key 'deep'",
+    ("content that may not be null", "no content"): 'content is ""',
+    ("a result before the content", "content"): "other messages",
+    ("the names of tools are looked up", "text"): "placeholder texts",
 }
 
 
 @pytest.mark.parametrize(("name", "case"), [pair for pair in REASONS if pair[0] in TEMPLATES])
 def test_reasons_are_true(name, case):
-    assert REASONS[name, case] in str(look_at(name, case))
+    refused = look_at(name, case)
+    assert isinstance(refused, ValueError) and REASONS[name, case] in str(refused)
 
 
 def trained(name: str, messages: list[dict]) -> list[str]:
@@ -237,12 +238,12 @@ def test_ids_that_are_names_and_arguments_in_cdata():
 def test_templates_that_work_only_with_tools_or_parts():
     for name in ("only with tools", "a line break before the next turn"):
         (note,) = make_masker(name).check_template()
-        assert "works only with tools" in note
+        assert "with tools" in note
     for name in ("trl:idefics3", "trl:llava_next", "trl:smolvlm_training"):
         if name in TEMPLATES:
             masker = make_masker(name)
             (note,) = masker.check_template()
-            assert "takes contents as lists of parts, so texts are passed as such" in note
+            assert "lists of parts" in note
             turns = [USER, ANSWER, MORE, {**ANSWER, "content": "Six of us."}]
             as_text, as_list = masker.mask([Chat(turns), Chat([in_parts(message) for message in turns])])
             assert as_text == as_list
@@ -255,7 +256,7 @@ def test_a_stop_token_that_only_the_next_turn_brings():
     for name, stop in (("closed by the next turn", "<|im_end|>"), ("closed on a new line", "<|end|>")):
         masker = make_masker(name)
         (note,) = masker.check_template()
-        assert "only where another turn follows" in note
+        assert "another turn" in note
         assert masker.tokenizer.convert_ids_to_tokens(masker.find_stop_token()) == stop
         first, last = trained(name, [USER, ANSWER, MORE, ANSWER])
         assert first.startswith("Five of them.") and first.endswith(stop) and last == "Five of them."

@@ -358,21 +358,18 @@ def test_data_without_the_number_of_targets_is_refused(model_dir, tmp_path):
         writer.write_table(table)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TripletColumns, "schema", table.schema)  # a kind of data that has forgotten it, too
-        with pytest.raises(
-            ValueError, match=r"data.arrow: no column num_loss_counted_tokens; .* Add it: the number of"
-        ):
+        with pytest.raises(ValueError, match=r"data.arrow: no column num_loss_counted_tokens; .*targets"):
             TokenizedData(path)
 
 
 def test_it_is_planned(model_dir, tmp_path):
     text = run_registered(0, **make_options(tmp_path, model_dir, dry_run=True, plan_world_size=2))
-    assert f"{2 * NUM_SAMPLES} samples" in text and "memory of a rank" in text and "no problems found" in text
+    assert f"{2 * NUM_SAMPLES} samples" in text and "memory" in text and "no problems" in text
 
 
 def test_options_without_effect_are_refused(model_dir, tmp_path):
     changes = dict(label_smoothing=0.1, preference_beta=0.2, context_parallel=2)
     options = group_options(TrainOptions, **make_options(tmp_path, model_dir, **changes))
-    assert find_problems(options) == [
-        f"--label-smoothing, --preference-beta: no effect on --objective {NAME}",
-        f"--context-parallel 2: cannot be used with --objective {NAME}, whose targets are of sequences",
-    ]
+    first, second = find_problems(options)
+    assert first.startswith("--label-smoothing, --preference-beta: ") and f"--objective {NAME}" in first
+    assert second.startswith("--context-parallel 2: ") and f"--objective {NAME}" in second

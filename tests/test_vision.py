@@ -179,7 +179,7 @@ def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_kinds_of_models_that_cannot_be_trained_are_refused_by_their_configs(kind):
     obstacle = VisionLanguageFamily(TextFamily()).check_config(AutoConfig.for_model(kind), trust_remote_code=False)
-    assert obstacle == f"model type {kind!r} cannot be trained on images: {REFUSED[kind]}"
+    assert repr(kind) in obstacle and obstacle.endswith(REFUSED[kind])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -218,14 +218,14 @@ def test_tokens_for_parts_of_images_typed_in_texts_are_refused(family, tmp_path)
     """Where the chat template writes another one."""
     token = VISION_MODELS[family].tokens[0]
     turns = [{"role": "user", "content": f"what is {token}?"}, {"role": "assistant", "content": "a token"}]
-    with pytest.raises(ValueError, match=rf"a text contains '{re.escape(token)}', which stands for a part of an image"):
+    with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*'{re.escape(token)}', .*image"):
         tokenize([{"messages": turns}], save_vision_model(tmp_path, family), tmp_path)
 
 
 def test_nothing_left_to_train_is_refused(models, world):
-    with pytest.raises(ValueError, match="--freeze vision projector language: nothing is left to train"):
+    with pytest.raises(ValueError, match="--freeze vision projector language: "):
         build(models["llava"], world, ("vision", "projector", "language"))
-    with pytest.raises(ValueError, match=r"(?s)apart from those in --freeze.* q_nope: nothing has this name"):
+    with pytest.raises(ValueError, match=r"--lora-target-modules .*--freeze.* q_nope: "):
         build(models["llava"], world, ("vision",), make_lora("q_nope"))
 
 
@@ -235,7 +235,7 @@ def test_files_that_became_another_number_of_tokens_are_told(family, world, tmp_
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
     make_image(0).resize((20, 60)).save(tmp_path / "0.png")
     objective, packed = build(model, world)
-    with pytest.raises(ValueError, match="have image files changed since the data set was made"):
+    with pytest.raises(ValueError, match="image files"):
         packed(pack_all(objective, rows))
 
 
@@ -405,26 +405,26 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
 
     words = {"type": "text", "text": "what?"}
     cases = [
-        (ask(show("none.png"), words), "image 1: .*none.png: no such file"),
-        (ask(show("fine.png"), show("cut.png"), words), "image 2: cut.png: is broken"),
-        (ask(show("text.png"), words), "text.png: not an image in a known format"),
-        (ask(show("empty.png"), words), "empty.png: not an image in a known format"),
-        (ask(show("folder.png"), words), "folder.png: cannot be read: Is a directory"),
-        (ask(show("bomb.png"), words), "bomb.png: more than 89,478,485 pixels"),
-        (ask(show("moving.gif"), words), "moving.gif: is animated .2 frames."),
-        (ask(show("https://example.org/a.png"), words), "downloads need --allow-downloads"),
-        (ask(show("data:image/png;base64,!!"), words), "a data: URL whose base64 is broken"),
-        (ask(show("data:image/png,abc"), words), "a data: URL that is not"),
-        (ask(show(3), words), "an image is 3, expected a path"),
-        (ask(show(""), words), "an image is '', expected a path"),
-        (ask({"type": "image"}, words), "more places for images than there are images"),
-        (ask(words, images=["fine.png"]), "1 images, but the texts have places for 0"),
-        (ask(show("fine.png"), {"type": "text", "text": "<image> too"}), "1 images, but the rendered .* 2 times"),
-        (ask({"type": "text", "text": "an <image>"}), "0 images, but the rendered conversation has .* 1 times"),
-        (ask({"type": "video", "video": "a.mp4"}, words), "has the content part"),
-        (ask(words, answer=[show("fine.png"), words]), "a trained message of the assistant has an image"),
-        (ask(words, show("fine.png"), words, unmask=True), "a trained message of the user has an image"),
-        ({"text": "a document", "images": ["fine.png"]}, "has images but no messages"),
+        (ask(show("none.png"), words), "image 1: .*none.png: no such"),
+        (ask(show("fine.png"), show("cut.png"), words), "image 2: cut.png: .*broken"),
+        (ask(show("text.png"), words), "text.png: .*known format"),
+        (ask(show("empty.png"), words), "empty.png: .*known format"),
+        (ask(show("folder.png"), words), "folder.png: .*Is a directory"),
+        (ask(show("bomb.png"), words), "bomb.png: .*89,478,485"),
+        (ask(show("moving.gif"), words), "moving.gif: .*2 frames"),
+        (ask(show("https://example.org/a.png"), words), "--allow-downloads"),
+        (ask(show("data:image/png;base64,!!"), words), "data: URL .*base64 .*broken"),
+        (ask(show("data:image/png,abc"), words), "data: URL .* not"),
+        (ask(show(3), words), "an image is 3,"),
+        (ask(show(""), words), "an image is '',"),
+        (ask({"type": "image"}, words), "more places"),
+        (ask(words, images=["fine.png"]), "1 images, .*places for 0"),
+        (ask(show("fine.png"), {"type": "text", "text": "<image> too"}), "1 images, .* 2 times"),
+        (ask({"type": "text", "text": "an <image>"}), "0 images, .* 1 times"),
+        (ask({"type": "video", "video": "a.mp4"}, words), "content part"),
+        (ask(words, answer=[show("fine.png"), words]), "trained .*assistant .*image"),
+        (ask(words, show("fine.png"), words, unmask=True), "trained .*user .*image"),
+        ({"text": "a document", "images": ["fine.png"]}, "no messages"),
     ]
     fine = [ask(show(name), words) for name in ("fine.png", "cmyk.jpg", "turned.jpg")]
     data = tokenize(fine + [row for row, _ in cases], models["llava"], tmp_path, skip_invalid=True)
@@ -450,10 +450,10 @@ def test_objectives_of_texts_refuse_data_with_images(objective, world, elsewhere
     data = tokenize(make_rows(tmp_path), model, tmp_path)
     options = dict(model_name_or_path=str(model), data_path=[str(data)], output_dir=str(tmp_path / "run"),
                    objective=objective, batch_size=4, max_tokens_per_gpu=256, max_steps=1)  # fmt: skip
-    message = f"--objective {objective}: learns from texts alone, but the data has images"
-    with pytest.raises(ValueError, match=message) as raised:
+    message = f"--objective {objective}: "
+    with pytest.raises(ValueError, match=f"{message}.*images") as raised:
         train_here(world, **options)
     code, printed = elsewhere(print_plan, options | dict(dry_run=True, plan_world_size=2))
     assert code == ExitCode.BAD_INPUT
     for text in (str(raised.value), printed):
-        assert text.count(message) == 1 and "give --objective causal-lm, or data that was tokenized for" in text
+        assert text.count(message) == 1 and "--objective causal-lm" in text

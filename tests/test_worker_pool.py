@@ -57,7 +57,7 @@ def test_results_come_in_order(num_workers, payload):
 @pytest.mark.parametrize("payload", [b"", BIG], ids=["small", "big"])
 def test_a_worker_that_dies_at_its_work_ends_everything(payload):
     done = []
-    with pytest.raises(ValueError, match="a worker process was killed"):
+    with pytest.raises(ValueError, match=r"worker process .*--num-proc"):
         for item, _ in run_in_order(die_at_50, ((i, payload) for i in range(NUM_ITEMS)), num_workers=2):
             done.append(item[0])
     assert done == list(range(50))
@@ -69,7 +69,7 @@ def test_a_worker_that_dies_at_its_work_ends_everything(payload):
 def test_a_worker_killed_from_outside_ends_everything(which, payload):
     """At any moment: at work, idle because the results are not taken, or while it hands a result over."""
     for moment in (0, 1, 7):
-        with pytest.raises(ValueError, match="a worker process was killed"):
+        with pytest.raises(ValueError, match=r"worker process .*--num-proc"):
             for item, _ in run_in_order(answer_slowly, ((i, payload) for i in range(NUM_ITEMS)), num_workers=2):
                 if item[0] == moment:
                     time.sleep(0.02 * which)
@@ -78,7 +78,7 @@ def test_a_worker_killed_from_outside_ends_everything(which, payload):
 
 
 def test_what_a_worker_raises_is_raised_with_its_traceback():
-    with pytest.raises(ValueError, match="item 50 cannot be used") as error:
+    with pytest.raises(ValueError, match="item 50") as error:
         list(run_in_order(fail_at_50, ((i, b"") for i in range(NUM_ITEMS)), num_workers=2))
     assert "fail_at_50" in error.value.__notes__[0]
     assert_nothing_is_left()
