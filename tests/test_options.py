@@ -19,7 +19,7 @@ from mini_trainer import options
 from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.specs import find_class
-from mini_trainer.options import TrainOptions, flatten_options, group_options, list_types, replace_options
+from mini_trainer.options import TrainOptions, flatten_options, group_options, list_types, replace_options, tools
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.names_elsewhere import NAMES_ELSEWHERE, find_closest
@@ -268,7 +268,7 @@ def test_a_schedule_that_decays_needs_an_end_and_a_run_without_end_needs_exports
 def test_process_data_options():
     paths = dict(input_file="i.jsonl", model_name_or_path="m")
     problems = find_problems(group_options(ProcessDataOptions, **paths, output_file="o.csv", num_proc=0))
-    assert [problem.partition(": ")[0] for problem in problems] == ["--output-file o.csv", "--num-proc 0"]
+    assert [problem.partition(": ")[0] for problem in problems] == ["--num-proc 0", "--output-file o.csv"]
     assert find_problems(group_options(ProcessDataOptions, **paths, output_file="o.parquet")) == []
 
 
@@ -365,7 +365,8 @@ FLAGS_OF_OTHERS = {
 
 def find_declared_flags() -> set[str]:
     """Every flag of the scripts, the benchmarks and the quickstart, without its dashes."""
-    groups = [value for value in vars(options).values() if isinstance(value, type) and is_dataclass(value)]
+    known = {**vars(options), **vars(tools)}.values()
+    groups = [value for value in known if isinstance(value, type) and is_dataclass(value)]
     declared = {field.name.replace("_", "-") for group in groups for field in fields(group)}
     declared |= {f"no-{name}" for name in declared}
     for path in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*/*.py")):

@@ -15,7 +15,7 @@ DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
 class DataOptions:
     """Training data, and how much of it each step uses."""
 
-    data_path: tuple[str, ...] = option((), may_differ=True, names_data=True, is_basic=True)
+    data_path: tuple[str, ...] = option((), may_differ=True, names_data=True)
     """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl; or URLs of such, which are copied to
     --data-cache-dir. For raw rows use --input-file, --input-dataset or --mock-data."""
     data_weights: tuple[float, ...] = option((), decides="numbers")
@@ -23,13 +23,13 @@ class DataOptions:
     once."""
     data_weights_by: Literal["samples", "tokens"] = option("samples", decides="numbers")
     """Unit of the weights: samples drawn, or their tokens."""
-    batch_size: int | None = option(None, at_least=1, decides="numbers", is_basic=True)
+    batch_size: int | None = option(None, at_least=1, decides="numbers")
     """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""
     batch_tokens: int | None = option(None, at_least=1, decides="numbers")
     """Instead of --batch-size: tokens (trained or masked) per optimizer step, over all ranks; at least the longest
     sample's. Samples stay whole: step t takes those whose first token is one of the stream's tokens from t times this
     number on, up to the next step's."""
-    max_tokens_per_gpu: int | Literal["auto"] = option(8192, at_least=1, is_basic=True)
+    max_tokens_per_gpu: int | Literal["auto"] = option(8192, at_least=1)
     """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: the largest value that
     fits with a margin, measured at the start."""
     drop_overlong: bool = False
@@ -51,7 +51,7 @@ class DataOptions:
 class RowOptions:
     """Rows to tokenize: location, format, and conversion to samples (docs/data.md)."""
 
-    input_file: tuple[str, ...] = option((), may_differ=True, is_basic=True)
+    input_file: tuple[str, ...] = option((), may_differ=True)
     """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst); or URLs
     of such (s3://, gs://, hf:// or https://), also with wildcards."""
     input_dataset: str | None = option(None, may_differ=True)
@@ -125,7 +125,7 @@ class RowOptions:
     validation set."""
     block_size: int | None = option(None, at_least=3)
     """Documents: cut their stream into blocks of this many tokens."""
-    validation_share: float | None = option(None, above=0, below=1, is_basic=True)
+    validation_share: float | None = option(None, above=0, below=1)
     """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. Which rows depends only on
     their content."""
     skip_invalid: bool = False
@@ -138,7 +138,7 @@ class RowOptions:
 class ValidationOptions:
     """Validation on held-out data, and early stopping (docs/validation.md)."""
 
-    validation_data_path: tuple[str, ...] = option((), may_differ=True, names_data=True, is_basic=True)
+    validation_data_path: tuple[str, ...] = option((), may_differ=True, names_data=True)
     """Tokenized validation sets, scored before the first step, after the last, and as set by the next two options."""
     validate_every_steps: int | None = option(None, at_least=1)
     """Validate every this many steps."""

@@ -28,7 +28,6 @@ class Facts:
     is_path: bool = False  # the content there decides, and where it lies can differ between ranks
     may_differ: bool = False  # between ranks, as only rank 0 reads it, or it decides nothing
     names_data: bool = False  # tokenized data sets
-    is_basic: bool = False  # among what a first run needs: `--help` alone shows it
 
     def describe_range(self, *, is_float: bool, turns_off: bool) -> str:
         """The numbers that it takes, in words. `turns_off`: None does."""

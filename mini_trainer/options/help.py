@@ -11,13 +11,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mini_trainer.options.fields import flag_name, iterate_fields, list_facts
+from mini_trainer.options.fields import flag_name, iterate_fields, list_types
 
-MOST_AT_ONCE = 30  # options that --help alone shows of a program
 MOST_WIDTH, INDENT = 100, " " * 6
 
 
@@ -28,7 +27,7 @@ def describe_help(options_class: type, topic: str, *, command: str) -> str:
     """
     options = {option.name: option for option, _ in iterate_fields(options_class)}
     groups = {entry.name: entry.type for entry in dataclasses.fields(options_class) if is_group(entry)}
-    if topic == "" and len(options) > MOST_AT_ONCE:
+    if topic == "" and hasattr(options_class, "first"):
         return describe_first(options_class, groups, command=command)
     if topic in ("", "all"):
         parts = [describe_start(options_class, command=command), *describe_options(options_class, set(options))]
@@ -57,8 +56,7 @@ def is_group(entry: dataclasses.Field) -> bool:
 
 def describe_first(options_class: type, groups: dict[str, type], *, command: str) -> str:
     """What a first run needs, and the groups of all other options."""
-    basic = {name for name, facts in list_facts(options_class).items() if facts.is_basic}
-    shown = "\n".join(describe_lines(options_class, basic, is_short=True))
+    shown = "\n".join(describe_lines(options_class, options_class.first, is_short=True))
     width = 2 + max(map(len, groups))
     lines = [
         f"  {name:{width}}{len(dataclasses.fields(group)):3}  {one_sentence(group.__doc__)}"
@@ -67,7 +65,7 @@ def describe_first(options_class: type, groups: dict[str, type], *, command: str
     return "\n\n".join(
         [
             describe_start(options_class, command=command),
-            f"For a first run ({len(basic)} of {len(list_facts(options_class))} options):\n\n{shown}",
+            f"For a first run ({len(options_class.first)} of {len(list_types(options_class))} options):\n\n{shown}",
             "\n".join(["All others, by group:", "", *(shorten(line) for line in lines)]),
             fill(f"More: {command} --help GROUP, --help OPTION, --help WORD (a search) or --help all.", ""),
         ]
@@ -89,13 +87,15 @@ def describe_options(options_class: type, names: set[str]) -> Iterator[str]:
     types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
     for group, own in by_group.items():
         title = [] if group is None else [fill(f"{bold(group)}: {types[group].__doc__}", ""), ""]
-        yield "\n".join([*title, *describe_lines(options_class, own, is_short=False)])
+        in_order = [name for name in list_types(options_class) if name in own]
+        yield "\n".join([*title, *describe_lines(options_class, in_order, is_short=False)])
 
 
-def describe_lines(options_class: type, names: set[str], *, is_short: bool) -> Iterator[str]:
-    """The lines of these options, in the order of their declaration; short: one for each, cut at the width."""
+def describe_lines(options_class: type, names: Sequence[str], *, is_short: bool) -> Iterator[str]:
+    """The lines of these options; short: one for each, cut at the width."""
     texts = read_helps(options_class)
-    shown = [option for option, _ in iterate_fields(options_class) if option.name in names]
+    known = {option.name: option for option, _ in iterate_fields(options_class)}
+    shown = [known[name] for name in names]
     heads = {option.name: describe_head(options_class, option, is_short=is_short) for option in shown}
     width = 2 + max(map(len, heads.values()))
     for option in shown:

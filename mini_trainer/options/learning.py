@@ -16,7 +16,7 @@ SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", 
 class ModelOptions:
     """The model to train."""
 
-    model_name_or_path: str = option(may_differ=True, is_basic=True)
+    model_name_or_path: str = option(may_differ=True)
     """Model directory or hub name, Hugging Face format."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
@@ -121,9 +121,9 @@ class OptimizationOptions:
     master_weights: Literal["float32", "bfloat16"] = option("float32", decides="state")
     """bfloat16: halve the memory of weights, and of gradients between micro-batches, with stochastic rounding of
     updates, so that small ones are not lost; noisier."""
-    learning_rate: float = option(1e-5, at_least=0, is_basic=True)
+    learning_rate: float = option(1e-5, at_least=0)
     """Peak learning rate."""
-    num_warmup_steps: int = option(0, at_least=0, is_basic=True)
+    num_warmup_steps: int = option(0, at_least=0)
     """Number of linear warm-up steps."""
     warmup_ratio: float | None = option(None, at_least=0, below=1)
     """Warm-up steps as a share of the run's, instead of a number."""
@@ -136,7 +136,7 @@ class OptimizationOptions:
         "polynomial",
         "inverse_sqrt",
         "wsd",
-    ] = option("constant_with_warmup", is_basic=True)
+    ] = option("constant_with_warmup")
     """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
     schedule_steps: int | None = option(None, at_least=1)
     """Number of steps of the schedule, where several runs share it (--continue-from). Default: those of the run."""
@@ -203,7 +203,7 @@ class OSFTOptions:
     decides: ClassVar = "method"
     has_switch: ClassVar = True
 
-    osft: bool = option(False, is_basic=True)
+    osft: bool = False
     """Orthogonal subspace fine-tuning: keep each weight's most important directions exactly, train the rest
     (docs/osft.md)."""
     osft_unfreeze_rank_ratio: float | None = option(None, at_least=0, at_most=1)
@@ -238,7 +238,7 @@ class LoRAOptions:
     decides: ClassVar = "method"
     has_switch: ClassVar = True
 
-    lora: bool = option(False, is_basic=True)
+    lora: bool = False
     """Train low-rank adapters of linear layers and freeze the model's weights (docs/lora.md)."""
     lora_rank: int | None = option(None, at_least=1, at_most=MOST_RANK)
     """Rank of the adapters. Default: 16, or that of --lora-adapter."""

@@ -13,9 +13,9 @@ MOST_SECONDS = 10 * 24 * 3600  # of a timeout: 10 days; torch's clocks overflow 
 class EndOptions:
     """When the run ends."""
 
-    max_steps: int | None = option(None, at_least=1, is_basic=True)
+    max_steps: int | None = option(None, at_least=1)
     """Stop after this many optimizer steps. Without any --max-* option the run has no end."""
-    max_epochs: int | None = option(None, at_least=1, is_basic=True)
+    max_epochs: int | None = option(None, at_least=1)
     """Stop after the step in which every sample has been drawn this many times."""
     max_samples: int | None = option(None, at_least=1)
     """Stop after the step in which this many samples have been trained on."""
@@ -41,13 +41,13 @@ class CheckpointOptions:
 
     checkpoint_every_steps: int | None = option(None, at_least=1)
     """Write a checkpoint every this many steps, and after the last one."""
-    checkpoint_every_minutes: float | None = option(30.0, above=0, is_basic=True)
+    checkpoint_every_minutes: float | None = option(30.0, above=0)
     """Write a checkpoint every this many minutes; None turns it off."""
     keep_checkpoints: int = option(2, at_least=1)
     """Number of newest checkpoints to keep."""
     async_checkpoint: bool = False
     """Write checkpoints from a copy of the state in CPU memory while training continues."""
-    resume: str = option("auto", may_differ=True, is_basic=True)
+    resume: str = option("auto", may_differ=True)
     """Checkpoint to resume from. auto: the newest valid one in OUTPUT_DIR, if any; strict: the newest, which must be
     valid; none: start from scratch, in a new directory; or a checkpoint's directory."""
     continue_from: str | None = option(None, may_differ=True)
@@ -207,7 +207,7 @@ class ProfilingOptions:
 class PlanOptions:
     """Dry runs: estimates before starting a run."""
 
-    dry_run: bool = option(False, is_basic=True)
+    dry_run: bool = False
     """Dry run: estimate memory, time and disk, and report all problems; trains and writes nothing."""
     plan_world_size: int | None = option(None, at_least=1)
     """--dry-run only: plan for this many GPUs (or CPU processes) from this one process."""

@@ -33,6 +33,11 @@ class ContentOptions:
 class ProcessDataOptions:
     """Tokenize chats, completions, documents or labelled texts; in chats, only the assistant's tokens are trained."""
 
+    first: ClassVar = (
+        *("input_file", "output_file", "model_name_or_path", "format", "chat_template", "validation_share"),
+        *("max_sample_num_tokens", "skip_invalid", "preview", "preview_html", "num_proc"),
+    )
+
     output_file: str
     """Tokenized data set to write: .arrow, .parquet or .jsonl; or a URL (s3://, gs:// or hf://) to upload it to."""
     model_name_or_path: str

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR, DataOptions, RowOptions, ValidationOptions
 from mini_trainer.options.fields import flatten_options, iterate_fields, list_facts, option
@@ -35,14 +35,29 @@ from mini_trainer.options.urls import is_url
 class TrainOptions:
     """Fine-tune a causal language model or a classifier with FSDP2 on data written by process_data.py."""
 
-    output_dir: str = option(may_differ=True, is_basic=True)
+    first: ClassVar = (  # what a first run needs: `--help` alone shows these
+        *("model_name_or_path", "input_file", "validation_share", "data_path", "validation_data_path", "output_dir"),
+        *(
+            "config",
+            "preset",
+            "dry_run",
+            "max_epochs",
+            "max_steps",
+            "batch_size",
+            "max_tokens_per_gpu",
+            "learning_rate",
+        ),
+        *("lr_scheduler", "num_warmup_steps", "lora", "osft", "checkpoint_every_minutes", "resume"),
+    )
+
+    output_dir: str = option(may_differ=True)
     """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
-    config: tuple[str, ...] = option((), may_differ=True, is_basic=True)
+    config: tuple[str, ...] = option((), may_differ=True)
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
     value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", may_differ=True)
     """Log level of rank 0; WARNING suppresses the step lines."""
-    preset: Literal["sanity", "toy", "full"] | None = option(None, may_differ=True, is_basic=True)
+    preset: Literal["sanity", "toy", "full"] | None = option(None, may_differ=True)
     """Defaults for other options. sanity: 10 samples, 2 steps, a validation, an export that is loaded back; toy: 1 % of
     the data, at most 100 steps; full: no changes."""
     data_cache_dir: str = option(DATA_CACHE_DIR, may_differ=True)
