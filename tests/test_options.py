@@ -417,7 +417,7 @@ def test_a_flag_that_does_not_exist_is_found():
 def test_without_the_reader_of_options_one_message_says_what_to_install(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['tyro'] = None")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "train.py", *REQUIRED], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == ExitCode.BAD_INPUT and "Traceback" not in done.stderr
     assert "package tyro" in done.stderr and "pip install -e ." in done.stderr
 

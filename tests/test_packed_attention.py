@@ -23,6 +23,7 @@ from torch.nn.attention import varlen
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.activation_checkpointing import ATTENTION
 from mini_trainer.model.attention import FUNCTIONS, Rule, attend_eager, attend_sdpa, choose_backend
+from mini_trainer.model.attention_kernels import activate_kernels
 from mini_trainer.objectives.families.micro_batch import Row
 
 LENGTHS = (7, 1, 12, 3)
@@ -218,7 +219,7 @@ def test_flash_attention_3_is_active_for_the_runs_that_ask_for_it():
     _registry.register_flash_attention_impl("FA3", register_fn=lambda: active.append("FA3") or handle)
     try:
         for backend, expected in (("varlen", []), ("varlen_fa3", ["FA3"]), ("varlen_fa3", ["FA3"]), ("sdpa", [])):
-            packed_attention.activate_kernels(backend)
+            activate_kernels(backend)
             assert active == expected
     finally:
         _registry.register_flash_attention_impl("FA3", register_fn=own)

@@ -25,7 +25,7 @@ from processes import ENV, check_serving, run
 from run_directories import make_sources, write_run
 from tiny_data import write_jsonl
 
-from mini_trainer.options.problems.tools import find_plot_problems
+from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
 from mini_trainer.use.plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
 from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
@@ -454,8 +454,8 @@ def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
     ],
 )
 def test_options_that_cannot_be_used(options, problem):
-    assert problem in "\n".join(find_plot_problems(PlotOptions(**(dict(runs=("a",)) | options))))
-    assert find_plot_problems(PlotOptions(runs=("a",), output="x.PNG")) == []
+    assert problem in "\n".join(find_wrong_options(PlotOptions(**(dict(runs=("a",)) | options))))
+    assert find_wrong_options(PlotOptions(runs=("a",), output="x.PNG")) == []
 
 
 def plot(*words: object) -> subprocess.CompletedProcess:

@@ -173,7 +173,7 @@ def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, t
 
 def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, monkeypatch):
     """A run that is killed has written some of the parts, in their order; the next one scores the others alike."""
-    monkeypatch.setattr("mini_trainer.run.other_models.PART_SIZE", 10)
+    monkeypatch.setattr("mini_trainer.run.references.PART_SIZE", 10)
     options = make_options(tmp_path, models, max_steps=1, reference_model=str(models[1]))
     other = write_pairs(tmp_path / "other.arrow", models[0], seed=7)
     options |= dict(data_path=(*options["data_path"], str(other)))
@@ -190,7 +190,7 @@ def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, 
 
 
 def test_parts_of_the_scoring_do_not_depend_on_what_is_known(monkeypatch):
-    monkeypatch.setattr("mini_trainer.run.other_models.PART_SIZE", 10)
+    monkeypatch.setattr("mini_trainer.run.references.PART_SIZE", 10)
     rows = np.setdiff1d(np.arange(24 + 11), [3, 12, 30])  # some are not kept
     parts = split_rows(rows, [24, 11])
     assert [(part[0], part[-1], len(part)) for part in parts] == [(0, 9, 9), (10, 19, 9), (20, 23, 4), (24, 33, 9),

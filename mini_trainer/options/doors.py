@@ -4,7 +4,6 @@ A table is keyed by the words of options and files. With its row, a new entry ne
 options' choices, --help, completion, the reference and the checks read the table.
 """
 
-import functools
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 Door = TypeVar("Door")
 
 
-@functools.cache  # rows look up their format
 def open_door(place: str) -> Any:
     """What is at "module:attribute", or the module of that name."""
     name, _, attribute = place.partition(":")

@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer.options.fields import flag_name, iterate_fields, list_types
 
+ALONE = "general"  # options of no group, as a topic
 MOST_WIDTH, INDENT = 100, " " * 6
 
 
@@ -27,13 +28,14 @@ def describe_help(options_class: type, topic: str, *, command: str) -> str:
     """
     options = {option.name: option for option, _ in iterate_fields(options_class)}
     groups = {entry.name: entry.type for entry in dataclasses.fields(options_class) if is_group(entry)}
+    alone = {entry.name for entry in dataclasses.fields(options_class) if not is_group(entry)}
     if topic == "" and hasattr(options_class, "first"):
         return describe_first(options_class, groups, command=command)
     if topic in ("", "all"):
         parts = [describe_start(options_class, command=command), *describe_options(options_class, set(options))]
         return "\n\n".join(parts)
-    if topic in groups:
-        names = {option.name for option in dataclasses.fields(groups[topic])}
+    if topic in groups or (groups and topic == ALONE):
+        names = alone if topic == ALONE else {option.name for option in dataclasses.fields(groups[topic])}
         return "\n\n".join(describe_options(options_class, names))
     texts = read_helps(options_class)
     word = topic.replace("_", " ")
@@ -57,11 +59,11 @@ def is_group(entry: dataclasses.Field) -> bool:
 def describe_first(options_class: type, groups: dict[str, type], *, command: str) -> str:
     """What a first run needs, and the groups of all other options."""
     shown = "\n".join(describe_lines(options_class, options_class.first, is_short=True))
-    width = 2 + max(map(len, groups))
-    lines = [
-        f"  {name:{width}}{len(dataclasses.fields(group)):3}  {one_sentence(group.__doc__)}"
-        for name, group in groups.items()
-    ]
+    num_alone = sum(not is_group(entry) for entry in dataclasses.fields(options_class))
+    described = [(name, len(dataclasses.fields(group)), group.__doc__) for name, group in groups.items()]
+    described.insert(0, (ALONE, num_alone, "Options of no group."))
+    width = 2 + max(len(name) for name, *_ in described)
+    lines = [f"  {name:{width}}{count:3}  {one_sentence(text)}" for name, count, text in described]
     return "\n\n".join(
         [
             describe_start(options_class, command=command),

@@ -12,6 +12,7 @@
 
 import contextlib
 import difflib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def read_fields(
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
-    own_columns = TEXT_FORMATS[data_format].columns if data_format in TEXT_FORMATS else ()
+    own_columns = list_formats()[data_format].columns if data_format in TEXT_FORMATS else ()
     read = {*own_columns, *also_read, *(OF_CHATS if paths.as_chat else ())} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
@@ -244,10 +245,16 @@ def is_sharegpt(turns: Any) -> bool:
     return isinstance(first, dict) and "from" in first and "role" not in first
 
 
+@functools.cache  # every row asks
+def list_formats() -> dict[str, "TextFormat"]:
+    """The formats that are detected, in the order in which they are tried."""
+    return dict(TEXT_FORMATS)
+
+
 def find_format(fields: Fields) -> str | None:
     """The first format whose keys a row has; null counts as missing, because tables cannot leave keys out."""
     has = {key for key, value in fields.items() if value is not None}
-    for name, known in TEXT_FORMATS.items():
+    for name, known in list_formats().items():
         if all(has & set(choices) for choices in known.keys):
             return name
     return None
@@ -265,7 +272,7 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
         raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}{hint}")
     if found != data_format and not is_given:
         raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
-    example = TEXT_FORMATS[data_format].read(row)
+    example = list_formats()[data_format].read(row)
     if isinstance(example, Chat) and not takes_images:
         refuse_images(example)
     return example
