@@ -81,7 +81,7 @@ def define(**members: object) -> None:
 
 
 def fill_schedule(path: Path, patch: pytest.MonkeyPatch) -> None:
-    check_schedule(SimpleNamespace(num_steps_before=3, num_steps=7), make_options(path, schedule_steps=6))
+    check_schedule(SimpleNamespace(num_steps_before=3, num_steps=7), make_options(path, schedule_steps=6).optimization)
 
 
 def warn_of_oddities(path: Path, patch: pytest.MonkeyPatch) -> str:

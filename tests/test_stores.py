@@ -466,7 +466,7 @@ def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, expor
         f"  {command}",
     ]
     heading, command = last.splitlines()
-    assert heading.startswith("warning: 1 exports ") and "s3://nowhere/x" in heading
+    assert heading.startswith("warning: exports that were not uploaded ") and "s3://nowhere/x" in heading
     assert command == f"  aws s3 sync {export} s3://nowhere/x/samples_8"
 
 

@@ -154,7 +154,7 @@ class Triplets(Objective):
 
     @classmethod
     def make_family(cls, settings: ObjectiveSettings) -> Family:
-        return TextFamily()
+        return TextFamily(settings.router_aux_loss, settings.router_loss_over)
 
     @classmethod
     def make(

@@ -1,33 +1,37 @@
 """Models that a run reads and does not train: its reference and its teacher."""
 
+from collections.abc import Mapping
+
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.model.config import ModelSource, check_rope, load_config
 from mini_trainer.objectives.objective import SELF
-from mini_trainer.options import TrainOptions
-from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
+from mini_trainer.run.inputs import TEACHER_MODEL, Errors, OpenedData, OpenedModel
 
 
-def open_other_models(options: TrainOptions, inputs: RunInputs) -> None:
-    """Finds the models that options name, and collects what is wrong with them."""
-    names = {REFERENCE_MODEL: options.preference.reference_model, TEACHER_MODEL: options.teacher.teacher_model}
+def open_other_models(
+    names: Mapping[str, str | None], data: OpenedData, model: OpenedModel, errors: Errors
+) -> dict[str, ModelSource]:
+    """The models by the options that name them, without those that cannot be used."""
+    found: dict[str, ModelSource] = {}
     for flag, name in names.items():
         if name not in (None, SELF):
-            found = inputs.errors.attempt(lambda flag=flag, name=name: open_other_model(flag, name, options, inputs))
-            inputs.other_models |= {} if found is None else {flag: found}
-    if options.teacher.teacher_model is not None and inputs.data is not None:
-        teacher = inputs.other_models.get(TEACHER_MODEL)
-        config = inputs.config if teacher is None else teacher.config
-        inputs.errors.attempt(lambda: check_rope(config, longest=inputs.longest_taught))
+            opened = errors.attempt(lambda flag=flag, name=name: open_other_model(flag, name, model))
+            found |= {} if opened is None else {flag: opened}
+    if names[TEACHER_MODEL] is not None and data.training is not None:
+        teacher = found.get(TEACHER_MODEL)
+        config = model.config if teacher is None else teacher.config
+        errors.attempt(lambda: check_rope(config, longest=data.longest_taught))
+    return found
 
 
-def open_other_model(flag: str, name: str, options: TrainOptions, inputs: RunInputs) -> ModelSource:
+def open_other_model(flag: str, name: str, model: OpenedModel) -> ModelSource:
     """The model of this flag; ValueError if it cannot read the run's data."""
-    trust = options.model.trust_remote_code
+    trust = model.trust_remote_code
     model_dir = find_model(name, revision=None, trust_remote_code=trust, flag=flag)
-    config = load_config(model_dir, inputs.family, trust_remote_code=trust)
+    config = load_config(model_dir, model.family, trust_remote_code=trust)
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)
-    if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(inputs.tokenizer):
+    if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(model.tokenizer):
         raise ValueError(
             f"{flag} {name}: has another tokenizer than the data was made with: its probabilities would be of other"
             " texts"

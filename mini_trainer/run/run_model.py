@@ -133,9 +133,9 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
     )
 
 
-def describe_schedule(inputs: RunInputs, options: TrainOptions, *, start: RunPosition) -> list[str]:
+def describe_schedule(inputs: RunInputs, o: OptimizationOptions, *, start: RunPosition) -> list[str]:
     """Where the run begins and which learning rate is next, if it continues or shares a schedule; else no line."""
-    origin, o, step = inputs.origin, options.optimization, inputs.num_steps_before + start.step
+    origin, step = inputs.origin, inputs.num_steps_before + start.step
     if origin is None and o.schedule_steps is None:
         return []
     lr = learning_rate_at(step, o, num_steps=inputs.schedule_steps)

@@ -6,6 +6,8 @@ reads them, or their hashes are verified on reading.
 
 from pathlib import Path
 
+from transformers import PreTrainedConfig
+
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.stores.contents import hash_once
 from mini_trainer.data.stores.disk import hash_json
@@ -14,22 +16,22 @@ from mini_trainer.data.tokenized.reader import TokenizedData, find_recorded_file
 from mini_trainer.distributed.agreement import DIGITS, Groups, Items, describe_program
 from mini_trainer.distributed.world import World
 from mini_trainer.model.fingerprints import fingerprint_config_files, fingerprint_data, fingerprint_tokenizer_state
+from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.options import TrainOptions, ValidationOptions, list_differing_options
-from mini_trainer.run.inputs import RunInputs
+from mini_trainer.options import OptimizationOptions, TrainOptions, list_differing_options
+from mini_trainer.run.inputs import OpenedData, RunInputs
 
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
 
 
-def check_validation(inputs: RunInputs, objective: Objective | None, options: ValidationOptions) -> None:
+def check_validation(data: OpenedData, objective: Objective | None, *, best_metric: str) -> None:
     """ValueError if the validation data is for a different task, or cannot measure --best-metric."""
-    if inputs.validation_data is not None:
+    if data.validation is not None:
         advice = ": tokenize one of them again with --labels-from the other"
-        check_task(inputs.data, inputs.validation_data, option="--validation-data-path", advice=advice)
-    if objective is not None and options.best_metric not in objective.metrics:
+        check_task(data.training, data.validation, option="--validation-data-path", advice=advice)
+    if objective is not None and best_metric not in objective.metrics:
         raise ValueError(
-            f"--best-metric {options.best_metric}: validations of this objective and data have"
-            f" {', '.join(objective.metrics)}"
+            f"--best-metric {best_metric}: validations of this objective and data have {', '.join(objective.metrics)}"
         )
 
 
@@ -41,9 +43,9 @@ def check_task(data: Mixture, other: Mixture, *, option: str, advice: str = "") 
         )
 
 
-def check_placeholders(inputs: RunInputs, data: Mixture) -> None:
+def check_placeholders(config: PreTrainedConfig, family: Family, data: Mixture) -> None:
     """ValueError if the data has placeholder tokens that a multimodal model replaces with images, videos or audio."""
-    config, placeholders = inputs.config, inputs.family.list_foreign(inputs.config)
+    placeholders = family.list_foreign(config)
     found = data.find_tokens(list(placeholders)) if placeholders else None
     if found is not None:
         row, token_id = found
@@ -55,9 +57,9 @@ def check_placeholders(inputs: RunInputs, data: Mixture) -> None:
         )
 
 
-def check_schedule(inputs: RunInputs, options: TrainOptions) -> None:
+def check_schedule(inputs: RunInputs, options: OptimizationOptions) -> None:
     """ValueError if the run does not fit into the schedule that it shares."""
-    shared, before, own = options.optimization.schedule_steps, inputs.num_steps_before, inputs.num_steps
+    shared, before, own = options.schedule_steps, inputs.num_steps_before, inputs.num_steps
     if shared is not None and own is None:
         raise ValueError(f"--schedule-steps {shared}: the run has no end, and would go beyond: add --max-steps")
     if shared is not None and before + own > shared:

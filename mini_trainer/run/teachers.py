@@ -1,6 +1,7 @@
 """A run's teacher: what it has said of the data, or the model that reads it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.model_files import name_model
@@ -12,43 +13,42 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.packed_row import check_positions
-from mini_trainer.objectives.objective import SELF, Objective
+from mini_trainer.objectives.objective import SELF
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN
 from mini_trainer.objectives.teachers import SEEN_COLUMN
-from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
+from mini_trainer.run.inputs import TEACHER_MODEL, OpenedData, OpenedObjective, RunInputs
 from mini_trainer.run.start_checks import check_task
 
 
-def open_teacher_data(inputs: RunInputs, paths: Sequence[str]) -> None:
+def open_teacher_data(data: Mixture, paths: Sequence[str]) -> Mixture:
     """Opens the data sets that a teacher reads beside the run's; ValueError if their rows do not fit."""
     seen = Mixture([TokenizedData(path, option="--teacher-data") for path in paths])
-    check_task(inputs.data, seen, option="--teacher-data")
-    pair(inputs.data, seen, column=SEEN_COLUMN)
-    inputs.teacher_data = seen
+    check_task(data, seen, option="--teacher-data")
+    pair(data, seen, column=SEEN_COLUMN)
+    return seen
 
 
-def open_scores(inputs: RunInputs, objective: Objective) -> Objective:
+def open_scores(opened: OpenedObjective, data: OpenedData) -> OpenedObjective:
     """Adds the teacher's scores to the run's data, if the objective learns from them; returns the objective for them.
 
     ValueError if a training set that needs them has none, or they do not fit. Validation sets are measured by them if
     all have some.
     """
-    inputs.teacher = SELF if objective.teacher_model == SELF else None
-    name = objective.scores_name
+    objective = opened.objective
+    name, held_out = objective.scores_name, data.validation
     if name is None:
-        return objective
-    taught = [source for i, source in enumerate(inputs.data.sources) if objective.needs_scores(i)]
-    files = add_scores(inputs.data, name, taught)
-    held_out = inputs.validation_data
+        return replace(opened, teacher=SELF if objective.teacher_model == SELF else None)
+    taught = [source for i, source in enumerate(data.training.sources) if objective.needs_scores(i)]
+    files = add_scores(data.training, name, taught)
     if held_out is not None:
         without = [str(source.path) for source in held_out.sources if not locate_scores(source.path, name).exists()]
         if without:
             log.info(f"validation: no teacher's scores of {', '.join(without)}: measured by the cross-entropy alone")
         else:
             files += add_scores(held_out, name, held_out.sources)
-    inputs.teacher, inputs.scores = hash_json([file.sidecar for file in files]), files
-    return objective.with_scores([file.sidecar for file in files])
+    sidecars = [file.sidecar for file in files]
+    return replace(opened, objective=objective.with_scores(sidecars), teacher=hash_json(sidecars), scores=files)
 
 
 def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> list[ScoreFile]:

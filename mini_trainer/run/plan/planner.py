@@ -219,7 +219,7 @@ def describe_run(target: Target, run: PlannedRun, options: TrainOptions, finding
             f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens, the longest"
             f" {data.longest:,}\nrun: {steps} of {run.inputs.batching}{done}"
         )
-        findings.lines += describe_schedule(run.inputs, options, start=run.start)
+        findings.lines += describe_schedule(run.inputs, options.optimization, start=run.start)
 
 
 def find_most_exports(options: ExportOptions) -> int | None:
