@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from processes import flags
+from processes import flags, run_and_list
 from program import list_sources
 from small_runs import make_inputs
-from test_start_up import run_and_list
 from tiny_pairs import write_pairs
 
 from mini_trainer.root_files import NAMES

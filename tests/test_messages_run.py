@@ -15,10 +15,11 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import HubOptions, TrainOptions, group_options
 from mini_trainer.run import checkpointing
 from mini_trainer.run.callbacks import explain_stop, load_callbacks
-from mini_trainer.run.checkpointing import Checkpointer, NoValidCheckpoint, read_origin
+from mini_trainer.run.checkpointing import Checkpointer, NoValidCheckpoint
 from mini_trainer.run.hooks import check_callback
 from mini_trainer.run.identity import check_continues, check_same_run, check_unused
 from mini_trainer.run.inputs import Errors
+from mini_trainer.run.origin import read_origin
 from mini_trainer.run.start_checks import check_schedule, find_oddities
 from mini_trainer.run.trackers import Trackers
 from mini_trainer.run.training_log import MetricsFile

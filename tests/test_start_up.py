@@ -2,11 +2,9 @@
 
 import gc
 import json
-import sys
-from pathlib import Path
 
 import pytest
-from processes import ROOT, flags, run
+from processes import ROOT, flags, run_and_list
 from small_runs import make_inputs
 from start_up import PROGRAMS
 
@@ -30,13 +28,6 @@ MOST_COLLECTIONS = 2  # of all objects; without a pause there are eight in train
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict[str, str]:
     return make_inputs(tmp_path_factory.mktemp("start_up"), "qwen3")
-
-
-def run_and_list(report: Path, *argv: object) -> dict:
-    """Runs a program to its end; what it had imported, and how the collector was."""
-    done = run([sys.executable, "tests/workers/loaded.py", str(report), *map(str, argv)])
-    assert done.returncode == 0, done.stderr
-    return json.loads(report.read_text())
 
 
 def find_loaded(found: dict, names: set[str]) -> set[str]:

@@ -18,9 +18,10 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.model.build import build_model
-from mini_trainer.model.flops import count_flops, count_tower
+from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.model.tower_flops import count_tower
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader

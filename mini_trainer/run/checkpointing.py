@@ -55,7 +55,6 @@ from mini_trainer.run.checkpoint_tensors import (
     group_state,
     make_state,
 )
-from mini_trainer.run.identity import is_checkpoint_of
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.write_pool import WritePool
 
@@ -338,21 +337,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
     check_state(state, path.name)
     layout = {key: manifest[key] for key in ("num_shards", "tensors")}
     return Checkpoint(path, hash_json(manifest), layout, state)
-
-
-def read_origin(path: Path, output_dir: Path) -> Checkpoint:
-    """Opens the checkpoint of --continue-from, like `read_checkpoint`; ValueError if it is a run's own."""
-    if is_checkpoint_of(output_dir, path):
-        raise ValueError(
-            f"--continue-from {path}: is a checkpoint of --output-dir {output_dir}, from which the same command"
-            " resumes without --continue-from: choose a new --output-dir to start another run"
-        )
-    try:
-        return read_checkpoint(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"--continue-from {path}: is not a valid checkpoint (a run's directory checkpoints/step_N): {error}"
-        ) from None
 
 
 def check_state(state: Any, name: str) -> None:

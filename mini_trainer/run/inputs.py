@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.model_files import find_weights, verify_weights
 from mini_trainer.data.tokenized.by_row import find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import SELF, Objective
@@ -226,24 +224,17 @@ class RunInputs:
         """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
         if self.objective.reference_column is None:
             return None
-        other = self.other_models.get(REFERENCE_MODEL)
-        if other is None:
-            method_data, quantization = self.method.list_data_hashes(), options.lora.base_quantization
-            origin = None if self.origin is None else self.origin.digest
-            return hash_reference(self.model_dir, method_data, quantization, self.compute_dtype, origin=origin)
-        return hash_reference(other.directory, [], "none", self.compute_dtype)  # without the method's layers
+        from mini_trainer.run.references import identify_reference
+
+        return identify_reference(self, options.lora.base_quantization)
 
     def identify_teacher(self) -> str | None:
         """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
-        other = self.other_models.get(TEACHER_MODEL)
-        teacher = self.teacher if other is None else fingerprint_model(other.directory)
-        if self.teacher_data is None:
-            return teacher
-        read = [
-            fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
-            for source in self.teacher_data.sources
-        ]
-        return hash_json([teacher, *read])
+        if not self.objective.has_teacher:
+            return None
+        from mini_trainer.run.teachers import identify_teacher
+
+        return identify_teacher(self)
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """Everything that determines the run's numbers (see run.identity)."""
@@ -263,19 +254,3 @@ class RunInputs:
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if o.needs_end and o.schedule_steps is None else None,
         )
-
-
-def hash_reference(
-    directory: str,
-    method_data: list[str],
-    quantization: str,
-    compute_dtype: torch.dtype,
-    *,
-    origin: str | None = None,
-) -> str:
-    """The key of a reference model's numbers: its weights, what is put on them, and the type of computation.
-
-    `origin`: digest of a checkpoint whose weights take the place of the model's.
-    """
-    parts = [fingerprint_model(directory), method_data, quantization, str(compute_dtype)]
-    return hash_json(parts if origin is None else [*parts, origin])

@@ -7,6 +7,7 @@ from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
+import torch
 
 from mini_trainer.data.stores.disk import hash_json, written_aside
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -14,6 +15,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
+from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.model.scoring.score_files import digest_data
 from mini_trainer.objectives.objective import Objective
@@ -169,3 +171,29 @@ def write_values(data: Mixture, values: np.ndarray, key: str) -> None:
         except OSError as error:
             log.warning(f"warning: the reference's log-probabilities cannot be kept for later runs: {error}")
             return
+
+
+def identify_reference(inputs: RunInputs, base_quantization: str) -> str:
+    """A hash of all that decides the reference's numbers but the data. `base_quantization`: of LoRA's base."""
+    other = inputs.other_models.get(REFERENCE_MODEL)
+    if other is not None:
+        return hash_reference(other.directory, [], "none", inputs.compute_dtype)  # without the method's layers
+    method_data = inputs.method.list_data_hashes()
+    origin = None if inputs.origin is None else inputs.origin.digest
+    return hash_reference(inputs.model_dir, method_data, base_quantization, inputs.compute_dtype, origin=origin)
+
+
+def hash_reference(
+    directory: str,
+    method_data: list[str],
+    quantization: str,
+    compute_dtype: torch.dtype,
+    *,
+    origin: str | None = None,
+) -> str:
+    """The key of a reference model's numbers: its weights, what is put on them, and the type of computation.
+
+    `origin`: digest of a checkpoint whose weights take the place of the model's.
+    """
+    parts = [fingerprint_model(directory), method_data, quantization, str(compute_dtype)]
+    return hash_json(parts if origin is None else [*parts, origin])

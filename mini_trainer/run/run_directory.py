@@ -1,7 +1,8 @@
 """A run's directory: locking, ownership, resuming, writing."""
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.disk import remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, log
+from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.run_flags import Flag
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.checkpoint_files import has_checkpoints
-from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_origin
+from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
 from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import EXPORTS_DIR, Exports
 from mini_trainer.run.identity import (
@@ -32,7 +34,7 @@ from mini_trainer.run.identity import (
 )
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import TrainState
-from mini_trainer.run.training_log import MetricsFile, Sink, TimeLeft, TrainingLog, open_console
+from mini_trainer.run.training_log import Console, MetricsFile, Sink, TimeLeft, TrainingLog
 from mini_trainer.sampler import Batch, RunPosition
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class RunDirectory:
         origin = options.checkpoints.continue_from
         self.origin: Checkpoint | None = None
         if origin is not None:
+            from mini_trainer.run.origin import read_origin
+
             self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
         self.identity: dict[str, Any] = {}
@@ -235,3 +239,12 @@ class RunDirectory:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
+
+
+def open_console(time_left: TimeLeft, *, shown: Sequence[str]) -> Sink:
+    """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
+    if shows_progress() and log.isEnabledFor(logging.INFO):
+        from mini_trainer.run.live_line import LiveLine
+
+        return LiveLine(time_left, shown=shown)
+    return Console(time_left, shown=shown)

@@ -3,13 +3,10 @@
 Errors are collected, so that all of them are reported at once.
 """
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -36,7 +33,6 @@ from mini_trainer.options import (
     TeacherOptions,
     TrainOptions,
     ValidationOptions,
-    VisionOptions,
     names_raw_data,
     parse_subset,
 )
@@ -91,6 +87,8 @@ def open_inputs(
         errors.attempt(lambda: open_optimizer(options.optimization).check(model.config))
     num_dropped = data.num_dropped
     if model.tokenizer is not None and data.training.has_images and made is not None:
+        from mini_trainer.run.images import count_images
+
         model, num_more = errors.attempt(lambda: count_images(data, model, options.vision, options.data)) or (model, 0)
         num_dropped += num_more
     read = open_objective(made, data, model, method, errors, options.preference, options.teacher)
@@ -108,13 +106,8 @@ def open_inputs(
         config=model.config,
         generation_config=model.generation_config,
         tokenizer=model.tokenizer,
-        objective=read.objective,
-        other_models=read.other_models,
-        teacher=read.teacher,
-        scores=read.scores,
-        batching=schedule.batching,
-        num_steps=schedule.num_steps,
-        schedule_steps=schedule.schedule_steps,
+        **vars(read),
+        **vars(schedule),
         origin=origin,
         callbacks=callbacks,
         errors=errors,
@@ -253,25 +246,6 @@ def open_model(o: ModelOptions, data: OpenedData, family: Family, method: Method
         )
     family = family.complete(config, tokenizer, trust_remote_code=trust)
     return OpenedModel(family, directory, config, generation, tokenizer, trust_remote_code=trust)
-
-
-def count_images(
-    data: OpenedData, model: OpenedModel, vision: VisionOptions, o: DataOptions
-) -> tuple[OpenedModel, int]:
-    """Counts the patches of the data's images; returns the model whose family knows the largest, and the number of
-    samples that have too many."""
-    cap, training, held_out = vision.max_image_tokens_per_gpu, data.training, data.validation
-    count_patches = functools.cache(model.family.vision_inputs.count_patches)
-    num_dropped = training.count_images(count_patches, cap=cap, drop_overlong=o.drop_overlong)
-    if held_out is not None:
-        held_out.count_images(count_patches, cap=None, drop_overlong=False)
-        most = None if cap is None else max(cap, int(held_out.images.patches.max()))
-        held_out.images = replace(held_out.images, cap=most)
-    sizes = [
-        tuple(size) for source in training.sources for size in np.unique(source.image_sizes.sizes, axis=0).tolist()
-    ]
-    largest = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
-    return replace(model, family=replace(model.family, largest_image=largest)), num_dropped
 
 
 def open_objective(

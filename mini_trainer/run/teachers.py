@@ -10,6 +10,7 @@ from mini_trainer.data.tokenized.pairs import pair
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.config import ModelSource
+from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.packed_row import check_positions
@@ -84,3 +85,16 @@ def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSou
         model.reader.teacher = OtherModel(other)
         num_parameters = sum(param.numel() for param in other.parameters())
         log.info(f"teacher: {name_model(source.name)}, {num_parameters:,} parameters, in {other.compute_dtype}")
+
+
+def identify_teacher(inputs: RunInputs) -> str | None:
+    """A hash of the teacher's scores, or of its weights and what it reads."""
+    other = inputs.other_models.get(TEACHER_MODEL)
+    teacher = inputs.teacher if other is None else fingerprint_model(other.directory)
+    if inputs.teacher_data is None:
+        return teacher
+    read = [
+        fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
+        for source in inputs.teacher_data.sources
+    ]
+    return hash_json([teacher, *read])

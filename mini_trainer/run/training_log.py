@@ -1,7 +1,6 @@
 """The training log: each step's metrics go to every sink: a file of JSON lines, the console, a live line."""
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +10,7 @@ from typing import Any, TextIO
 from mini_trainer.data.stores.disk import read_metrics, sync_file, written_aside
 from mini_trainer.distributed.devices import describe_duration
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.messages import describe_numbers, shows_progress
+from mini_trainer.distributed.messages import describe_numbers
 from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
 
 NUM_WARM_UP_STEPS = 3  # may compile, and fill caches and the allocator's memory
@@ -272,12 +271,3 @@ def describe_validation(metrics: dict[str, Any], shown: Sequence[str]) -> str:
     if len(metrics["sets"]) > 1:
         line += "".join(f"\n  {name}: loss {scores['loss']:.4f}" for name, scores in metrics["sets"].items())
     return line
-
-
-def open_console(time_left: TimeLeft, *, shown: Sequence[str]) -> Sink:
-    """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
-    if shows_progress() and log.isEnabledFor(logging.INFO):
-        from mini_trainer.run.live_line import LiveLine
-
-        return LiveLine(time_left, shown=shown)
-    return Console(time_left, shown=shown)

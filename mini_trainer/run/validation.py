@@ -4,7 +4,6 @@ A run's validations: measuring, logging, tracking the best, and early stopping.
 """
 
 import functools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -12,9 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mini_trainer.data.stores.disk import hash_json, written_aside
+from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.monitor import RunControl
@@ -96,6 +93,8 @@ def validate(
     found = score_data(state.model, data, objective, cap=cap, world=state.world, progress=say_where)
     scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, found))
     if predictions_file is not None:
+        from mini_trainer.run.predictions import write_predictions
+
         call_on_rank0(state.world, lambda: write_predictions(predictions_file, data, objective, found.predictions))
     return scores["all"] | {"seconds": time.monotonic() - start, "sets": scores["sets"]}
 
@@ -115,15 +114,6 @@ def summarize_sets(data: Mixture, objective: Objective, found: DataScores) -> di
             name: objective.summarize(row, of_set) for name, row, of_set in zip(data.names, sums, of_sets, strict=True)
         },
     }
-
-
-def write_predictions(path: Path, data: Mixture, objective: Objective, predictions: np.ndarray) -> None:
-    """Writes a line per target: data set, row (from 1) and token (from 0), and the objective's prediction."""
-    with written_aside(path) as (aside,), aside.open("w", encoding="utf-8") as file:
-        for row, token, *prediction in predictions:
-            source, number = data.locate(int(row))
-            place = {"data": source.name, "row": number, "token": int(token)}
-            file.write(json.dumps(place | objective.describe_prediction(np.array(prediction))) + "\n")
 
 
 class Validations:

@@ -57,8 +57,7 @@ from mini_trainer.options.doors import SCORERS
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.facts import list_changed
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.run.inputs import hash_reference
-from mini_trainer.run.references import read_known, score_missing
+from mini_trainer.run.references import hash_reference, read_known, score_missing
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
 from mini_trainer.use.inference.openai_engine import OpenAIEngine
@@ -143,7 +142,7 @@ class Scorer(Protocol):
     """Who scores."""
 
     identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
-    key: str  # of its log-probabilities as a reference (run.inputs.hash_reference)
+    key: str  # of its log-probabilities as a reference (run.references.hash_reference)
 
     def verify(self) -> None:
         """Checks the model's files against the hashes recorded with them."""

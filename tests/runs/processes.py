@@ -67,6 +67,13 @@ def run(command: list[str], *, timeout: float = 240, env: dict[str, str] | None 
     )
 
 
+def run_and_list(report: Path, *argv: object) -> dict:
+    """Runs a program to its end; what it had imported, and how the collector was."""
+    done = run([sys.executable, "tests/workers/loaded.py", str(report), *map(str, argv)])
+    assert done.returncode == 0, done.stderr
+    return json.loads(report.read_text())
+
+
 def run_unread(command: list[str]) -> subprocess.CompletedProcess:
     """Runs to the end with a stdout that nobody reads, as `| head` leaves it."""
     reader, writer = os.pipe()

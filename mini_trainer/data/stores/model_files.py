@@ -5,7 +5,6 @@ values in its JSON files that no model can be made of, before memory is taken: t
 keys, and few ranges.
 """
 
-import functools
 import json
 import math
 import os
@@ -117,6 +116,8 @@ def find_model(
                 " branch or tag can move to code that you have not read"
             )
         patterns = [*SMALL_FILES, "*.py"] if trust_remote_code else SMALL_FILES
+        from mini_trainer.data.stores.hub import download
+
         path = download(model_name_or_path, revision=revision, patterns=patterns, flag=flag)
     code = check_model_dir(path, trust_remote_code=trust_remote_code)
     if code:
@@ -136,7 +137,9 @@ def find_weights(model_name_or_path: str, model_dir: str) -> None:
     """Downloads a hub model's weights to the directory from `find_model`; checks them (`check_weights`)."""
     path = Path(model_dir)
     if not Path(model_name_or_path).is_dir():
-        download(model_name_or_path, revision=path.name, patterns=["model*.safetensors"])
+        from mini_trainer.data.stores.hub import download
+
+        download(model_name_or_path, revision=path.name, patterns=["model*.safetensors"], flag=MODEL_FLAG)
     check_model_links(path)
     check_weights(path)
 
@@ -146,26 +149,6 @@ def verify_weights(model_dir: str, tell: Tell = log.info) -> None:
     path = Path(model_dir)
     names = list_weights(path)
     verify_model(path, names if names == [WEIGHTS] else [INDEX, *names], tell)
-
-
-def download(repo: str, *, revision: str | None, patterns: list[str], flag: str = MODEL_FLAG) -> Path:
-    """Downloads the repository's files matching `patterns` to the hub's cache; uses only the cache if that fails."""
-    from huggingface_hub import snapshot_download
-
-    find = functools.partial(snapshot_download, repo, revision=revision, allow_patterns=patterns)
-    try:
-        return Path(find())
-    except Exception as error:  # errors of the network, the hub and the disk
-        reason = " ".join(str(error).split()) or type(error).__name__
-    try:  # huggingface-hub 1 does not fall back to the cache if a commit is given
-        path = Path(find(local_files_only=True))
-    except Exception:
-        raise ValueError(
-            f"{flag} {repo}: there is no such directory, and it cannot be downloaded from the hub"
-            f"{f' at --model-revision {revision}' if revision else ''}: {reason}"
-        ) from None
-    log.warning(f"warning: {repo} is read from the cache only: {reason}")
-    return path
 
 
 def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:

@@ -7,10 +7,10 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -28,9 +28,10 @@ from mini_trainer.data.tokenized.by_row import (
     sum_values,
 )
 from mini_trainer.data.tokenized.order import draw_permutation
-from mini_trainer.data.tokenized.reader import ImageSizes, Sequences, TokenizedData
+from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 
-CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
+if TYPE_CHECKING:
+    from mini_trainer.data.tokenized.images import CountPatches, SampleImages
 
 WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
 
@@ -39,31 +40,6 @@ class ByRow(Protocol):
     """A column's values by the mixture's rows: an array (rows, ...), or a reader of files."""
 
     def __getitem__(self, row: int) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class SampleImages:
-    """The load of each row's images on the vision tower."""
-
-    tokens: np.ndarray  # (rows,) tokens of the language model
-    patches: np.ndarray  # (rows,) int64, patches that enter the tower
-    pairs: np.ndarray  # (rows,) float64, pairs of patches within a tile
-    costs: np.ndarray  # (rows,) float64, in the packer's unit; 0 until the model is known
-    cap: int | None  # most patches of a micro-batch
-
-    def of(self, rows: np.ndarray) -> "SampleImages":
-        return SampleImages(self.tokens[rows], self.patches[rows], self.pairs[rows], self.costs[rows], self.cap)
-
-
-def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, patches and pairs of patches of each row; `count_patches` is called once per image size."""
-    num_rows = len(images.num_tokens)
-    sizes, size_of = np.unique(images.sizes, axis=0, return_inverse=True)
-    found = np.array([count_patches(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 2)
-    tiles, in_tile = found[size_of.reshape(-1)].T
-    patches = np.bincount(images.row_of, tiles * in_tile, minlength=num_rows).astype(np.int64)
-    pairs = np.bincount(images.row_of, tiles * in_tile**2, minlength=num_rows)
-    return images.num_tokens, patches, pairs
 
 
 class Mixture:
@@ -150,11 +126,13 @@ class Mixture:
         self._find_kept()
         return num_dropped
 
-    def count_images(self, count_patches: CountPatches, *, cap: int | None, drop_overlong: bool) -> int:
+    def count_images(self, count_patches: "CountPatches", *, cap: int | None, drop_overlong: bool) -> int:
         """Sets `images`, and drops rows with more than `cap` patches; returns their number.
 
         ValueError for such rows unless they may be dropped.
         """
+        from mini_trainer.data.tokenized.images import SampleImages, count_row_images
+
         counted = [count_row_images(source.image_sizes, count_patches) for source in self.sources]
         tokens, patches, pairs = map(join, zip(*counted, strict=True))
         self.images = SampleImages(tokens, patches, pairs, np.zeros(len(patches)), cap)

@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +19,12 @@ from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
 from mini_trainer.data.stores.disk import list_wrong, read_object
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
-from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index, read_numbers
+from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index
 from mini_trainer.distributed.ending import log
 from mini_trainer.options.urls import is_url
+
+if TYPE_CHECKING:
+    from mini_trainer.data.tokenized.images import ImageSizes
 
 # Columns that are read from data sets of every kind.
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
@@ -62,7 +65,11 @@ class TokenizedData:
         self._starts, self._first_batches = index.first_rows, np.cumsum([0] + [f.num_batches for f in self._files])
         self._open_batch = functools.lru_cache(maxsize=NUM_OPEN_BATCHES)(self._read_batch)
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
-        self.image_sizes = read_image_sizes(self._list_batches()) if has_images else None
+        self.image_sizes: ImageSizes | None = None
+        if has_images:
+            from mini_trainer.data.tokenized.images import read_image_sizes
+
+            self.image_sizes = read_image_sizes(self._list_batches())
         self.sequences = RowSequences(index.first_sequences, index.sequence_lengths) if has_sequences else None
         if self.lengths.min() < 1:
             row = int(np.argmin(self.lengths))
@@ -186,24 +193,6 @@ class ColumnChunk:
         if self.has_nulls and not self.chunk[i].is_valid:
             return None
         return self.chunk[i].as_py() if self.views is None else slice_list(self.views, i)
-
-
-@dataclass(frozen=True)
-class ImageSizes:
-    """The images of all rows, concatenated."""
-
-    row_of: np.ndarray  # (images,) int64
-    sizes: np.ndarray  # (images, 2) int32: height and width
-    num_tokens: np.ndarray  # (rows,) int32: tokens of the language model for all images of a row
-
-
-def read_image_sizes(batches: Sequence[pa.RecordBatch]) -> ImageSizes:
-    views = [list_views(batch.column("image_sizes")) for batch in batches]
-    counts = np.concatenate([np.diff(offsets) for offsets, _ in views]) // 2
-    numbers = np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views])
-    row_of = np.repeat(np.arange(len(counts)), counts)
-    num_tokens = np.concatenate([read_numbers(batch, "num_image_tokens") for batch in batches])
-    return ImageSizes(row_of, numbers.reshape(-1, 2), num_tokens)
 
 
 @dataclass(frozen=True)

@@ -226,3 +226,8 @@ def find_tower_blocks(model: PreTrainedModel, names: list[str]) -> list[nn.Modul
     lists = [found for found in lists if found not in inner]
     kind = type(max(lists, key=len)[0]) if lists else None
     return [block for found in lists if type(found[0]) is kind for block in found]
+
+
+def find_number(config: PreTrainedConfig, *names: str) -> int:
+    """The first of these integers that the config has; 0 if none."""
+    return next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)

@@ -29,10 +29,11 @@ from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.sharding import list_resharding
 from mini_trainer.options import ExportOptions, TrainOptions, flatten_options, list_data_sets, replace_options
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
-from mini_trainer.run.checkpointing import Checkpoint, check_state, read_origin
+from mini_trainer.run.checkpointing import Checkpoint, check_state
 from mini_trainer.run.due import list_export_steps
 from mini_trainer.run.identity import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.origin import read_origin
 from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
 from mini_trainer.run.plan.memory import plan_memory, simulated_compute
 from mini_trainer.run.plan.other_models import plan_reference, plan_teacher
