@@ -11,6 +11,7 @@ from tiny_models import build, check, save_model
 from torch import Tensor, nn
 
 from mini_trainer.model import float8
+from mini_trainer.model.check import in_high_precision
 from mini_trainer.model.compiled_check import EIGHT_BIT, ROUNDED, BlockCheck
 from mini_trainer.objectives.families.text_tower import find_blocks
 
@@ -61,7 +62,7 @@ def test_it_is_checked_without_fp8s_rounding_and_trains_with_it(rounding, world,
     losses = [each(micro_batch).item() for each in (model, plain)]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
-    with float8.in_high_precision(model.model):
+    with in_high_precision(model.model):
         assert model(micro_batch).item() == losses[1]
     assert model(micro_batch).item() == losses[0]
 

@@ -25,7 +25,7 @@ OWN = {  # options -> beginnings of the names of what they alone load
     "dpo": (
         dict(objective="preference"),
         ("objectives.preference", "objectives.sequence_logps", "data.columns.preference_columns", "run.references",
-         "model.scoring.score_files"),
+         "data.packers.images"),
     ),
 }  # fmt: skip
 OF_OPTIONS = ("options.problems.", "model.methods.__init__", "data.stores.json_lines")

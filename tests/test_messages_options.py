@@ -33,12 +33,13 @@ PROBLEMS = [
     (
         TrainOptions,
         "--batch-size 0 --adam-eps 0",
-        "--batch-size 0: must be at least 1\n  --adam-eps 0.0: must be above 0",
+        "--batch-size 0: must be at least 1\n  --adam-eps 0.0: must be above 0, and finite",
     ),
     (
         TrainOptions,
         "--min-lr-ratio 0.1",
-        "--min-lr-ratio has no effect with --lr-scheduler constant_with_warmup, which does not decay towards the end",
+        "--min-lr-ratio has no effect with --lr-scheduler constant_with_warmup, only with linear, cosine,"
+        " cosine_with_restarts, polynomial, wsd",
     ),
     (
         TrainOptions,

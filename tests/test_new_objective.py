@@ -6,6 +6,7 @@ The toy learns from pairs of sequences in one sample, by the cross-entropy of la
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +28,7 @@ from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
+from mini_trainer.options import ClassificationOptions
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES, ObjectiveFacts
 from mini_trainer.sampler import draw_samples
 
@@ -78,6 +80,7 @@ def register(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(COLUMNS.places, NAME, "test_new_objective:COLUMNS_OF_PAIRS")
     for table in (OBJECTIVES, ALL_OBJECTIVES):
         patch.setitem(table, NAME, ObjectiveFacts("test_new_objective:PairLM"))
+    patch.setattr(ClassificationOptions.__dataclass_fields__["objective"], "type", Literal[*OBJECTIVES])
 
 
 def plan_pairs(values: dict) -> tuple[ExitCode, str]:

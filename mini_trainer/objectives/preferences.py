@@ -126,7 +126,7 @@ class Preferences(CausalLM):
     def make(
         cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
     ) -> "Preferences":
-        """As the options say; problems with them are found before."""
+        """Problems with the options are found before."""
         o = settings.preference
         kind = LOSSES[o.preference_loss]
         strength = Strength(

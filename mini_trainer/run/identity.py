@@ -13,20 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from mini_trainer.data.stores.disk import hash_json, is_part, read_fields, written_aside
-from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.order import PERMUTATION, name_rule
+from mini_trainer.data.stores.disk import is_part, read_fields, written_aside
+from mini_trainer.data.tokenized.order import PERMUTATION
 from mini_trainer.data.tokenized.reader import name_source
 from mini_trainer.distributed.devices import describe_device
 from mini_trainer.distributed.ending import EXIT_FILE, log
 from mini_trainer.distributed.lock import OWN_FILES
 from mini_trainer.distributed.messages import hide_in
 from mini_trainer.distributed.world import World
-from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.options import (
     TrainOptions,
     flatten_options,
@@ -34,7 +28,6 @@ from mini_trainer.options import (
     list_data_sets,
     list_deciding_options,
     list_defaults,
-    list_identifying_options,
 )
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.file_names import PARAMS_FILE
@@ -42,40 +35,6 @@ from mini_trainer.run.file_names import PARAMS_FILE
 # In a run's identity.
 OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
 ORDER = "order of the samples"
-
-
-def identify_run(
-    options: TrainOptions,
-    *,
-    model_dir: str,
-    data: Mixture,
-    data_sources: list[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    others: dict[str, Any],
-    compute_dtype: torch.dtype,
-    num_steps: int | None,
-) -> dict[str, Any]:
-    """Everything that decides a run's numbers: a checkpoint only fits a run with the same identity.
-
-    `data_sources` is what the sidecars say of the files that the data was made from, `others` are digests of further
-    files by name; `num_steps` is None unless the learning rate depends on it.
-    """
-    values = flatten_options(options) | {"batch_size": options.data.samples_per_step}
-    digests = [
-        fingerprint_data(source.path, source=made_from, lengths=source.lengths, kept=source.kept)
-        for source, made_from in zip(data.sources, data_sources, strict=True)
-    ]
-    return {
-        "data": digests[0] if len(digests) == 1 else hash_json(digests),
-        "tokenizer": fingerprint_tokenizer(tokenizer),
-        "chat template": fingerprint_chat_template(tokenizer),
-        "model": fingerprint_model(model_dir),
-        ORDER: name_rule([len(kept) for kept in data.kept_of]),
-        "compute-dtype": str(compute_dtype).removeprefix("torch."),
-        "number of steps": num_steps,
-        **others,
-        **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
-    }
 
 
 def to_json(value: Any) -> Any:

@@ -18,7 +18,6 @@ from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import SELF, Objective
 from mini_trainer.options import DataOptions, ModelOptions, TrainOptions
 from mini_trainer.run.checkpointing import Checkpoint
-from mini_trainer.run.identity import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
 from mini_trainer.sampler import Batching, RunPosition, draw_batches
 
 if TYPE_CHECKING:
@@ -219,38 +218,3 @@ class RunInputs:
         for scores in self.scores:
             scores.verify()
         self.method.verify_files()
-
-    def identify_reference(self, options: TrainOptions) -> str | None:
-        """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
-        if self.objective.reference_column is None:
-            return None
-        from mini_trainer.run.references import identify_reference
-
-        return identify_reference(self, options.lora.base_quantization)
-
-    def identify_teacher(self) -> str | None:
-        """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
-        if not self.objective.has_teacher:
-            return None
-        from mini_trainer.run.teachers import identify_teacher
-
-        return identify_teacher(self)
-
-    def identify(self, options: TrainOptions) -> dict[str, Any]:
-        """Everything that determines the run's numbers (see run.identity)."""
-        o = options.optimization
-        return identify_run(
-            options,
-            model_dir=self.model_dir,
-            data=self.data,
-            data_sources=[sidecar and sidecar.get("source") for sidecar in self.sidecars],
-            tokenizer=self.tokenizer,
-            others={
-                REFERENCE: self.identify_reference(options),
-                TEACHER: self.identify_teacher(),
-                OF_METHOD: self.method.list_data_hashes(),
-                ORIGIN: None if self.origin is None else self.origin.digest,
-            },
-            compute_dtype=self.compute_dtype,
-            num_steps=self.num_steps if o.needs_end and o.schedule_steps is None else None,
-        )

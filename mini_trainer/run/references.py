@@ -15,9 +15,8 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.fingerprints import fingerprint_model
+from mini_trainer.model.fingerprints import digest_data, fingerprint_model
 from mini_trainer.model.scoring.data_scores import score_data
-from mini_trainer.model.scoring.score_files import digest_data
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import TrainOptions
@@ -44,7 +43,7 @@ def add_reference(
     column = inputs.objective.reference_column
     if column is None:
         return
-    key = call_on_rank0(world, lambda: inputs.identify_reference(options))
+    key = call_on_rank0(world, lambda: identify_reference(inputs, options.lora.base_quantization))
     known = [read_known(data, key, world) for data in list_sets(inputs)]
     num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
     log.info(f"reference: {num_rows - num_missing:,} of {num_rows:,} samples scored before, {num_missing:,} to score")
@@ -107,8 +106,10 @@ def list_sets(inputs: RunInputs) -> list[Mixture]:
 
 def find_unscored(options: TrainOptions, inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
     """The rows of the run's data that it will score before its first step."""
-    key = inputs.identify_reference(options)
-    return [] if key is None else [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
+    if inputs.objective.reference_column is None:
+        return []
+    key = identify_reference(inputs, options.lora.base_quantization)
+    return [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
 
 
 def assume_reference(inputs: RunInputs) -> None:

@@ -32,6 +32,7 @@ from mini_trainer.run.identity import (
     record_end,
     record_start,
 )
+from mini_trainer.run.input_identity import identify_run
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import Console, MetricsFile, Sink, TimeLeft, TrainingLog
@@ -88,7 +89,7 @@ class RunDirectory:
     def claim(self, inputs: RunInputs) -> None:
         """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
         options = self.options.checkpoints
-        self.identity = call_on_rank0(self.world, lambda: inputs.identify(self.options))
+        self.identity = call_on_rank0(self.world, lambda: identify_run(inputs, self.options))
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
             call_on_rank0(self.world, lambda: check_unused(self.options, self.identity))
             self.control.own(self.path)

@@ -42,9 +42,10 @@ from mini_trainer.distributed.messages import say, say_note, show_progress
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0, call_with_world
 from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope
+from mini_trainer.model.fingerprints import digest_data
 from mini_trainer.model.methods.adapter_files import hash_adapter
 from mini_trainer.model.scoring.data_scores import score_data
-from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, digest_data, locate_scores
+from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, locate_scores
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective, ObjectiveSettings

@@ -22,7 +22,7 @@ from mini_trainer.data.stores.disk import list_wrong, naming_failed_writes, read
 from mini_trainer.data.tokenized.by_row import RunningSums
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
-from mini_trainer.model.fingerprints import fingerprint_data
+from mini_trainer.model.fingerprints import digest_data
 from mini_trainer.objectives.soft_targets import make_even_records, make_record_type
 from mini_trainer.options.tools import MOST_TOP_K
 
@@ -52,11 +52,6 @@ class ScoreIdentity:
 
 def locate_scores(data_path: Path, name: str) -> Path:
     return data_path.with_name(f"{data_path.name}.{name}.scores")
-
-
-def digest_data(data: TokenizedData) -> str:
-    """A digest of all rows, whichever of them are kept."""
-    return fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.lengths[:0])
 
 
 def count_trained(data: TokenizedData) -> RunningSums:

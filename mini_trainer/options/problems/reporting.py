@@ -7,7 +7,7 @@ from mini_trainer.options.urls import find_target_faults, is_url, split_scheme
 
 
 def find_reporting_problems(options: TrainOptions) -> list[str]:
-    """Problems with whom a run tells of its progress, and where its exports go."""
+    """Problems with trackers, callbacks, and places of exports."""
     return [
         *find_tracking_problems(options.tracking),
         *find_callback_problems(options.callbacks),

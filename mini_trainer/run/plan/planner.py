@@ -32,6 +32,7 @@ from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state
 from mini_trainer.run.due import list_export_steps
 from mini_trainer.run.identity import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
+from mini_trainer.run.input_identity import identify_run
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.origin import read_origin
 from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
@@ -191,7 +192,7 @@ def find_origin(options: TrainOptions) -> Checkpoint | None:
 
 def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs) -> None:
     """ValueError if the output directory or the checkpoint is another run's."""
-    identity, asked, origin = inputs.identify(options), options.checkpoints, inputs.origin
+    identity, asked, origin = identify_run(inputs, options), options.checkpoints, inputs.origin
     output_dir, needs_model = Path(options.output_dir), not inputs.method.saves_frozen
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
         check_unused(options, identity)

@@ -1,0 +1,59 @@
+"""The identity of a run: a hash, or the value, of everything that decides its numbers."""
+
+from typing import Any
+
+from mini_trainer.data.stores.disk import hash_json
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.tokenized.order import name_rule
+from mini_trainer.distributed.messages import hide_in
+from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
+from mini_trainer.options import TrainOptions, flatten_options, list_identifying_options
+from mini_trainer.run.identity import OF_METHOD, ORDER, ORIGIN, REFERENCE, TEACHER, name_in_identity, to_json
+from mini_trainer.run.inputs import RunInputs
+
+
+def identify_run(inputs: RunInputs, options: TrainOptions) -> dict[str, Any]:
+    """Everything that decides a run's numbers: a checkpoint only fits a run with the same identity.
+
+    The number of steps is among it only if the learning rate depends on it.
+    """
+    o, data = options.optimization, inputs.data
+    values = flatten_options(options) | {"batch_size": options.data.samples_per_step}
+    digests = [
+        fingerprint_data(
+            source.path, source=sidecar and sidecar.get("source"), lengths=source.lengths, kept=source.kept
+        )
+        for source, sidecar in zip(data.sources, inputs.sidecars, strict=True)
+    ]
+    return {
+        "data": digests[0] if len(digests) == 1 else hash_json(digests),
+        "tokenizer": fingerprint_tokenizer(inputs.tokenizer),
+        "chat template": fingerprint_chat_template(inputs.tokenizer),
+        "model": fingerprint_model(inputs.model_dir),
+        ORDER: name_rule([len(kept) for kept in data.kept_of]),
+        "compute-dtype": str(inputs.compute_dtype).removeprefix("torch."),
+        "number of steps": inputs.num_steps if o.needs_end and o.schedule_steps is None else None,
+        REFERENCE: find_reference(inputs, options),
+        TEACHER: find_teacher(inputs),
+        OF_METHOD: inputs.method.list_data_hashes(),
+        ORIGIN: None if inputs.origin is None else inputs.origin.digest,
+        **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
+    }
+
+
+def find_reference(inputs: RunInputs, options: TrainOptions) -> str | None:
+    """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
+    if inputs.objective.reference_column is None:
+        return None
+    from mini_trainer.run.references import identify_reference
+
+    return identify_reference(inputs, options.lora.base_quantization)
+
+
+def find_teacher(inputs: RunInputs) -> str | None:
+    """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
+    if not inputs.objective.has_teacher:
+        return None
+    from mini_trainer.run.teachers import identify_teacher
+
+    return identify_teacher(inputs)
