@@ -1,9 +1,10 @@
 """What a run loads: only what it uses. A new entry of a table (options/doors.py) is loaded by those that name it."""
 
+import re
 from pathlib import Path
 
 import pytest
-from processes import flags, run_and_list
+from processes import ROOT, flags, run_and_list
 from program import list_sources
 from small_runs import make_inputs
 from tiny_pairs import write_pairs
@@ -72,6 +73,26 @@ def test_a_text_model_s_run_loads_no_more_than_it_uses(loaded):
     assert objectives == {f"objectives.{name}" for name in ("next_tokens", "objective", "packed_model", "specs",
                                                             "token_loss")}  # fmt: skip
     assert 15_000 < count_lines(loaded) <= MOST_LINES
+
+
+def list_training_path() -> set[str]:
+    """The files that docs/architecture.md names as the training path, as modules without the package's name."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page[page.index("## The training path") : page.index("## Doors")]
+    found, folder = set(), ""
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", "\n".join(row for row in table.splitlines() if row[0:1] == "|")):
+        if "/" in name:
+            folder = name.rpartition("/")[0] + "/"
+        is_whole = "/" in name or name.removesuffix(".py") in NAMES
+        if name.endswith(".py"):
+            found.add((name if is_whole else folder + name).removesuffix(".py").replace("/", "."))
+    return found
+
+
+def test_the_training_path_of_the_documentation_is_what_a_run_loads(loaded):
+    named = list_training_path()
+    assert {"train", "run.step", "model.build", "objectives.families.text_tower"} <= named <= loaded
+    assert len(named) <= 27
 
 
 @pytest.mark.long
