@@ -254,7 +254,7 @@ def test_what_the_hub_refuses_is_told_once_and_how_to_upload_it_later(failures, 
     warnings = [message for message in upload(export, caplog, times=2) if message.startswith("warning")]
     assert len(warnings) == 2, warnings
     assert warnings[0].startswith("warning: --push-to-hub me/x: ") and warnings[0].endswith(said)
-    assert warnings[1].startswith("warning: 2 exports ")
+    assert warnings[1].startswith("warning: exports that were not uploaded to the hub: 2.")
     assert f"hf upload me/x {export} ." in warnings[1] and TOKEN not in "".join(warnings)
 
 
