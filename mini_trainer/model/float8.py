@@ -1,6 +1,7 @@
 """Products in fp8: torchao's linear layers in the blocks."""
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -35,7 +36,9 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
             f" {MIN_SIZE} that are multiples of 16"
         )
     log.info(f"float8: {num_suited} linear layers")
-    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    # Compiled kernels that compute a scale twice may round it to two powers of two: a row is then twice as large.
+    recipe = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    config = replace(recipe, round_scales_to_power_of_2=False)
     convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
 
 
