@@ -1,6 +1,7 @@
 """--float8 with layers that round as torchao's do, on a CPU: the start-up check compares them in higher precision."""
 
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -37,17 +38,23 @@ class Float8Linear(nn.Linear):
 Float8Linear.__module__ = "torchao.float8.float8_linear"
 
 
+@dataclass(frozen=True)
+class Recipe:
+    round_scales_to_power_of_2: bool = True  # as torchao's with a scale per row
+
+
 @pytest.fixture
 def rounding(monkeypatch):
     """torchao.float8, whose layers are those above."""
 
-    def convert(blocks: nn.Module, *, module_filter_fn, config: None) -> None:
+    def convert(blocks: nn.Module, *, module_filter_fn, config: Recipe) -> None:
+        assert not config.round_scales_to_power_of_2
         for name, module in blocks.named_modules():
             if isinstance(module, nn.Linear) and module_filter_fn(module, name):
                 module.__class__ = Float8Linear
 
     package = ModuleType("torchao.float8")
-    package.Float8LinearConfig = SimpleNamespace(from_recipe_name=lambda name: None)
+    package.Float8LinearConfig = SimpleNamespace(from_recipe_name=lambda name: Recipe())
     package.convert_to_float8_training = convert
     monkeypatch.setitem(sys.modules, "torchao.float8", package)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
