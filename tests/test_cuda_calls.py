@@ -4,6 +4,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -173,20 +174,26 @@ def test_gathered_tensors_are_copied_to_pinned_memory_unless_large(monkeypatch):
     assert asked == [(40, "cpu", True)]
 
 
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    round_scales_to_power_of_2: bool = True
+
+
 def test_the_linear_layers_of_blocks_become_fp8s(world, tmp_path, monkeypatch):
     release = RELEASES["torchao"][-1]
     converted, beginning = [], "torchao.float8."
 
-    def convert(module: nn.Module, module_filter_fn, config: str) -> nn.Module:
-        assert f"Float8LinearRecipeName({config})" in list_names("torchao", release)
+    def convert(module: nn.Module, module_filter_fn, config: Recipe) -> nn.Module:
+        assert f"Float8LinearRecipeName({config.name})" in list_names("torchao", release)
+        assert not config.round_scales_to_power_of_2
         names = [name for name, each in module.named_modules() if isinstance(each, nn.Linear)]
         converted.extend(name for name in names if module_filter_fn(module.get_submodule(name), name))
         return module
 
     package = ModuleType("torchao.float8")
-    recipe = stand_in(
-        "torchao", f"{beginning}config.Float8LinearConfig.from_recipe_name", release, lambda recipe_name: recipe_name
-    )
+    function = f"{beginning}config.Float8LinearConfig.from_recipe_name"
+    recipe = stand_in("torchao", function, release, lambda recipe_name: Recipe(recipe_name))
     package.Float8LinearConfig = SimpleNamespace(from_recipe_name=recipe)
     function = f"{beginning}float8_linear_utils.convert_to_float8_training"
     package.convert_to_float8_training = stand_in("torchao", function, release, convert)
