@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
+from refusals import read_refusal
 
 from mini_trainer import TrainingArgs
 from mini_trainer.api.commands import make_train_words
@@ -70,40 +71,33 @@ FIELDS = [
 @pytest.mark.parametrize(("changes", "text"), SWEEPS, ids=[str(changes) for changes, _ in SWEEPS])
 def test_messages_about_sweeps(changes, text, tmp_path):
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(SWEEP | changes))
-    with pytest.raises(ValueError) as raised:
-        read_settings(tmp_path / "sweep.yaml")
-    assert raised.type is ValueError and str(raised.value).replace(str(tmp_path), "DIR") == f"DIR/sweep.yaml: {text}"
+    message = read_refusal(lambda: read_settings(tmp_path / "sweep.yaml"), folder=tmp_path)
+    assert message == f"DIR/sweep.yaml: {text}"
 
 
 def test_message_about_trials(tmp_path):
     parameters = {"lora_rank": [4, 8], "lora": [True, False]}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(SWEEP | {"parameters": parameters}))
     settings = read_settings(tmp_path / "sweep.yaml")
-    with pytest.raises(ValueError) as raised:
-        check_trials(settings, list(list_grid(settings)))
-    assert str(raised.value) == (
+    assert read_refusal(lambda: check_trials(settings, list(list_grid(settings)))) == (
         "options that cannot be used as they are:\n  --lora-rank: no effect without --lora (trials 2, 3)"
     )
 
 
 @pytest.mark.parametrize(("trainer", "given", "text"), IMPORTS, ids=[str(given) for _, given, _ in IMPORTS])
 def test_messages_about_other_trainers_keys(trainer, given, text):
-    with pytest.raises(ValueError) as raised:
-        convert(given, trainer, num_gpus=1)
-    assert raised.type is ValueError and str(raised.value) == text
+    assert read_refusal(lambda: convert(given, trainer, num_gpus=1)) == text
 
 
 def test_message_about_an_unknown_trainer():
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
-    with pytest.raises(ValueError) as raised:
-        recognize(dict(model="m", tuner_type="lora", dataset=["a"], split_dataset_ratio=0.1), known)
-    assert str(raised.value) == (
+    foreign = dict(model="m", tuner_type="lora", dataset=["a"], split_dataset_ratio=0.1)
+    assert read_refusal(lambda: recognize(foreign, known)) == (
         "a configuration of ms-swift, which is not translated: axolotl, llama-factory, trl are (docs/coming_from.md)"
     )
 
 
 @pytest.mark.parametrize(("given", "text"), FIELDS, ids=[str(given) for given, _ in FIELDS])
 def test_messages_about_fields(given, text):
-    with pytest.raises(BadInputError) as raised:
-        make_train_words(TrainingArgs(**NEEDED | given))
-    assert str(raised.value) == text
+    args = TrainingArgs(**NEEDED | given)
+    assert read_refusal(lambda: make_train_words(args), kind=BadInputError) == text

@@ -1,12 +1,32 @@
-"""What a command line that cannot be used ends with."""
+"""What a command line that cannot be used ends with, and the messages of errors."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
+
+
+def read_refusal(fail: Callable[[], object], *, kind: type[Exception] = ValueError, folder: Path | None = None) -> str:
+    """The whole message of the error that `fail` raises, of exactly this kind, with DIR in place of the folder."""
+    with pytest.raises(kind) as raised:
+        fail()
+    assert raised.type is kind
+    message = str(raised.value)
+    return message if folder is None else message.replace(str(folder), "DIR")
+
+
+def read_words(
+    kind: type[Exception] | None, call: Callable[[], str | None], caplog: pytest.LogCaptureFixture, *, folder: Path
+) -> str:
+    """The message of an error of this kind; without a kind what `call` returns, else what it logs."""
+    if kind is not None:
+        return read_refusal(call, kind=kind, folder=folder)
+    return (call() or "\n".join(caplog.messages)).replace(str(folder), "DIR")
 
 
 def refuse(argv: list[str], capfd: pytest.CaptureFixture, options_class: type = TrainOptions) -> str:
