@@ -28,7 +28,7 @@ def site(tmp_path_factory) -> Path:
 def test_the_reference_has_every_option_of_every_command(site):
     assert set(option_reference.COMMANDS) == set(PROGRAMS)
     listed = (site / "reference" / "index.md").read_text()
-    for command, (options_class, _) in option_reference.COMMANDS.items():
+    for command, options_class in option_reference.COMMANDS.items():
         flags = [flag_name(option.name) for option, _ in iterate_fields(options_class)]
         page = (site / "reference" / f"{command}.md").read_text()
         assert re.findall(r"^### `(--[\w-]+)`", page, flags=re.MULTILINE) == flags

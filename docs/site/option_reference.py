@@ -7,37 +7,32 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mini_trainer import options as groups
-from mini_trainer.options import flag_name, group_options, iterate_fields, tools
+from mini_trainer.__main__ import PROGRAMS
+from mini_trainer.options import flag_name, group_options, iterate_fields, list_types
 from mini_trainer.options.choices import iterate_literals
-from mini_trainer.options.fields import name_type
+from mini_trainer.options.fields import list_groups, name_type
 from mini_trainer.options.help import read_helps
 from mini_trainer.options.problems.finding import find_wrong_options
 
 ROOT = Path(__file__).resolve().parents[2]
-# Command: its options, and values with which it could start.
-COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "train": (
-        groups.TrainOptions,
-        dict(model_name_or_path="M", data_path="chats.arrow", output_dir="runs/a", max_steps=100),
-    ),
-    "process-data": (
-        tools.ProcessDataOptions,
-        dict(model_name_or_path="M", input_file="chats.jsonl", output_file="chats.arrow"),
-    ),
-    "generate": (tools.GenerateOptions, dict(model="M", prompts="questions.jsonl", output="answers.jsonl")),
-    "evaluate": (tools.EvaluateOptions, dict(model="M", data="chats.arrow", output_dir="compared")),
-    "score-data": (tools.ScoreDataOptions, dict(model_name_or_path="M", data_path="chats.arrow")),
-    "continual": (tools.ContinualOptions, dict(paths="tasks.yaml")),
-    "sweep": (tools.SweepOptions, dict(config_file="sweep.yaml")),
-    "plot-metrics": (tools.PlotOptions, dict(runs="runs/a", output="curves.html")),
-    "verify": (tools.VerifyOptions, dict(path="chats.arrow")),
-    "merge-adapter": (tools.MergeAdapterOptions, dict(adapter="runs/a", output_dir="merged")),
-    "merge-models": (tools.MergeModelsOptions, dict(model=("a", "b"), output_dir="mixed")),
-    "export-gguf": (tools.ExportGgufOptions, dict(model_name_or_path="M", output="model.gguf")),
-    "board": (tools.BoardOptions, dict(folder="runs")),
-    "import-config": (tools.ImportConfigOptions, dict(config_file="axolotl.yaml")),
+# Values with which each command could start.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "train": dict(model_name_or_path="M", data_path="chats.arrow", output_dir="runs/a", max_steps=100),
+    "process-data": dict(model_name_or_path="M", input_file="chats.jsonl", output_file="chats.arrow"),
+    "generate": dict(model="M", prompts="questions.jsonl", output="answers.jsonl"),
+    "evaluate": dict(model="M", data="chats.arrow", output_dir="compared"),
+    "score-data": dict(model_name_or_path="M", data_path="chats.arrow"),
+    "continual": dict(paths="tasks.yaml"),
+    "sweep": dict(config_file="sweep.yaml"),
+    "plot-metrics": dict(runs="runs/a", output="curves.html"),
+    "verify": dict(path="chats.arrow"),
+    "merge-adapter": dict(adapter="runs/a", output_dir="merged"),
+    "merge-models": dict(model=("a", "b"), output_dir="mixed"),
+    "export-gguf": dict(model_name_or_path="M", output="model.gguf"),
+    "board": dict(folder="runs"),
+    "import-config": dict(config_file="axolotl.yaml"),
 }
+COMMANDS: dict[str, type] = {command: PROGRAMS[command].read_options() for command in EXAMPLES}
 # Values to try for an option of a type, until one is accepted alone.
 TRIED: dict[type, tuple] = {
     int: (1, 2, 3, 8, 100),
@@ -57,12 +52,12 @@ def make_pages() -> dict[str, str]:
 def describe_all() -> str:
     """The list of commands, and of all options in alphabetical order."""
     lines = ["# Reference", "", "| `mini-trainer` | |", "| --- | --- |"]
-    for command, (options_class, _) in COMMANDS.items():
+    for command, options_class in COMMANDS.items():
         lines.append(f"| [`{command}`]({command}.md) | {mark_up(options_class.__doc__)} |")
     also = "[exit codes](exit_codes.md), [files](files.md), [metrics](../metrics.md), [Python](python.md)"
     lines += ["", f"Also: {also}, [versions](versions.md).", "", "## All options", ""]
     places: dict[str, list[str]] = {}
-    for command, (options_class, _) in COMMANDS.items():
+    for command, options_class in COMMANDS.items():
         for option, _ in iterate_fields(options_class):
             places.setdefault(option.name, []).append(command)
     for name, commands in sorted(places.items()):
@@ -73,7 +68,7 @@ def describe_all() -> str:
 
 def describe_command(command: str) -> str:
     """The page of one command: every option in its group."""
-    options_class, _ = COMMANDS[command]
+    options_class = COMMANDS[command]
     lines = [f"# {command}", "", mark_up(options_class.__doc__), ""]
     if any(option.name == "config" for option, _ in iterate_fields(options_class)):
         lines += [
@@ -85,13 +80,13 @@ def describe_command(command: str) -> str:
         if group != last:
             last = group
             lines += [f"## {(group or 'general').replace('_', ' ')}", ""]
-            lines += [mark_up(group_class(options_class, group).__doc__), ""] if group else []
+            lines += [mark_up(list_groups(options_class)[group].__doc__), ""] if group else []
         lines += describe_option(command, option)
     return "\n".join(lines)
 
 
 def describe_option(command: str, option: dataclasses.Field) -> list[str]:
-    options_class, _ = COMMANDS[command]
+    options_class = COMMANDS[command]
     lines = [f"### `{flag_name(option.name)}` {{ #{anchor(option.name)} }}", ""]
     lines += [f"{describe_values(option.type)}; {describe_default(option)}", "{ .values }", ""]
     lines += [mark_up(read_helps(options_class)[option.name]), ""]
@@ -154,7 +149,7 @@ def describe_need(command: str, given: dict[str, Any], problems: list[str]) -> s
     if len(named) == len(problems):
         return f"**Needs** {' and '.join(map(mark_up, named))}"
     choices = {}
-    for other, kind in groups.list_types(COMMANDS[command][0]).items():
+    for other, kind in list_types(COMMANDS[command]).items():
         tried = [value for value in iterate_literals(kind) if get_origin(kind) is not tuple and other not in given]
         if solving := [value for value in tried if not find_refusals(command, given | {other: value})]:
             choices[other] = " or ".join(f"`{flag_name(other)} {value}`" for value in solving)
@@ -165,7 +160,7 @@ def describe_need(command: str, given: dict[str, Any], problems: list[str]) -> s
 
 def find_refusals(command: str, given: dict[str, Any]) -> list[str]:
     """Problems with `given` beside what the command needs, which it may also replace."""
-    options_class, base = COMMANDS[command]
+    options_class, base = COMMANDS[command], EXAMPLES[command]
     fewer = {name: value for name, value in base.items() if name not in REPLACEABLE or not REPLACING & given.keys()}
     return find_wrong_options(group_options(options_class, **fewer | given))
 
@@ -185,10 +180,6 @@ def iterate_values(kind: Any) -> Iterator[Any]:
         yield False
     elif kind is not type(None):
         yield from TRIED[kind]
-
-
-def group_class(options_class: type, group: str) -> type:
-    return {entry.name: entry.type for entry in dataclasses.fields(options_class)}[group]
 
 
 def anchor(name: str) -> str:

@@ -57,14 +57,19 @@ def option(default: Any = dataclasses.MISSING, **facts: Any) -> Any:
 
 def list_facts(options_class: type) -> dict[str, Facts]:
     """The facts of all options by name; `decides` is never None."""
-    found = {}
-    for entry in dataclasses.fields(options_class):
-        owner = entry.type if dataclasses.is_dataclass(entry.type) else options_class
-        for each in dataclasses.fields(owner) if owner is entry.type else [entry]:
-            facts = each.metadata.get("facts", Facts())
-            decides = facts.decides or getattr(owner, "decides", "nothing")
-            found[each.name] = dataclasses.replace(facts, decides=decides)
+    found, groups = {}, list_groups(options_class)
+    for each, group in iterate_fields(options_class):
+        facts = each.metadata.get("facts", Facts())
+        decides = facts.decides or getattr(groups.get(group, options_class), "decides", "nothing")
+        found[each.name] = dataclasses.replace(facts, decides=decides)
     return found
+
+
+def list_groups(options_class: type) -> dict[str, type]:
+    """The classes of the groups of options by name."""
+    return {
+        entry.name: entry.type for entry in dataclasses.fields(options_class) if dataclasses.is_dataclass(entry.type)
+    }
 
 
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
@@ -102,7 +107,7 @@ def group_options(options_class: type[Options], **values: Any) -> Options:
             groups.setdefault(group, {})[option.name] = (value,) if is_alone else value
     if values:
         raise TypeError(f"unknown options: {', '.join(values)}")
-    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
+    types = list_groups(options_class)
     grouped = {group: types[group](**chosen) for group, chosen in groups.items() if group is not None}
     return options_class(**groups.get(None, {}), **grouped)
 

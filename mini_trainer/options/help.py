@@ -11,11 +11,11 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mini_trainer.options.fields import flag_name, iterate_fields, list_types
+from mini_trainer.options.fields import flag_name, iterate_fields, list_groups, list_types
 
 ALONE = "general"  # options of no group, as a topic
 MOST_WIDTH, INDENT = 100, " " * 6
@@ -26,24 +26,24 @@ def describe_help(options_class: type, topic: str, *, command: str) -> str:
 
     `command`: the program as it was started.
     """
-    options = {option.name: option for option, _ in iterate_fields(options_class)}
-    groups = {entry.name: entry.type for entry in dataclasses.fields(options_class) if is_group(entry)}
-    alone = {entry.name for entry in dataclasses.fields(options_class) if not is_group(entry)}
+    groups = list_groups(options_class)
+    of_groups = {option.name: group for option, group in iterate_fields(options_class)}
     if topic == "" and hasattr(options_class, "first"):
-        return describe_first(options_class, groups, command=command)
+        return describe_first(options_class, command=command)
     if topic in ("", "all"):
-        parts = [describe_start(options_class, command=command), *describe_options(options_class, set(options))]
+        parts = [describe_start(options_class, command=command), *describe_options(options_class, of_groups)]
         return "\n\n".join(parts)
     if topic in groups or (groups and topic == ALONE):
-        names = alone if topic == ALONE else {option.name for option in dataclasses.fields(groups[topic])}
+        own = None if topic == ALONE else topic
+        names = [name for name, group in of_groups.items() if group == own]
         return "\n\n".join(describe_options(options_class, names))
     texts = read_helps(options_class)
     word = topic.replace("_", " ")
-    found = {topic} & options.keys() or {
+    found = {topic} & of_groups.keys() or {
         name for name, text in texts.items() if topic in name or word.lower() in text.lower()
     }
     if not found:
-        close = difflib.get_close_matches(topic, [*options, *groups], n=1)
+        close = difflib.get_close_matches(topic, [*of_groups, *groups], n=1)
         meant = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
         raise ValueError(
             f"--help {topic.replace('_', '-')}: no option, group or text has this word{meant}"
@@ -52,22 +52,19 @@ def describe_help(options_class: type, topic: str, *, command: str) -> str:
     return "\n\n".join(describe_options(options_class, found))
 
 
-def is_group(entry: dataclasses.Field) -> bool:
-    return dataclasses.is_dataclass(entry.type)
-
-
-def describe_first(options_class: type, groups: dict[str, type], *, command: str) -> str:
+def describe_first(options_class: type, *, command: str) -> str:
     """What a first run needs, and the groups of all other options."""
-    shown = "\n".join(describe_lines(options_class, options_class.first, is_short=True))
-    num_alone = sum(not is_group(entry) for entry in dataclasses.fields(options_class))
+    known = {option.name: option for option, _ in iterate_fields(options_class)}
+    shown = "\n".join(describe_lines(options_class, [known[name] for name in options_class.first], is_short=True))
+    groups = list_groups(options_class)
     described = [(name, len(dataclasses.fields(group)), group.__doc__) for name, group in groups.items()]
-    described.insert(0, (ALONE, num_alone, "Options of no group."))
+    described.insert(0, (ALONE, len(dataclasses.fields(options_class)) - len(groups), "Options of no group."))
     width = 2 + max(len(name) for name, *_ in described)
     lines = [f"  {name:{width}}{count:3}  {one_sentence(text)}" for name, count, text in described]
     return "\n\n".join(
         [
             describe_start(options_class, command=command),
-            f"For a first run ({len(options_class.first)} of {len(list_types(options_class))} options):\n\n{shown}",
+            f"For a first run ({len(options_class.first)} of {len(known)} options):\n\n{shown}",
             "\n".join(["All others, by group:", "", *(shorten(line) for line in lines)]),
             fill(f"More: {command} --help GROUP, --help OPTION, --help WORD (a search) or --help all.", ""),
         ]
@@ -80,24 +77,21 @@ def describe_start(options_class: type, *, command: str) -> str:
     return "\n\n".join([fill(f"usage: {' '.join([command, *words])} [OPTIONS]", ""), fill(options_class.__doc__, "")])
 
 
-def describe_options(options_class: type, names: set[str]) -> Iterator[str]:
+def describe_options(options_class: type, names: Collection[str]) -> Iterator[str]:
     """A part for each group that has some of the options."""
-    by_group: dict[str | None, set[str]] = {}
+    by_group: dict[str | None, list[dataclasses.Field]] = {}
     for option, group in iterate_fields(options_class):
         if option.name in names:
-            by_group.setdefault(group, set()).add(option.name)
-    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
+            by_group.setdefault(group, []).append(option)
+    types = list_groups(options_class)
     for group, own in by_group.items():
         title = [] if group is None else [fill(f"{bold(group)}: {types[group].__doc__}", ""), ""]
-        in_order = [name for name in list_types(options_class) if name in own]
-        yield "\n".join([*title, *describe_lines(options_class, in_order, is_short=False)])
+        yield "\n".join([*title, *describe_lines(options_class, own, is_short=False)])
 
 
-def describe_lines(options_class: type, names: Sequence[str], *, is_short: bool) -> Iterator[str]:
+def describe_lines(options_class: type, shown: Sequence[dataclasses.Field], *, is_short: bool) -> Iterator[str]:
     """The lines of these options; short: one for each, cut at the width."""
     texts = read_helps(options_class)
-    known = {option.name: option for option, _ in iterate_fields(options_class)}
-    shown = [known[name] for name in names]
     heads = {option.name: describe_head(options_class, option, is_short=is_short) for option in shown}
     width = 2 + max(map(len, heads.values()))
     for option in shown:
@@ -184,16 +178,14 @@ def bold(text: str) -> str:
 @functools.cache
 def read_helps(options_class: type) -> dict[str, str]:
     """The help of every option by name: the text that follows its declaration."""
-    groups = {option.name: group for option, group in iterate_fields(options_class)}
-    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
-    owners = {options_class, *(types[group] for group in groups.values() if group is not None)}
+    owners = {options_class, *list_groups(options_class).values()}
     found: dict[str, str] = {}
     for module in {inspect.getmodule(base) for owner in owners for base in owner.__mro__[:-1]}:
         classes = {base.__name__ for owner in owners for base in owner.__mro__[:-1]}
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef) and node.name in classes:
                 found |= read_class_helps(node.body)
-    return {name: found[name] for name in groups}
+    return {name: found[name] for name in list_types(options_class)}
 
 
 def read_class_helps(body: Iterable[ast.stmt]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from mini_trainer.options import RowOptions, flag_name, flatten_options, iterate_fields, list_facts
-from mini_trainer.options.fields import Facts
+from mini_trainer.options.fields import Facts, list_groups
 
 
 def find_single_problems(options: Any) -> list[str]:
@@ -22,7 +22,7 @@ def find_single_problems(options: Any) -> list[str]:
 
 def find_idle(options: Any) -> dict[str, list[str]]:
     """Given options of groups whose first option, the switch, is not given; by the switch."""
-    groups = [getattr(options, entry.name) for entry in dataclasses.fields(options)]
+    groups = [getattr(options, name) for name in list_groups(type(options))]
     switched = [group for group in groups if getattr(group, "has_switch", False)]
     found = {dataclasses.fields(group)[0].name: list_changed(group) for group in switched}
     return {switch: names for switch, names in found.items() if names and switch not in names}
