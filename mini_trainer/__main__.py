@@ -163,7 +163,10 @@ def main() -> None:
     if {"-h", "--help"} & set(argv):
         if TORCHRUN in argv:
             return tell(describe_torchrun_options())
-        tell(f"Started by torchrun where there are several processes: --nproc-per-node and others, --help {TORCHRUN}\n")
+        tell(
+            "Started by torchrun where there are several processes: --nproc-per-node, --rdzv-endpoint and others,"
+            f" --help {TORCHRUN}\n"
+        )
         become_program(word, argv)
     num_processes = torchrun_options.pop("nproc-per-node", None)
     if num_processes is None:

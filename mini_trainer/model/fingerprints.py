@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +14,9 @@ from mini_trainer.data.stores.contents import fingerprint_file
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, iterate_chunks
-from mini_trainer.data.tokenized.reader import TokenizedData
+
+if TYPE_CHECKING:
+    from mini_trainer.data.tokenized.reader import TokenizedData
 
 # Files, besides weights and tokenizer, that affect a model's computation or the preparation of its images.
 CONFIG_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
@@ -70,6 +72,6 @@ def hash_chunks(values: Rows) -> str:
 hash_range = functools.lru_cache(hash_chunks)  # of most data sets all rows are kept, and several digests name them
 
 
-def digest_data(data: TokenizedData) -> str:
+def digest_data(data: "TokenizedData") -> str:
     """A digest of all rows, whichever of them are kept."""
     return fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.lengths[:0])

@@ -3,12 +3,11 @@
 import json
 from pathlib import Path
 
-from mini_trainer.evaluate_model import evaluate
-
 from mini_trainer.distributed.world import World
+from mini_trainer.evaluate_model import evaluate
 from mini_trainer.options import group_options
-from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.tools import EvaluateOptions
 
 NUM_RESAMPLES = 200
 

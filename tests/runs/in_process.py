@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from forked import run_forked
-from mini_trainer.train import train
 from processes import flags
 
 from mini_trainer.distributed.ending import ExitCode
@@ -16,6 +15,7 @@ from mini_trainer.model.liger import forget_liger_kernels
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.plan.planner import plan_run
+from mini_trainer.train import train
 
 
 def train_on(num_ranks: int, world: World, **options: object) -> None:

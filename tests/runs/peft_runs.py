@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from hand_made import read_triple
 from in_process import train_on
-from mini_trainer.sampler import draw_samples
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import World
+from mini_trainer.sampler import draw_samples
 
 BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
 CONFIGS = FAMILIES | {

@@ -8,13 +8,13 @@ import importlib
 import importlib.util
 import os
 
-from mini_trainer.batch_packer import pack_batch
 from processes import flags
 from tiny_classifiers import CLASSIFIERS
 from tiny_models import FAMILIES, HYBRIDS
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import mini_trainer.run.plan.planner  # noqa: F401
+from mini_trainer.batch_packer import pack_batch
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
 
