@@ -17,7 +17,7 @@ REMOVAL = "a checkpoint, and the older one's removal"
 def test_messages_and_bytes_grow_with_the_ranks_and_not_with_their_square():
     found = {}
     for num_ranks in (FEW, MANY):
-        words = ("--json", "--ranks", num_ranks, "--heartbeats", 2, "--hang-timeout", 0)
+        words = ("--json", "--ranks", num_ranks, "--hang-timeout", 0)
         done = run_forked(0, "benchmarks/side_channels.py", *words, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         found[num_ranks] = {row["channel"]: row for row in map(json.loads, done.stdout.splitlines())}
