@@ -63,7 +63,7 @@ class KilledPool(ForkedPool):
         is_meant = log_file.parent.name == f"trial_{self.number}" and not self.was_killed
         if is_meant and self.moment == "start":
             raise Killed
-        before = count_bytes(find_metrics(log_file))
+        before = count_steps(log_file)
         process = super().launch(words, log_file, environment)
         if is_meant and self.moment in ("step", "alone"):
             self.was_killed = True
@@ -87,22 +87,17 @@ class KilledPool(ForkedPool):
 
 
 def wait_for_step(log_file: Path, process: ForkedRanks, before: int) -> None:
-    """Returns once the trial's metrics have more than `before` bytes: another step is done."""
-    metrics = find_metrics(log_file)
+    """Returns once the trial's log, which is only ever appended to, has more than `before` steps."""
     deadline = time.monotonic() + 120
-    while count_bytes(metrics) <= before:
+    while count_steps(log_file) <= before:
         has_ended = process.poll() is not None
-        assert not has_ended or count_bytes(metrics) > before, log_file.read_text()
+        assert not has_ended or count_steps(log_file) > before, log_file.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
-def find_metrics(log_file: Path) -> Path:
-    return log_file.parent / "run" / "training_metrics_0.jsonl"
-
-
-def count_bytes(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def count_steps(log_file: Path) -> int:
+    return log_file.read_bytes().count(b"\nstep ") if log_file.exists() else 0
 
 
 def run(given: dict[str, Any], folder: Path, pool: Pool | None = None, *, num_parallel: int = 1) -> Path:
