@@ -238,7 +238,7 @@ def run_packed(path: Path, activation_checkpointing: str, num_vocab: int) -> tup
     check_rope(config, longest=max(LENGTHS))
     count_flops(packed_model.model)
     check_model(packed_model, objective, Full(), world=world)
-    loss_sum = packed_model(pack_sequences(make_sequences(num_vocab)))
+    loss_sum = packed_model(pack_sequences(make_sequences(num_vocab))).loss
     loss_sum.backward()
     params = packed_model.model.named_parameters()
     return loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}

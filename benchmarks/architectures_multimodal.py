@@ -101,7 +101,7 @@ def run_packed(path: Path, sequences: list[np.ndarray], world: World) -> tuple[P
     check_rope(config, longest=max(LENGTHS))
     count_flops(packed_model.model)
     check_model(packed_model, objective, Full(), world=world)
-    loss_sum = packed_model(pack_sequences(sequences))
+    loss_sum = packed_model(pack_sequences(sequences)).loss
     loss_sum.backward()
     params = packed_model.model.named_parameters()
     return packed_model, loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}

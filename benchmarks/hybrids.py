@@ -53,7 +53,7 @@ def step_packed(model, samples: list[np.ndarray], *, max_tokens: int) -> float:
     """The summed loss of the batch, whose gradients it leaves."""
     lengths, total = np.array([len(ids) for ids in samples]), 0.0
     for (row,) in pack_batch(lengths, max_tokens, 1, 0.0):
-        loss = model(pack_sequences([samples[i] for i in row]))
+        loss = model(pack_sequences([samples[i] for i in row])).loss
         loss.backward()
         total += loss.item()
     model.zero_grad()

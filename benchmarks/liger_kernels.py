@@ -115,7 +115,7 @@ def check_experts(packed_model: PackedModel) -> None:
 
 def measure(packed_model: PackedModel) -> dict[str, Tensor]:
     """The loss and the gradients of a packed row."""
-    loss = packed_model(make_micro_batch(LENGTHS, seed=0))
+    loss = packed_model(make_micro_batch(LENGTHS, seed=0)).loss
     loss.backward()
     return {"loss": loss.detach()} | full_gradients(packed_model)
 

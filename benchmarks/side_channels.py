@@ -50,6 +50,7 @@ from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, init_world, make_mesh
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.objectives.objective import LossSums
 from mini_trainer.run.checkpointing import Checkpointer
 from mini_trainer.run.step import TrainState
 
@@ -395,11 +396,11 @@ class Exchanges:
             self.end("a hang, after the timeout", lambda rank: None)
 
     def step(self) -> None:
-        loss, gradients = torch.ones(()), [torch.ones(4)]
+        sums, gradients = [LossSums(torch.ones(()))], [torch.ones(4)]
 
         def step(rank: int) -> None:
             world = self.worlds[rank]
-            reduce_step([loss], gradients, device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0)
+            reduce_step(sums, gradients, device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0)
 
         must_succeed(self.simulation.measure("a step's row of results", step))
 

@@ -111,12 +111,12 @@ def judge(family: str, directory: Path) -> Judged:
     except ValueError as error:
         return Judged("refused", detail=" ".join(str(error).replace(str(model_dir), "M").split())[:300])
     samples = [rows.read(row) for row in range(len(rows.lengths))]
-    loss = packed_model(objective.pack(samples))
+    loss = packed_model(objective.pack(samples)).loss
     loss.backward()
     own_loss, own_gradients = run_own(model_dir, objective, rows)
     result = compare(loss.detach(), own_loss, find_gradients(packed_model.model), own_gradients)
     with torch.no_grad():
-        alone = sum(packed_model(objective.pack([sample])).item() for sample in samples)
+        alone = sum(packed_model(objective.pack([sample])).loss.item() for sample in samples)
     reshard(packed_model)
     is_alone = abs(loss.item() - alone) <= 1e-6 * abs(alone)
     export_dir = export(packed_model, source, objective, directory / "export", world)

@@ -36,7 +36,7 @@ def run_backward(model, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], int
     """Loss and gradients, bytes that forward leaves for backward, and the operations of backward."""
     torch.manual_seed(0)  # dropout
     with OpRecorder() as forward:
-        loss = model(micro_batch)
+        loss = model(micro_batch).loss
     num_bytes = forward.live_bytes()
     with OpRecorder() as backward:
         loss.backward()
@@ -144,5 +144,5 @@ def test_a_changed_mode_saves_no_random_states_either(world, tmp_path, monkeypat
         for mode in ("full", "selective"):
             set_activation_checkpointing(model, Full(), mode)
             seen.clear()
-            model(make_micro_batch()).backward()
+            model(make_micro_batch()).loss.backward()
             assert bool(seen) == expected, mode

@@ -142,7 +142,7 @@ def test_training_and_validation_compile_once_each(case, world, tmp_path, monkey
     num_checked, counts = count_graphs(), {"train": [], "score": []}
     for seed, lengths in enumerate(LENGTHS[2:7] * 2):
         micro_batch = make_micro_batch(lengths, seed=seed)
-        model(micro_batch).backward()
+        model(micro_batch).loss.backward()
         counts["train"].append(count_graphs())
         if seed >= 5:
             model.eval()

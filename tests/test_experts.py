@@ -43,7 +43,7 @@ def test_grouped_products_give_the_losses_and_gradients_of_experts_one_by_one(pa
     model = build(path, world)
     assert model.model.config._experts_implementation == "grouped_mm"
     micro_batch = make_micro_batch(LENGTHS, seed=0)
-    loss_sum = model(micro_batch)
+    loss_sum = model(micro_batch).loss
     loss_sum.backward()
 
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")

@@ -35,10 +35,9 @@ def small_tiles(monkeypatch):
 def run_backward(model: PackedModel) -> dict[str, Tensor]:
     """The loss, the gradients, and what a router reports, of a row of several samples."""
     torch.manual_seed(0)  # dropout
-    loss_sum = model(make_micro_batch(LENGTHS, seed=0))
-    total = loss_sum + sum(model.extra_losses.values())
-    total.backward()
-    return {"loss": loss_sum.detach()} | full_gradients(model) | model.reports
+    sums = model(make_micro_batch(LENGTHS, seed=0))
+    sums.total.backward()
+    return {"loss": sums.loss.detach()} | full_gradients(model) | {**sums.reports}
 
 
 def check_same(results: dict[str, Tensor], expected: dict[str, Tensor], *, within: float = 1e-6) -> None:
@@ -123,7 +122,7 @@ def measure_peak(path, world, **options: object) -> tuple[int, int, int]:
     """Bytes that one forward and backward of a long row adds, at most; what is left after forward, here and moved."""
     model = build(path, world, activation_checkpointing="full", **options)
     with MemoryCounter() as counter:
-        loss_sum = model(CausalLM().make_probe(512, 8, longest=64))
+        loss_sum = model(CausalLM().make_probe(512, 8, longest=64)).loss
         kept = counter.num_live, counter.most_offloaded
         loss_sum.backward()
     return counter.num_peak, *kept
@@ -148,10 +147,10 @@ def test_what_is_not_used_leaves_nothing_in_memory(world, tmp_path):
     apply_offloading(find_blocks(model.model), world.device)
     with MemoryCounter() as counter:
         for _ in range(2):
-            loss_sum = model(make_micro_batch(LENGTHS, seed=0))
+            loss_sum = model(make_micro_batch(LENGTHS, seed=0)).loss
             assert counter.live["offloaded"] == 2 * sum(LENGTHS) * 32 * 4
             del loss_sum
-        loss_sum = model(make_micro_batch(LENGTHS, seed=0))
+        loss_sum = model(make_micro_batch(LENGTHS, seed=0)).loss
         loss_sum.backward()
         del loss_sum
     assert counter.live["offloaded"] == 0

@@ -313,7 +313,7 @@ def compute_adapted(world, inputs: dict[str, str], kind: dict, **options: object
         if ".lora_B" in name:  # begins as zeros, which would leave the other half without a gradient
             local = param.data.to_local()
             local.copy_(torch.randn(local.shape, generator=generator) * 0.1)
-    loss = model(make_micro_batch((13, 2, 22, 7), seed=0))
+    loss = model(make_micro_batch((13, 2, 22, 7), seed=0)).loss
     loss.backward()
     grads = {name: param.grad.to_local() for name, param in model.named_parameters() if param.grad is not None}
     return {"loss": loss.detach()} | grads

@@ -70,7 +70,7 @@ def test_packed_losses_and_gradients_are_the_models_own(name, mode, paths, expec
         options = dict(compile=True, activation_checkpointing="none")
     model = build(paths[name], world, **options)
     samples = [(ids.numpy(), ids.numpy(), None) for ids in make_sequences()]
-    loss = model(pack_samples(samples))
+    loss = model(pack_samples(samples)).loss
     loss.backward()
     total, gradients = expected[name]
     assert loss.item() == pytest.approx(total, rel=1e-6)
@@ -150,7 +150,7 @@ def test_kernels_are_used_if_they_keep_to_the_borders(convolve, is_used, paths, 
     check(model, world)
     assert len(list_with_kernels(blocks)) == int(is_used)
     assert ("per sequence" in caplog.text) != is_used
-    loss = model(pack_samples([(ids.numpy(), ids.numpy(), None) for ids in make_sequences()]))
+    loss = model(pack_samples([(ids.numpy(), ids.numpy(), None) for ids in make_sequences()])).loss
     loss.backward()
     assert loss.item() == pytest.approx(expected[name][0], rel=1e-6)
 

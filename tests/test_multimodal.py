@@ -122,7 +122,7 @@ def make_texts() -> list[np.ndarray]:
 def test_packed_losses_and_gradients_are_the_whole_models_own(name, paths, world):
     model = build(paths[name], world)
     check(model, world)
-    loss = model(pack_samples([(ids, ids, None) for ids in make_texts()]))
+    loss = model(pack_samples([(ids, ids, None) for ids in make_texts()])).loss
     loss.backward()
     own, total = load(paths[name]), 0.0
     for ids in map(torch.from_numpy, make_texts()):

@@ -49,9 +49,9 @@ def sum_z_loss(logits: Tensor) -> Tensor:  # (N, V)
 
 @dataclass(frozen=True)
 class PairLoss(TokenLoss):
-    def sum(self, reader, micro_batch, *, shared=None):
-        tokens = self.predict(reader, micro_batch)
-        return super().sum(reader, micro_batch) + sum_z_loss(tokens.hidden @ tokens.weight.T)
+    def sum(self, predicted, micro_batch, *, shared=None):
+        sums = super().sum(predicted, micro_batch)
+        return sums._replace(loss=sums.loss + sum_z_loss(predicted.hidden @ predicted.weight.T))
 
     def sum_own(self, own, targets):
         return super().sum_own(own, targets) + sum_z_loss(own.logits[0, targets.index])

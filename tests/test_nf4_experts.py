@@ -84,7 +84,7 @@ def load_as_defined(inputs: dict[str, str]) -> torch.nn.Module:
 
 def compute(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The loss of a row, and the gradients of all that trains."""
-    loss = model(make_micro_batch(LENGTHS, seed=0))
+    loss = model(make_micro_batch(LENGTHS, seed=0)).loss
     loss.backward()
     return {"loss": loss.detach()} | {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -149,7 +149,7 @@ def test_no_weight_is_kept_for_the_backward(world, tmp_path):
 
     micro_batch = make_micro_batch((2, 3), seed=0)  # whose activations are smaller than the weights
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(micro_batch)
+        loss = model(micro_batch).loss
     assert kept and max(kept.values()) < least
     loss.backward()
 

@@ -114,7 +114,9 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(divergence, weight, cap, m
     for micro_batch in batch.micro_batches:
         read = sum(len(part.row.input_ids[0]) for part in (micro_batch, micro_batch.targets.seen))
         assert read <= cap  # the teacher's tokens count
-    losses = [run_backward(model, model.prepare(micro_batch), batch.divisors) for micro_batch in batch.micro_batches]
+    losses = [
+        run_backward(model, model.prepare(micro_batch), batch.divisors).loss for micro_batch in batch.micro_batches
+    ]
     expected = measure_plainly(tmp_path, models, divergence=divergence, weight=weight)
     assert sum(losses) / batch.num_loss_tokens == pytest.approx(expected.loss.item(), rel=1e-6)
     grads = {name.removeprefix("model."): param.grad.full_tensor() for name, param in model.named_parameters()}

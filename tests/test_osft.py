@@ -243,7 +243,7 @@ def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[f
     optimizer = build_optimizer(model, OptimizationOptions(learning_rate=learning_rate, weight_decay=0.1))
     losses = []
     for _ in range(num_steps):
-        loss = model(pack_samples(SAMPLES)) / 100
+        loss = model(pack_samples(SAMPLES)).loss / 100
         loss.backward()
         project_gradients(layers)
         gradients = local_gradients(model)

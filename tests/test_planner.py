@@ -184,9 +184,9 @@ def test_no_gradient_outlives_its_step(inputs, world, tmp_path, monkeypatch):
     """What the plan takes for granted: the loop holds nothing on to the next step."""
     held, num_alive = [], []
 
-    def look_at_gradients(losses: list, gradients: list, **kwargs):
+    def look_at_gradients(sums: list, gradients: list, **kwargs):
         held.append([StorageWeakRef(gradient.untyped_storage()) for gradient in gradients])
-        return reduce_step(losses, gradients, **kwargs)
+        return reduce_step(sums, gradients, **kwargs)
 
     def look_back(*args, **kwargs):
         num_alive.append([sum(not reference.expired() for reference in step) for step in held])

@@ -18,6 +18,7 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.config import load_generation_config
 from mini_trainer.model.method import Full
 from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.objective import LossSums
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import PRESETS, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
@@ -220,11 +221,11 @@ class TrainedModel(torch.nn.Module):
 
     def __init__(self, packed: torch.nn.Module):
         super().__init__()
-        self.packed, self.model, self.extra_losses, self.whole = packed, packed.model, {}, None
+        self.packed, self.model, self.whole = packed, packed.model, None
         self.compute_dtype = torch.float32
 
-    def forward(self, micro_batch) -> torch.Tensor:
-        return sum(self.packed.reference(part)[1] for part in split_row(micro_batch))
+    def forward(self, micro_batch) -> LossSums:
+        return LossSums(sum(self.packed.reference(part)[1] for part in split_row(micro_batch)))
 
 
 def split_row(micro_batch) -> list:

@@ -40,7 +40,7 @@ def run_backward(model, micro_batches, when: str) -> list[list[torch.Tensor]]:
     for k, micro_batch in enumerate(micro_batches):
         sharding = ShardingOptions(micro_batch_grad_sync=when)
         prepare_backward(model, sharding, is_last=k + 1 == len(micro_batches))
-        model(micro_batch).backward()
+        model(micro_batch).loss.backward()
         seen.append([gradient.clone() for gradient in local_gradients(model)])
     return seen
 
@@ -130,7 +130,7 @@ def test_weights_are_gathered_as_many_blocks_ahead_as_asked(num_ahead, world, tm
     for i, block in enumerate(blocks):
         block.self_attn.register_forward_pre_hook(functools.partial(record, i))
         block.self_attn.register_forward_hook(functools.partial(record_backward, i))
-    model(make_micro_batches(2)[0]).backward()
+    model(make_micro_batches(2)[0]).loss.backward()
     forward, backward = seen[:num_blocks], seen[num_blocks:]
     least = num_ahead if num_ahead > 1 else 0  # FSDP2's own way forward begins a gathering when its block comes
     assert forward == [(i, set(range(i, min(num_blocks, i + 1 + least)))) for i in range(num_blocks)]

@@ -41,7 +41,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.objective import Loss, Objective, ObjectiveSettings, Scores
+from mini_trainer.objectives.objective import Loss, LossSums, Objective, ObjectiveSettings, Scores
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES, ObjectiveFacts
 from mini_trainer.options.problems.finding import find_problems
@@ -111,20 +111,21 @@ class TripletLoss(Loss):
         losses = softplus(differences / self.tau)
         return torch.stack([losses, (differences < 0).float(), torch.ones_like(losses)], dim=1)
 
-    def measure_row(self, reader: RowModel, micro_batch: MicroBatch) -> Tensor:
-        targets, ends = micro_batch.targets, micro_batch.row.cu_seqlens[1:].long()
-        return self.measure(reader.encode(micro_batch)[0, ends[targets.index] - 1], targets)
+    def predict(self, reader: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, H)
+        """The last hidden state of each sequence."""
+        return hidden[0, micro_batch.row.cu_seqlens[1:].long()[micro_batch.targets.index] - 1]
 
-    def sum(self, reader: RowModel, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        sums = self.measure_row(reader, micro_batch)
+    def sum(self, predicted: Tensor, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
+        sums = self.measure(predicted, micro_batch.targets)
         by_source = sum_by_source(sums.detach(), micro_batch.targets)
-        reader.reports["triplet_sums"] = by_source.sum(0)
+        reports = {"triplet_sums": by_source.sum(0)}
         if len(by_source) > 1:
-            reader.reports["source_losses"] = by_source[:, 0]
-        return sums[:, 0].sum()
+            reports["source_losses"] = by_source[:, 0]
+        return LossSums(sums[:, 0].sum(), reports=reports)
 
     def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
-        return Scores(sum_by_source(self.measure_row(reader, micro_batch).double(), micro_batch.targets))
+        sums = self.measure(self.read(reader, micro_batch), micro_batch.targets)
+        return Scores(sum_by_source(sums.double(), micro_batch.targets))
 
     def sum_own(self, own: ReferenceForward, targets: TripletTargets) -> Tensor:
         return self.measure(own.hidden[0, -1:], targets)[:, 0].sum()

@@ -115,8 +115,7 @@ def check_packing(
     with in_high_precision(model) as changes:
         if changes:
             hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
-        loss = packed_model(pack(sequences))
-        loss = sum_parts(loss + sum(packed_model.extra_losses.values()), world.row_group).item()
+        loss = sum_parts(packed_model(pack(sequences)).total, world.row_group).item()
         if packed_model.backend != OWN:
             set_attention(model, "eager")
         own_loss, errors = 0.0, []

@@ -23,7 +23,14 @@ from mini_trainer.objectives.class_scores import (
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
 from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import TARGETS, Loss, Objective, ObjectiveSettings, Scores
+from mini_trainer.objectives.objective import (
+    TARGETS,
+    Loss,
+    LossSums,
+    Objective,
+    ObjectiveSettings,
+    Scores,
+)
 
 PROBLEM_TYPES = {  # as transformers' configs call them
     "single": "single_label_classification",
@@ -68,22 +75,25 @@ class HeadLoss(Loss):
 
     of_target: ClassLoss
 
-    def sum(self, reader: ClassifierReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        targets = micro_batch.targets
-        logits, values = reader.classify(micro_batch, targets.index), targets.list_values()
-        losses = self.of_target.measure(logits, values)
+    def predict(self, reader: ClassifierReader, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, C)
+        return reader.classify(hidden, micro_batch.row, micro_batch.targets.index)
+
+    def sum(self, predicted: Tensor, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
+        targets, reports = micro_batch.targets, {}
+        values = targets.list_values()
+        losses = self.of_target.measure(predicted, values)
         if targets.num_sources > 1:
             of_targets = torch.stack([losses.detach(), self.of_target.weigh(values)], dim=1)  # (N, 2)
             sums = of_targets.new_zeros(targets.num_sources, 2)
             if targets.sources is not None:
                 sums.index_add_(0, targets.sources, of_targets)
-            reader.reports["source_losses"], reader.reports["source_divisors"] = sums.unbind(1)
-        return losses.sum()
+            reports["source_losses"], reports["source_divisors"] = sums.unbind(1)
+        return LossSums(losses.sum(), reports=reports)
 
     def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
         """Summed loss and divisor of each data set; place, value and logits of each target."""
         targets = micro_batch.targets
-        logits, values = reader.classify(micro_batch, targets.index), targets.list_values()
+        logits, values = self.read(reader, micro_batch), targets.list_values()
         scores = torch.stack([self.of_target.measure(logits, values), self.of_target.weigh(values)], dim=1).double()
         sums, sources = scores.new_zeros(targets.num_sources, scores.shape[1]), targets.sources
         sources = torch.zeros(len(scores), dtype=torch.long, device=sums.device) if sources is None else sources

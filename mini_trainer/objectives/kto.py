@@ -19,7 +19,12 @@ from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import TARGETS, ObjectiveSettings, Scores
+from mini_trainer.objectives.objective import (
+    TARGETS,
+    LossSums,
+    ObjectiveSettings,
+    Scores,
+)
 from mini_trainer.objectives.sequence_logps import (
     ONE,
     ZERO,
@@ -32,6 +37,7 @@ from mini_trainer.objectives.sequence_logps import (
     sum_by_source,
     weigh_samples,
 )
+from mini_trainer.objectives.token_loss import TrainedTokens
 
 KTO = "kto"
 BETA = 0.1
@@ -65,7 +71,7 @@ class KTOLoss(AnswerLoss):
     def read_unrelated(self, reader: TextReader, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:  # (S,) fp64 each
         """The log-ratio of each sample's unrelated answer, 0 if it has none, and whether it has one (0 or 1)."""
         targets = micro_batch.targets
-        logps = self.read_logps(reader, targets.ahead).double()
+        logps = self.sum_logps(self.read(reader, targets.ahead), targets.ahead).double()
         is_there = (targets.ahead.targets.lengths[:, 0] > 0).double()
         reference = 0 if targets.reference is None else targets.reference[:, 1].double()
         return (logps - reference) * is_there, is_there
@@ -74,31 +80,34 @@ class KTOLoss(AnswerLoss):
         signs, weights = 2 * targets.good - 1, torch.where(targets.good > 0, self.good_weight, self.bad_weight)
         return targets.numbers.weights * weights * (1 - torch.sigmoid(self.beta * signs * (ratios - point)))
 
-    def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+    def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         """`shared`: None in the start check, where the point of reference is 0."""
         targets, row_group = micro_batch.targets, micro_batch.row.row_group
         assert targets.reference is not None, "the reference was not computed"
         point = 0.0 if shared is None else (shared[0] / shared[1].clamp(min=1)).clamp(min=0).float()
-        logps = self.read_logps(reader, micro_batch)
+        logps = self.sum_logps(predicted, micro_batch)
         ratios = logps - targets.reference[:, 0]
         losses = self.measure(ratios, point, targets)
         num_ranks = 1 if row_group is None else row_group.size
         weights = targets.numbers.weights
         by_kind = torch.stack([weights, weights * self.beta * ratios.detach(), weights * logps.detach()])  # (3, S)
         kinds = torch.stack([targets.good, 1 - targets.good])  # (2, S)
-        reader.reports["feedback_sums"] = (kinds @ by_kind.T) / num_ranks
-        reader.reports["feedback_point"] = weights.sum() * point / num_ranks
+        reports = {
+            "feedback_sums": (kinds @ by_kind.T) / num_ranks,
+            "feedback_point": weights.sum() * point / num_ranks,
+        }
         if targets.num_sources > 1:
             sums = torch.stack([losses.detach(), weights], dim=1) / num_ranks
             by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
-            reader.reports["source_losses"], reader.reports["source_divisors"] = by_source.unbind(1)
-        return losses.sum() if row_group is None else count_once(losses.sum(), num_ranks)
+            reports["source_losses"], reports["source_divisors"] = by_source.unbind(1)
+        loss = losses.sum() if row_group is None else count_once(losses.sum(), num_ranks)
+        return LossSums(loss, reports=reports)
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
         """Sums: both log-probabilities, and 1. Predictions: whether an answer is good, its weight, its log-ratio and
         log-probability, the unrelated answer's log-ratio and whether there is one."""
         targets, row_group = micro_batch.targets, micro_batch.row.row_group
-        logps = self.read_logps(reader, micro_batch).double()
+        logps = self.sum_logps(self.read(reader, micro_batch), micro_batch).double()
         unrelated, is_there = self.read_unrelated(reader, micro_batch)
         reference = torch.zeros(len(logps), 2, device=logps.device) if targets.reference is None else targets.reference
         own, weights = logps - reference[:, 0], targets.numbers.weights

@@ -18,7 +18,14 @@ from mini_trainer.distributed.row_group import RowGroup
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily, TextReader
-from mini_trainer.objectives.objective import TARGETS, Loss, Objective, ObjectiveSettings, Scores
+from mini_trainer.objectives.objective import (
+    TARGETS,
+    Loss,
+    LossSums,
+    Objective,
+    ObjectiveSettings,
+    Scores,
+)
 from mini_trainer.objectives.token_loss import (
     CHUNK_BYTES,
     WEIGHTINGS,
@@ -66,9 +73,9 @@ class TokenLoss(Loss):
     is_fused: bool = False
     weighting: str | None = None  # of each token's loss by the model's own probabilities (token_loss.WEIGHTINGS)
 
-    def predict(self, reader: TextReader, micro_batch: MicroBatch) -> TrainedTokens:
+    def predict(self, reader: TextReader, hidden: Tensor, micro_batch: MicroBatch) -> TrainedTokens:
         """The inputs of the loss of the micro-batch's trained tokens."""
-        targets, hidden = micro_batch.targets, reader.encode(micro_batch)
+        targets = micro_batch.targets
         projection = reader.project(hidden[0, targets.index])  # (N, H)
         return TrainedTokens(
             hidden=projection.hidden,
@@ -79,30 +86,29 @@ class TokenLoss(Loss):
             softcap=projection.softcap,
         )
 
-    def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        tokens, targets = self.predict(reader, micro_batch), micro_batch.targets
-        measure = CrossEntropy(tokens, self.smoothing, self.is_fused, self.weighting)
+    def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
+        targets = micro_batch.targets
+        measure = CrossEntropy(predicted, self.smoothing, self.is_fused, self.weighting)
         if self.weighting is None and targets.num_sources == 1:
-            return sum_token_loss(tokens, measure)
-        return self.sum_by_source(reader, targets, tokens, measure, num_values=1 if self.weighting is None else 2)
+            return LossSums(sum_token_loss(predicted, measure))
+        return self.sum_by_source(targets, predicted, measure, num_values=1 if self.weighting is None else 2)
 
     def sum_by_source(
         self,
-        reader: TextReader,
         targets: NextTokens,
         tokens: TrainedTokens,
         measure: MeasureChunk,
         *,
         num_values: int,
         chunk_bytes: int = CHUNK_BYTES,
-    ) -> Tensor:
+    ) -> LossSums:
         """The summed loss; reports the sums of the tokens' values for each data set."""
         sums = torch.zeros(targets.num_sources, num_values, device=targets.labels.device)
-        reader.reports["source_losses"], reader.reports["source_values"] = sums[:, 0], sums
-        return sum_token_loss(tokens, measure, chunk_bytes=chunk_bytes, by_source=(targets.find_sources(), sums))
+        loss = sum_token_loss(tokens, measure, chunk_bytes=chunk_bytes, by_source=(targets.find_sources(), sums))
+        return LossSums(loss, reports={"source_losses": sums[:, 0], "source_values": sums})
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
-        return Scores(self.score_sources(self.predict(reader, micro_batch), micro_batch.targets))
+        return Scores(self.score_sources(self.read(reader, micro_batch), micro_batch.targets))
 
     def score_sources(self, tokens: TrainedTokens, targets: NextTokens) -> Tensor:  # (num_sources, 3) fp64
         """Summed loss, number of correct top-1 predictions, and number of targets of each data set."""

@@ -7,7 +7,7 @@ row, with targets, a loss and what a validation reports. T tokens in a packed ro
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.distributed.row_group import RowGroup
-from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
+from mini_trainer.objectives.families.family import NO_SUMS, Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets, take_part
 from mini_trainer.options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
 
@@ -40,6 +40,19 @@ class ObjectiveSettings:
     head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
 
 
+class LossSums(NamedTuple):
+    """Sums over a micro-batch. A tuple, in which FSDP's hooks find the tensors."""
+
+    loss: Tensor  # over its targets: an fp32 scalar with gradients
+    extra: Mapping[str, Tensor] = NO_SUMS  # further terms with gradients, by the name of their divisor: see `weigh`
+    reports: Mapping[str, Tensor] = NO_SUMS  # others, for metrics; of the same names and shapes on every rank
+
+    @property
+    def total(self) -> Tensor:
+        """All terms, each undivided."""
+        return self.loss + sum(self.extra.values())
+
+
 @dataclass(frozen=True)
 class Scores:
     """Validation results of one micro-batch."""
@@ -60,12 +73,17 @@ class Loss(ABC):
         return micro_batch
 
     @abstractmethod
-    def sum(self, reader: RowModel, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        """The loss summed over the micro-batch's targets: an fp32 scalar with gradients.
+    def predict(self, reader: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Any:
+        """Computes, from the row's final hidden states (1, T, H), what is compared with the targets."""
 
-        May add to `reader.reports` and `reader.extra_losses`. `shared`: the sum over the global batch and all ranks of
-        what `look_ahead` gave.
-        """
+    def read(self, reader: RowModel, micro_batch: MicroBatch) -> Any:
+        """The same, from the row itself."""
+        return self.predict(reader, reader.encode(micro_batch).hidden, micro_batch)
+
+    @abstractmethod
+    def sum(self, predicted: Any, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
+        """Compares what was `predicted` with the micro-batch's targets. `shared`: the sum over the global batch and
+        all ranks of what `look_ahead` gave."""
 
     @abstractmethod
     def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
@@ -141,7 +159,7 @@ class Objective(ABC):
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
         """Divisors of sums over the global batch, by name: `targets` of its samples' losses, and others of
-        what `RowModel.extra_losses` names. `num_tokens`: of all samples that have targets."""
+        what `LossSums.extra` names. `num_tokens`: of all samples that have targets."""
         return {TARGETS: num_targets, TOKENS: num_tokens}
 
     # The loss, and what it says.
@@ -158,7 +176,7 @@ class Objective(ABC):
         """
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a training step beside its loss, from the loss's `reports`, summed over the global batch."""
+        """Metrics of a training step beside its loss, from `LossSums.reports`, summed over the global batch."""
         return {}
 
     def describe_source(self, reports: Mapping[str, np.ndarray], source: int, divisor: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from mini_trainer.objectives.families.family import RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.objective import Objective, Scores
+from mini_trainer.objectives.objective import LossSums, Objective, Scores
 
 if TYPE_CHECKING:
     from mini_trainer.distributed.compilation import Compiled
@@ -45,27 +45,23 @@ class PackedModel(nn.Module):
             objective.noise.attach(self)
 
     @property
-    def extra_losses(self) -> dict[str, Tensor]:
-        """The last micro-batch's further loss terms, by divisor; with gradients."""
-        return self.reader.extra_losses
-
-    @property
-    def reports(self) -> dict[str, Tensor]:
-        """Other sums over the last micro-batch, by name; of the same shapes on every rank."""
-        return self.reader.reports
-
-    @property
     def looks_ahead(self) -> bool:
         """Whether the losses of a global batch share sums over all of it (`look_ahead`)."""
         return self.loss.looks_ahead or self.reader.looks_ahead
 
-    def forward(self, micro_batch: MicroBatch, shared: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The loss summed over the micro-batch's targets: an fp32 scalar. `shared`: sums of `look_ahead`."""
+    def forward(self, micro_batch: MicroBatch, shared: Mapping[str, Tensor] | None = None) -> LossSums:
+        """The micro-batch's loss, and all that counts beside it. `shared`: sums of `look_ahead`."""
         shared = shared or {}
-        self.reader.extra_losses, self.reader.reports, self.reader.shared = {}, {}, shared.get(READER)
-        loss_sum = self.loss.sum(self.reader, micro_batch, shared=shared.get(LOSS))
-        self.reader.shared = None
-        return loss_sum
+        predicted, extra, reports = self._read(micro_batch, shared.get(READER))
+        sums = self.loss.sum(predicted, micro_batch, shared=shared.get(LOSS))
+        return LossSums(sums.loss, {**extra, **sums.extra}, {**reports, **sums.reports})
+
+    def _read(
+        self, micro_batch: MicroBatch, shared: Tensor | None
+    ) -> tuple[Any, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Predictions, and the reader's sums; the hidden states of the whole row are not kept beyond this."""
+        hidden, extra, reports = self.reader.encode(micro_batch, shared=shared)
+        return self.loss.predict(self.reader, hidden, micro_batch), extra, reports
 
     @torch.no_grad()
     def prepare(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -89,7 +85,7 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """The packed row's final hidden states, of all its parts, for the self-checks."""
-        hidden, row_group = self.reader.encode(micro_batch), micro_batch.row.row_group
+        hidden, row_group = self.reader.encode(micro_batch).hidden, micro_batch.row.row_group
         # FSDP's hooks want no view.
         return hidden.clone() if row_group is None else row_group.gather(hidden, dim=1)
 

@@ -25,7 +25,12 @@ from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import TARGETS, ObjectiveSettings, Scores
+from mini_trainer.objectives.objective import (
+    TARGETS,
+    LossSums,
+    ObjectiveSettings,
+    Scores,
+)
 from mini_trainer.objectives.preference_losses import LOSSES, Pairs, PreferenceLoss, Strength
 from mini_trainer.objectives.sequence_logps import (
     ZERO,
@@ -38,6 +43,7 @@ from mini_trainer.objectives.sequence_logps import (
     sum_by_source,
     weigh_samples,
 )
+from mini_trainer.objectives.token_loss import TrainedTokens
 
 DEFAULT_STRENGTH = Strength(LOSSES["dpo"].beta)
 CHOSEN_TOKENS = "chosen_tokens"  # divisor of the chosen answers' NLL
@@ -54,9 +60,8 @@ class PreferenceLoss(AnswerLoss):
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 
-    def read_pairs(self, reader: TextReader, micro_batch: MicroBatch) -> Pairs:
-        logps = self.read_logps(reader, micro_batch)
-        return self.make_pairs(logps.view(-1, 2), micro_batch.targets)
+    def find_pairs(self, tokens: TrainedTokens, micro_batch: MicroBatch) -> Pairs:
+        return self.make_pairs(self.sum_logps(tokens, micro_batch).view(-1, 2), micro_batch.targets)
 
     def make_pairs(self, logps: Tensor, targets: AnswerTargets) -> Pairs:
         reference = torch.zeros_like(logps) if targets.reference is None else targets.reference
@@ -78,27 +83,25 @@ class PreferenceLoss(AnswerLoss):
         ]
         return torch.stack(columns, dim=1)
 
-    def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+    def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets, row_group = micro_batch.targets, micro_batch.row.row_group
         assert targets.reference is not None or not self.kind.has_reference, "the reference was not computed"
-        pairs = self.read_pairs(reader, micro_batch)
+        pairs = self.find_pairs(predicted, micro_batch)
         sums = self.measure(pairs, targets)
         loss = sums[:, 0].sum()
         nll = -(pairs.logps[:, 0] * (targets.numbers.weights > 0)).sum()
         if row_group is not None:  # all ranks that share the row know the whole loss, which counts once
             sums, loss, nll = sums / row_group.size, count_once(loss, row_group.size), count_once(nll, row_group.size)
-        if self.nll_weight:
-            reader.extra_losses = reader.extra_losses | {CHOSEN_TOKENS: self.nll_weight * nll}
         sums = sums.detach()
-        reader.reports["pair_sums"] = sums.sum(0)
+        reports = {"pair_sums": sums.sum(0)}
         if targets.num_sources > 1:
             by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
-            reader.reports["source_losses"] = by_source[:, SUMS.index("loss")]
-            reader.reports["source_divisors"] = by_source[:, SUMS.index("pairs")]
-        return loss
+            reports["source_losses"] = by_source[:, SUMS.index("loss")]
+            reports["source_divisors"] = by_source[:, SUMS.index("pairs")]
+        return LossSums(loss, {CHOSEN_TOKENS: self.nll_weight * nll} if self.nll_weight else {}, reports)
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
-        sums = self.measure(self.read_pairs(reader, micro_batch), micro_batch.targets).double()
+        sums = self.measure(self.find_pairs(self.read(reader, micro_batch), micro_batch), micro_batch.targets).double()
         if micro_batch.row.row_group is not None:
             sums = sums / micro_batch.row.row_group.size
         return Scores(sum_by_source(sums, micro_batch.targets.numbers, micro_batch.targets.num_sources))

@@ -17,7 +17,14 @@ from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
 from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import TARGETS, Loss, Objective, ObjectiveSettings, Scores
+from mini_trainer.objectives.objective import (
+    TARGETS,
+    Loss,
+    LossSums,
+    Objective,
+    ObjectiveSettings,
+    Scores,
+)
 from mini_trainer.objectives.sequence_logps import (
     SampleNumbers,
     describe_means,
@@ -59,26 +66,27 @@ class RewardLoss(Loss):
         columns = torch.stack([losses, (chosen > rejected).float(), chosen, rejected, ones], dim=1)
         return numbers.weights[:, None] * columns
 
-    def measure_row(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Tensor:
-        targets = micro_batch.targets
-        rewards = reader.classify(micro_batch, targets.index)[:, 0]
+    def predict(self, reader: ClassifierReader, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N,)
+        return reader.classify(hidden, micro_batch.row, micro_batch.targets.index)[:, 0]
+
+    def measure_row(self, rewards: Tensor, targets: RewardTargets) -> Tensor:  # (N,) -> (P, len(SUMS))
         by_place = rewards.new_zeros(2 * len(targets.numbers.margins)).index_add(0, targets.places, rewards)
         return self.measure(by_place, targets.numbers)
 
-    def sum(self, reader: ClassifierReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        sums, targets = self.measure_row(reader, micro_batch), micro_batch.targets
+    def sum(self, predicted: Tensor, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
+        targets = micro_batch.targets
+        sums = self.measure_row(predicted, targets)
         loss, sums = sums[:, 0].sum(), sums.detach()
-        reader.reports["pair_sums"] = sums.sum(0)
+        reports = {"pair_sums": sums.sum(0)}
         if targets.num_sources > 1:
             by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
-            reader.reports["source_losses"], reader.reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
-        return loss
+            reports["source_losses"], reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
+        return LossSums(loss, reports=reports)
 
     def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
         targets = micro_batch.targets
-        return Scores(
-            sum_by_source(self.measure_row(reader, micro_batch).double(), targets.numbers, targets.num_sources)
-        )
+        sums = self.measure_row(self.read(reader, micro_batch), targets).double()
+        return Scores(sum_by_source(sums, targets.numbers, targets.num_sources))
 
     def sum_own(self, own: ReferenceForward, targets: RewardTargets) -> Tensor:
         rewards = torch.stack([own.logits[0, 0].float(), own.logits.new_zeros(()).float()])

@@ -16,7 +16,6 @@ from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEI
 from mini_trainer.distributed.memory import memory_kind
 from mini_trainer.distributed.row_group import RowGroup, sum_parts
 from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.families.text import TextReader
 from mini_trainer.objectives.next_tokens import NextTokens, TokenLoss
 from mini_trainer.objectives.token_loss import (
     CHUNK_BYTES,
@@ -173,9 +172,9 @@ class AnswerTargets(NextTokens):
 class AnswerLoss(TokenLoss):
     """A loss of answers' summed log-probabilities."""
 
-    def read_logps(self, reader: TextReader, micro_batch: MicroBatch) -> Tensor:  # (S,) fp32
+    def sum_logps(self, tokens: TrainedTokens, micro_batch: MicroBatch) -> Tensor:  # (S,) fp32
         """The summed log-probabilities of the micro-batch's answers, with gradients."""
-        tokens, targets, row_group = self.predict(reader, micro_batch), micro_batch.targets, micro_batch.row.row_group
+        targets, row_group = micro_batch.targets, micro_batch.row.row_group
         logps = sum_logps(tokens, targets.places, targets.lengths.numel(), compiled=self.is_fused)
         if row_group is None:
             return logps

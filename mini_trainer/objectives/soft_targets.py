@@ -72,7 +72,7 @@ class TopTokenLoss(TokenLoss):
         """Sums: nothing. Predictions: the K ids, their -log q, that of all others together, and the target's."""
         targets, row = micro_batch.targets, micro_batch.row
         places = torch.stack([targets.find_sequences(row), row.position_ids[0, targets.index]], dim=1)
-        found = self.score_top(self.predict(reader, micro_batch))
+        found = self.score_top(self.read(reader, micro_batch))
         return Scores(found.new_zeros(targets.num_sources, 1), torch.cat([places.double(), found], dim=1))
 
     def score_top(self, tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:  # (N, 2K + 2) fp64

@@ -24,7 +24,13 @@ from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextReader
 from mini_trainer.objectives.next_tokens import CausalLM, NextTokens, TokenLoss
-from mini_trainer.objectives.objective import SELF, TARGETS, ObjectiveSettings, Scores
+from mini_trainer.objectives.objective import (
+    SELF,
+    TARGETS,
+    LossSums,
+    ObjectiveSettings,
+    Scores,
+)
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
 from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
 
@@ -191,35 +197,32 @@ class TaughtLoss(TokenLoss):
         if not self.is_online:
             return micro_batch
         targets = micro_batch.targets
-        tokens = reader.teacher.read(micro_batch if targets.seen is None else targets.seen, self.predict)
+        tokens = reader.teacher.read(micro_batch if targets.seen is None else targets.seen, self.read)
         if len(tokens.targets) < len(targets.index):  # validation data, of which the teacher has no rows
             return micro_batch
         return micro_batch.with_targets(replace(targets, teacher=tokens))
 
-    def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+    def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets = micro_batch.targets
         if targets.soft is None and targets.teacher is None:
-            return (1 - self.terms.weight) * super().sum(reader, micro_batch, shared=shared)
-        weights = self.terms.weigh_rows(targets)
-        return self.sum_taught(reader, self.predict(reader, micro_batch), targets, weights=weights)
+            sums = super().sum(predicted, micro_batch, shared=shared)
+            return sums._replace(loss=(1 - self.terms.weight) * sums.loss)
+        return self.sum_taught(predicted, targets, weights=self.terms.weigh_rows(targets))
 
-    def sum_taught(
-        self, reader: TextReader, tokens: TrainedTokens, targets: TaughtTargets, *, weights: Tensor | None = None
-    ) -> Tensor:
+    def sum_taught(self, tokens: TrainedTokens, targets: TaughtTargets, *, weights: Tensor | None = None) -> LossSums:
         measure = TaughtChunk(tokens, targets, self.terms, weights, self.is_fused)
-        return self.sum_by_source(reader, targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
+        return self.sum_by_source(targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
         """The scores of a language model, VALUES, and the number of targets that have a teacher.
 
         The weights of data sets are of those that train: here all targets count.
         """
-        tokens, targets = self.predict(reader, micro_batch), micro_batch.targets
+        tokens, targets = self.read(reader, micro_batch), micro_batch.targets
         scores = self.score_sources(tokens, targets)
         taught = scores.new_zeros(len(scores), NUM_VALUES)
         if targets.soft is not None or targets.teacher is not None:
-            self.sum_taught(reader, tokens, targets)
-            taught = reader.reports["source_values"].double()
+            taught = self.sum_taught(tokens, targets).reports["source_values"].double()
         return Scores(torch.cat([scores, taught], dim=1))
 
     def sum_own(self, own: ReferenceForward, targets: TaughtTargets) -> Tensor:

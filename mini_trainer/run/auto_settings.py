@@ -96,7 +96,7 @@ class Prober:
         ]
         prepare_backward(model, self.sharding, is_last=False)
         for micro_batch in micro_batches:
-            model(model.prepare(micro_batch.to(device))).backward()  # to make the gradients, and to warm up
+            model(model.prepare(micro_batch.to(device))).loss.backward()  # to make the gradients, and to warm up
         self.counter.reset_peak()
         before = self.counter.num_live
         if self.is_cuda:
@@ -105,7 +105,7 @@ class Prober:
             before = torch.cuda.memory_allocated(device)
         begin = time.perf_counter()
         for micro_batch in micro_batches:
-            model(model.prepare(micro_batch.to(device))).backward()
+            model(model.prepare(micro_batch.to(device))).loss.backward()
         if self.is_cuda:
             torch.cuda.synchronize(device)
         seconds = (time.perf_counter() - begin) / len(micro_batches)
@@ -139,7 +139,7 @@ class Prober:
         state = self.state
         prepare_backward(state.model, self.sharding, is_last=True)
         probe = self.objective.make_probe(2, 2, longest=2, row_group=state.world.row_group)
-        state.model(probe.to(state.world.device)).backward()
+        state.model(probe.to(state.world.device)).loss.backward()
         state.optimizer.zero_grad()
         if self.is_cuda:
             torch.cuda.empty_cache()

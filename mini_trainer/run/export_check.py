@@ -35,8 +35,7 @@ def check_export(
     sequences = draw_sequences(packed_model.model, np.random.default_rng(1))
     samples = [objective.make_check_sample(ids) for ids in sequences]
     packed_model.eval()
-    trained_loss = packed_model(objective.pack(samples).to(world.device)).item()
-    trained_loss += sum(extra.item() for extra in packed_model.extra_losses.values())
+    trained_loss = packed_model(objective.pack(samples).to(world.device)).total.item()
     reshard(packed_model)
     packed_model.train()
 

@@ -16,7 +16,7 @@ from mini_trainer.model.optim.optimizers import clip_gradients, local_gradients,
 from mini_trainer.model.optim.reduction import StepSums, reduce_step
 from mini_trainer.model.sharding import prepare_backward
 from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.objective import TARGETS
+from mini_trainer.objectives.objective import TARGETS, LossSums
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import TrainOptions
 from mini_trainer.sampler import Batch, derive_seed
@@ -55,31 +55,29 @@ def train_step(
     world = state.world
     step = state.num_steps_before + batch.step
     torch.manual_seed(derive_seed(options.data.seed, step, world.rank))  # for dropout
-    losses, reports, shared = [], [], sum_ahead(state.model, batch, world)
+    sums, shared = [], sum_ahead(state.model, batch, world)
     for k, micro_batch in enumerate(batch.micro_batches):
         progress(describe_micro_batch(batch, k))
         is_last = k + 1 == len(batch.micro_batches)
         prepare_backward(state.model, options.sharding, is_last=is_last)
         micro_batch = state.model.prepare(micro_batch.to(world.device))
-        losses.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
-        reports.append(state.model.reports)
+        sums.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
     raised = flags()
     state.method.constrain_gradients()
-    sums = reduce_step(
-        losses,
+    reduced = reduce_step(
+        sums,
         local_gradients(state.model),
         device=world.device,
         num_shards=world.num_shards,
         data_wait_seconds=data_wait_seconds,
         flags=raised,
-        reports=reports,
     )
-    if not sums.finite:
-        raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums))
+    if not reduced.finite:
+        raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, reduced))
     max_grad_norm = options.optimization.max_grad_norm
-    clip_gradients(local_gradients(state.model), grad_norm=sums.grad_norm, max_grad_norm=max_grad_norm)
+    clip_gradients(local_gradients(state.model), grad_norm=reduced.grad_norm, max_grad_norm=max_grad_norm)
     update_weights(state, step=step, lr=lr, num_samples=len(batch.sample_ids))
-    return sums
+    return reduced
 
 
 def sum_ahead(model: PackedModel, batch: Batch, world: World) -> dict[str, Tensor]:
@@ -102,18 +100,18 @@ def run_backward(
     divisors: Mapping[str, float],
     *,
     shared: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """Accumulates the micro-batch's gradient; returns its summed loss, an fp32 scalar.
+) -> LossSums:
+    """Accumulates the micro-batch's gradient; returns its sums, without gradients.
 
     `divisors` are the global batch's, over all ranks; FSDP sums gradients (see apply_sharding), which gives that of the
     mean. `shared`: the result of `sum_ahead`.
     """
-    loss_sum = model(micro_batch, shared)
-    loss = loss_sum / (divisors[TARGETS] or 1)
-    for name, extra in model.extra_losses.items():
+    sums = model(micro_batch, shared)
+    loss = sums.loss / (divisors[TARGETS] or 1)
+    for name, extra in sums.extra.items():
         loss = loss + extra / max(1, divisors[name])
     loss.backward()
-    return loss_sum.detach()
+    return LossSums(sums.loss.detach(), reports=sums.reports)
 
 
 def update_weights(state: TrainState, *, step: int, lr: float, num_samples: int) -> None:

@@ -45,18 +45,16 @@ for (kind, model), batch_size in itertools.product(models.items(), batch_sizes):
             world=world,
         )
     )
-    losses = []
-    for micro_batch in batch.micro_batches:
-        losses.append(run_backward(model, micro_batch, {"targets": batch.num_loss_tokens}))
-    sums = reduce_step(
-        losses, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
+    sums = [run_backward(model, micro_batch, {"targets": batch.num_loss_tokens}) for micro_batch in batch.micro_batches]
+    reduced = reduce_step(
+        sums, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
     )
     results.append(
         dict(
             kind=kind,
             gradients={name: param.grad.full_tensor() for name, param in model.model.named_parameters()},
-            loss=sums.loss_sum / batch.num_loss_tokens,
-            grad_norm=sums.grad_norm,
+            loss=reduced.loss_sum / batch.num_loss_tokens,
+            grad_norm=reduced.grad_norm,
             num_idle=sum(not indices for row in batch.table for indices in row),
             sample_ids=batch.sample_ids.tolist(),
         )

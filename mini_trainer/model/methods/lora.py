@@ -256,9 +256,9 @@ class LoRA(Method):
         micro_batch, row_group = micro_batch.to(world.device), world.row_group
         num_targets = sum_parts(torch.tensor(len(micro_batch.targets.index), device=world.device), row_group).item()
         packed_model.eval()
-        quantized = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
+        quantized = sum_parts(packed_model(micro_batch).loss, row_group).item() / num_targets
         with whole_weights(packed_model.model, self.merger and self.merger.read_base, world=world):
-            merged = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
+            merged = sum_parts(packed_model(micro_batch).loss, row_group).item() / num_targets
         packed_model.train()
         log.info(
             f"merging: {len(micro_batch.row.seq_lengths)} samples have a loss of {merged:.4f} on the original weights,"

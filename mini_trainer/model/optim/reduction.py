@@ -3,7 +3,6 @@
 import functools
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mini_trainer.distributed.devices import peak_memory
+from mini_trainer.objectives.objective import LossSums
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StepSums:
     data_wait_seconds: float
     bad_micro_batches: list[tuple[int, int]]  # (k, rank) of each micro-batch whose loss is not finite
     flags: int  # distributed.run_flags.Flag, OR-ed over ranks
-    reports: dict[str, np.ndarray]  # the model's reports, summed over micro-batches and ranks; fp64
+    reports: dict[str, np.ndarray]  # `LossSums.reports`, summed over micro-batches and ranks; fp64
 
     @property
     def finite(self) -> bool:
@@ -32,21 +32,20 @@ class StepSums:
 
 
 def reduce_step(
-    losses: list[Tensor],
+    sums: list[LossSums],
     gradients: list[Tensor],
     *,
     device: torch.device,
     num_shards: int,
     data_wait_seconds: float,
     flags: int = 0,
-    reports: Sequence[dict[str, Tensor]] = ({},),
 ) -> StepSums:
-    """Combines all ranks' losses, gradient norms, memory, waiting times, flags and reports: one collective, one sync.
+    """Combines all ranks' `sums`, gradient norms, memory, waiting times and flags: one collective, one sync.
 
-    The first `num_shards` ranks hold the whole gradient; the others hold copies. `reports` has a dictionary per
-    micro-batch, with the same names and shapes everywhere.
+    `sums` are of the rank's micro-batches, as many on every rank. The first `num_shards` ranks hold the whole gradient;
+    the others hold copies.
     """
-    totals = {name: sum(report[name].double() for report in reports) for name in reports[0]}
+    totals = {name: sum(each.reports[name].double() for each in sums) for name in sums[0].reports}
     squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square()  # fp32 sums lose 1e-5 on CPU
     own = [
         squares.sum().to(device, non_blocking=True),  # on the CPU with --cpu-offload
@@ -54,11 +53,12 @@ def reduce_step(
         torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
         torch.full((), flags, dtype=torch.float64, device=device),
     ]
-    row = torch.cat([torch.stack(own), torch.stack(losses).double(), *(total.flatten() for total in totals.values())])
+    losses = torch.stack([each.loss for each in sums])
+    row = torch.cat([torch.stack(own), losses.double(), *(total.flatten() for total in totals.values())])
     rows = row.new_empty(dist.get_world_size(), len(row))
     dist.all_gather(list(rows.unbind()), row)
     rows = rows.cpu()
-    sizes = [len(losses), *(total.numel() for total in totals.values())]
+    sizes = [len(sums), *(total.numel() for total in totals.values())]
     losses_by_rank, *reports_by_rank = rows[:, len(own) :].split(sizes, dim=1)
     return StepSums(
         loss_sum=losses_by_rank.sum().item(),

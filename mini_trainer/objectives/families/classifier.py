@@ -25,7 +25,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
+from mini_trainer.objectives.families.family import Encoded, Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, pack_row
 from mini_trainer.objectives.families.packed_row import describe_row
 from mini_trainer.objectives.families.text_tower import find_base
@@ -157,20 +157,19 @@ class ClassifierReader(RowModel):
         self.pooling = None if of_tokens else find_pooling(model)
         self.takes_types = "token_type_ids" in inspect.signature(type(find_base(model)).forward).parameters
 
-    def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
+    def encode(self, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Encoded:
         arguments = describe_row(micro_batch, pad_position=self.pad_position) | self.describe_types(micro_batch)
-        return find_base(self.model)(**arguments).last_hidden_state
+        return Encoded(find_base(self.model)(**arguments).last_hidden_state)
 
     def describe_types(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         if micro_batch.extras is None or not self.takes_types:
             return {}
         return {"token_type_ids": micro_batch.extras.ids}
 
-    def classify(self, micro_batch: MicroBatch, index: Tensor) -> Tensor:  # (N,) -> (N, C) fp32
+    def classify(self, hidden: Tensor, row: Row, index: Tensor) -> Tensor:  # (1, T, H), (N,) -> (N, C) fp32
         """The logits of these tokens or sequences of the row."""
-        hidden = self.encode(micro_batch)
         # (1, N, H), or (N, 1, H) for sequences
-        states = hidden[:, index] if self.of_tokens else self.pool(hidden[0], micro_batch.row)[index, None]
+        states = hidden[:, index] if self.of_tokens else self.pool(hidden[0], row)[index, None]
         with states_for_tokens(self.model, states):
             input_ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
             logits = self.model(input_ids=input_ids).logits

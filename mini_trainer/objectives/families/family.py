@@ -4,9 +4,10 @@ T tokens in a packed row, L tokens of one sequence, N tokens with a target, H hi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ from mini_trainer.objectives.families.packed_row import find_pad_position
 from mini_trainer.objectives.families.text_tower import LeftOut
 
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several experts
+NO_SUMS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Encoded(NamedTuple):
+    """A packed row as a model has read it."""
+
+    hidden: Tensor  # (1, T, H): the final hidden states
+    extra: Mapping[str, Tensor] = NO_SUMS  # terms of the loss: see `LossSums`
+    reports: Mapping[str, Tensor] = NO_SUMS
 
 
 @dataclass(frozen=True)
@@ -38,24 +48,17 @@ class Teacher(Protocol):
 
 
 class RowModel(ABC):
-    """Runs one model on packed rows. Not a module: it has no parameters of its own.
-
-    `encode` stores additional terms of the loss in `extra_losses`, by the name of the divisor of their sum over the
-    global batch, and other sums over the micro-batch, with the same shapes on every rank, in `reports`.
-    """
+    """Runs one model on packed rows. Not a module: it has no parameters of its own."""
 
     looks_ahead = False  # whether `look_ahead` is called with all micro-batches before the first `encode` of a step
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.pad_position = model, find_pad_position(model)
-        self.extra_losses: dict[str, Tensor] = {}
-        self.reports: dict[str, Tensor] = {}
-        self.shared: Tensor | None = None  # in a step: the sum over global batch and ranks of `look_ahead`'s
         self.teacher: Teacher | None = None
 
     @abstractmethod
-    def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
-        """Computes the packed row's final hidden states."""
+    def encode(self, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Encoded:
+        """Runs the model on the packed row. `shared`: in a step, the sum of `look_ahead` over batch and ranks."""
 
     def look_ahead(self, micro_batch: MicroBatch) -> Tensor:
         """Sums over the micro-batch that `encode` needs of the whole global batch, of the same shape on every rank."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
-from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
+from mini_trainer.objectives.families.family import Encoded, Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, chunk_sequences, gather_ids
 from mini_trainer.objectives.families.packed_row import describe_row
 from mini_trainer.objectives.families.text_tower import (
@@ -155,30 +155,28 @@ class TextReader(RowModel):
         self.looks_ahead = router_loss_over == GLOBAL_BATCH
         self.routed = dict(output_router_logits=True) if router_aux_loss else {}
 
-    def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
-        self.extra_losses, self.reports = {}, {}
+    def encode(self, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Encoded:
         if self.chunk_size is not None:
             chunks = chunk_sequences(micro_batch.row, self.chunk_size)
             micro_batch = micro_batch.with_row(replace(micro_batch.row, chunks=chunks))
         inputs = describe_row(micro_batch, pad_position=self.pad_position) | self.embed(micro_batch)
         outputs = find_decoder(self.model)(**inputs, **self.routed)
-        if self.router_aux_loss:
-            from mini_trainer.objectives.families.router_loss import sum_router_losses
+        if not self.router_aux_loss:
+            return Encoded(outputs.last_hidden_state)
+        from mini_trainer.objectives.families.router_loss import sum_router_losses
 
-            router_sum, loads = sum_router_losses(
-                outputs.router_logits,
-                micro_batch.row,
-                num_chosen=count_chosen(self.model),
-                loads_of_batch=self.shared,
-            )
-            self.extra_losses = {"tokens": self.router_aux_loss * router_sum}
-            self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}
-        return outputs.last_hidden_state
+        router_sum, loads = sum_router_losses(
+            outputs.router_logits, micro_batch.row, num_chosen=count_chosen(self.model), loads_of_batch=shared
+        )
+        return Encoded(
+            outputs.last_hidden_state,
+            {"tokens": self.router_aux_loss * router_sum},
+            {"router_loss": router_sum.detach(), "expert_loads": loads},
+        )
 
     def look_ahead(self, micro_batch: MicroBatch) -> Tensor:  # (E,) fp64
         """How often each expert is chosen, over all layers."""
-        self.encode(micro_batch)
-        return self.reports["expert_loads"].double().sum(0)
+        return self.encode(micro_batch).reports["expert_loads"].double().sum(0)
 
     def embed(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Decoder arguments that add to or replace the row's token ids."""
