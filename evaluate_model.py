@@ -27,6 +27,7 @@ from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.distributed.world import World, call_on_each_node, call_with_world
+from mini_trainer.options import flatten_options
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.packages import require
 from mini_trainer.use.evaluation.data_sets import check_set, collect_set, measure_sets, open_set
@@ -44,7 +45,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     check_choices(options)
     require("scipy", flag="evaluate_model.py")
     may_differ = ("config", "output_dir", "data_cache_dir")
-    compare_ranks(world, lambda: describe_program(options, world, may_differ=may_differ))
+    compare_ranks(world, lambda: describe_program(flatten_options(options), world, may_differ=may_differ))
     data = download_data_sets({"data": options.data}, world, cache_dir=options.data_cache_dir)
     options = replace(options, **data)
     models = list_models(options.model, options.run)

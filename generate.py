@@ -21,6 +21,7 @@ from pathlib import Path
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
+from mini_trainer.options import flatten_options
 from mini_trainer.options.choices import check_choices
 from mini_trainer.use.inference.answers import AnswerFile, describe_making
 from mini_trainer.use.inference.batch import answer_all
@@ -35,7 +36,7 @@ def generate(options: GenerateOptions, world: World) -> None:
     check_choices(options)
     if world.world_size > 1 and options.engines.engine != "hf":
         raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")
-    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "output")))
+    compare_ranks(world, lambda: describe_program(flatten_options(options), world, may_differ=("config", "output")))
     if not options.prompts:
         chat(open_model(options, world))
         return

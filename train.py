@@ -14,7 +14,7 @@ import os
 from mini_trainer.distributed.ending import exit_process
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.options import TrainOptions, parse_duration, replace_options
+from mini_trainer.options import TrainOptions, flatten_options, parse_duration, replace_options
 from mini_trainer.options.command_line import parse_options
 
 if __name__ == "__main__":
@@ -48,16 +48,16 @@ from mini_trainer.distributed.world import (
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.optim.rates import learning_rate_at
-from mini_trainer.run.due import find_due
+from mini_trainer.run.due import Calendar
 from mini_trainer.run.end_report import describe_continuing, describe_result
 from mini_trainer.run.exports import Exports
-from mini_trainer.run.identity import describe_run
+from mini_trainer.run.identity import describe_run, flatten_with_urls
 from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.run_directory import RunDirectory
 from mini_trainer.run.run_model import build_run_model, make_average, settle_auto_options
 from mini_trainer.run.start import make_data_local, open_inputs
 from mini_trainer.run.start_checks import describe_inputs, describe_start
-from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.run.step import StepOptions, TrainState, train_step
 from mini_trainer.run.validation import Validations
 from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
 
@@ -65,30 +65,33 @@ from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_m
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:
     """The run, from the files it reads to the last export; returns exit code, message, and text below it."""
     # What can be refused is refused before anything large is loaded.
-    run = RunDirectory(options, world, control)
-    log.info(describe_run(options, world))
+    run = RunDirectory(options.output_dir, options.checkpoints, world, control)
+    log.info(describe_run(flatten_with_urls(options), world))
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start, origin=run.origin)
     for warning in inputs.warnings:
         log.warning(f"warning: {warning}")
     inputs.errors.raise_all()
-    compare_ranks(world, lambda: describe_inputs(inputs, options))
-    call_on_rank0(world, lambda: inputs.find_weights(options))
-    if not options.skip_verification:
+    verifies = not options.skip_verification
+    compare_ranks(world, lambda: describe_inputs(inputs, verifies=verifies))
+    call_on_rank0(world, lambda: inputs.find_weights(verifies=verifies))
+    if verifies:
         call_on_each_node(world, inputs.verify)
-    run.claim(inputs)
+    run.claim(inputs, options.optimization)
     validations = Validations(options.validation, inputs, world, control, previous=run.previous.get("validation"))
 
     # The model, and what of the options is decided by it.
+    step_options = StepOptions(options.data, options.compute, options.sharding, options.optimization)
     model = build_run_model(
-        options, inputs, world, load_start=lambda model: run.load_start(model, inputs), progress=control.progress
+        inputs, step_options, world, load_start=lambda model: run.load_start(model, inputs), progress=control.progress
     )
     optimizer = build_optimizer(model, options.optimization, seed=options.data.seed)
     average = make_average(model, options.optimization, end=inputs.last_step)
     state = TrainState(model, inputs.method, optimizer, world, inputs.num_steps_before, average)
     settled, run.auto_settings = settle_auto_options(
-        options, state, inputs, start=run.start, previous=run.auto_settings, progress=control.progress
+        state, inputs, step_options, start=run.start, previous=run.auto_settings, progress=control.progress
     )
-    run.options = options = replace_options(options, **settled)
+    step_options = replace_options(step_options, **settled)
+    inputs.values.update(settled)
     run.restore(state)
 
     # The loop.
@@ -96,7 +99,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     flops = count_flops(model.model)
     batches = iterate_batches(
         inputs.data,
-        options.data,
+        step_options.data,
         objective=inputs.objective,
         batching=inputs.batching,
         start=run.start,
@@ -106,35 +109,39 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     )
     if world.device.type == "cuda":
         batches = pin_memory(batches)
-    epoch_length, position, due = len(inputs.data.kept), run.start, None
+    position, due = run.start, None
+    calendar = Calendar(options.validation, options.checkpoints, options.exports, len(inputs.data.kept))
     peak = peak_flops(world.device, inputs.compute_dtype)
-    meter = StepMeter(epoch_length, options.data.max_tokens_per_gpu, flops, peak, inputs.objective)
-    training_log = run.open_log(inputs, num_validations=validations.num_done)
-    exports = Exports(options, inputs, world, control, training_log)
-    if run.checkpoint and exports.is_missing(position, epoch_length=epoch_length, num_steps=num_steps):
+    cap = step_options.data.max_tokens_per_gpu
+    meter = StepMeter(calendar.epoch_length, cap, flops, peak, inputs.objective)
+    training_log = run.open_log(
+        inputs, options.validation, options.tracking, options.callbacks, num_validations=validations.num_done
+    )
+    exports = Exports(options.exports, options.hub, inputs, world, control, training_log)
+    if run.checkpoint and exports.is_missing(position, calendar, num_steps=num_steps):
         exports.write(state, position)
     if validations.is_first_missing:
-        validations.measure(state, position, options, training_log, exports)
+        validations.measure(state, position, training_log, exports, cap=cap)
     run.start_loop()
     step_end = time.monotonic()
-    for batch in run.profile(collect_garbage_between(prefetch(batches))):
+    for batch in run.profile(collect_garbage_between(prefetch(batches)), options.profiling.profile_steps):
         step_start = time.monotonic()
         lr = learning_rate_at(
             state.num_steps_before + batch.step, options.optimization, num_steps=inputs.schedule_steps
         )
         waited = step_start - step_end
         sums = train_step(
-            state, batch, options, lr=lr, data_wait_seconds=waited, flags=run.flags, progress=control.progress
+            state, batch, step_options, lr=lr, data_wait_seconds=waited, flags=run.flags, progress=control.progress
         )
         position = position.after(batch)
-        due = find_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
+        due = calendar.find_due(position, num_steps=num_steps, flags=sums.flags)
         step_end = time.monotonic()
         metrics = meter.measure(batch, sums, position, lr=lr, seconds=step_end - step_start)
         own = state.method.measure() if due.export else dict.fromkeys(state.method.metrics)
         training_log.write(metrics | own)
-        if due.validation and validations.measure(state, position, options, training_log, exports):
+        if due.validation and validations.measure(state, position, training_log, exports, cap=cap):
             num_steps = position.step  # it has learnt enough: this step was the last
-            due = find_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
+            due = calendar.find_due(position, num_steps=num_steps, flags=sums.flags)
         control.step_done(position.step)
         run.finish_write(sums.flags)
         if due.checkpoint:
@@ -147,7 +154,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     stop = run.close(exports, stop=None if due is None else due.stop)
     if stop is not None:
         code, reason = stop
-        return code, f"stopped after step {position.step}: {reason}; saved", describe_continuing(options)
+        how = describe_continuing(options.checkpoints.resume)
+        return code, f"stopped after step {position.step}: {reason}; saved", how
     message = validations.describe_end(position)
     return ExitCode.DONE, message, describe_result(message, exports, position, best_step=validations.best_step)
 
@@ -157,7 +165,9 @@ if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
         world = init_world(hang_timeout=options.end.hang_timeout, start_timeout=options.end.start_timeout)
-        compare_ranks(world, lambda: describe_start(options, world))  # first, also in a plan: --dry-run is compared
+        compare_ranks(
+            world, lambda: describe_start(flatten_options(options), world)
+        )  # first, also in a plan: --dry-run is compared
         connect_lifeline(world, control)
         world = divide_world(world, options.sharding)
         options = make_data_local(options, world, control)

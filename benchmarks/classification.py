@@ -36,6 +36,7 @@ from mini_trainer.model.build import build_model
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import iterate_batches, prefetch
 
@@ -99,7 +100,7 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
     )  # fmt: skip
     start = read_clock(world.device)
     for batch in prefetch(batches):
-        train_step(state, batch, options, lr=LEARNING_RATE)
+        train_step(state, batch, choose_step_options(options), lr=LEARNING_RATE)
     return read_clock(world.device) - start
 
 

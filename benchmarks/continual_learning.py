@@ -59,6 +59,7 @@ from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.osft import OSFT
 from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, export_model
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import Batch, iterate_batches
 
@@ -244,7 +245,10 @@ def run(
     for batch in read_batches(data, order, objective=objective, num_steps=num_steps):
         lr = learning_rate_at(batch.step, options.optimization, num_steps=num_steps)
         seconds.append(
-            time_call(lambda batch=batch, lr=lr: train_step(state, batch, options, lr=lr), torch.device("cpu"))
+            time_call(
+                lambda batch=batch, lr=lr: train_step(state, batch, choose_step_options(options), lr=lr),
+                torch.device("cpu"),
+            )
         )
     save(state, work / name, work / start)  # before FSDP gathers the weights for another forward pass
     state.model.eval()

@@ -37,6 +37,7 @@ from op_recording import OpRecorder, WaitRecorder
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
 
 NUM_RANKS, NUM_TOKENS, LORA_RANK, RESULTS = 2, 64, 8, ROOT / "benchmarks/results/counts.txt"
@@ -104,7 +105,7 @@ def count_step(state: TrainState, options: TrainOptions, *, num_micro_batches: i
     for step in range(2):
         batch = make_batch([row] * num_micro_batches, step=step, world=state.world)
         with WaitRecorder() as waits, StepCounter() as counter:
-            train_step(state, batch, options, lr=1e-4)
+            train_step(state, batch, choose_step_options(options), lr=1e-4)
     # Where reduce_step has copied its results to the host, it reads no more from the device.
     names = [name for is_inside, name in waits.events if not is_inside or name == "torch.Tensor.cpu"]
     return counter.results() + Counter({"waits for the device": len(names)})
@@ -188,7 +189,7 @@ def count_compiled(world: World, directory: Path) -> Iterator[tuple[int, int, in
         state = build_state(directory / str(num_blocks), options, world)
         batch = make_batch([[np.arange(NUM_TOKENS)]], world=world)
         with fresh_cache():
-            train_step(state, batch, options, lr=1e-4)
+            train_step(state, batch, choose_step_options(options), lr=1e-4)
         yield num_blocks, counters["stats"]["unique_graphs"], metrics.generated_kernel_count
 
 

@@ -39,6 +39,7 @@ from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import SHARDED, Load, PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.plan.simulation import simulate_step as plan_step
 
@@ -105,9 +106,11 @@ def lay_out_few(name: str, num_blocks: int, num_sharing: int) -> tuple[TrainOpti
         TrainOptions, model_name_or_path="", output_dir="", compute_dtype="bfloat16", activation_checkpointing="full",
         context_parallel=num_sharing if num_sharing > 1 else None,
     )  # fmt: skip
-    inputs = RunInputs(TextFamily(), choose_method(options), options.data, torch.bfloat16, objective=CausalLM())
+    inputs = RunInputs(
+        TextFamily(), choose_method(options), options.data, options.model, torch.bfloat16, objective=CausalLM()
+    )
     inputs.model_dir, inputs.config = "", make_config(name, num_blocks)
-    return options, lay_out_model(options, inputs, options.compute)
+    return options, lay_out_model(choose_step_options(options), inputs, options.compute, choose_method(options))
 
 
 def simulate_memory(name: str, num_sharing: int) -> tuple[float, float]:

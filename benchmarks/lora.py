@@ -26,6 +26,7 @@ from harness import build_state, count_state_bytes, make_batch, make_options, wr
 from train_step import LORA_RANK, SHAPES, make_config, make_method, save_random_model
 
 from mini_trainer.distributed.world import init_world, setup_logging
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import train_step
 
 METHODS = ("ours+lora", "ours", "ours+qlora", "padded+lora", "grouped+lora", "trl+lora")
@@ -63,7 +64,7 @@ def main() -> None:
         for method in METHODS[:3]:
             options = make_options(compute_dtype="bfloat16", data_path=str(data), max_tokens_per_gpu=64)
             state = build_state(model_dir, options, world, method=make_method(method, options))
-            train_step(state, make_batch([[np.arange(3, 35)]], world=world), options, lr=1e-4)
+            train_step(state, make_batch([[np.arange(3, 35)]], world=world), choose_step_options(options), lr=1e-4)
             counted, expected = count_state_bytes(state), count_by_arithmetic(shape, method)
             print(f"| {method} | {counted / 1e6:,.2f} MB | {expected / 1e6:,.2f} MB | {counted / expected - 1:+.1%} |")
     dist.destroy_process_group()

@@ -48,6 +48,7 @@ from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions
 from mini_trainer.osft import OSFT
 from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import SHARDED, Load, Ranks, lay_out_model, simulate_step
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import Batch
@@ -157,14 +158,15 @@ def simulate_bytes(shape: dict, ratio: float, dtype: str) -> int:
         TextFamily(),
         OSFT(options.osft),
         options.data,
+        options.model,
         compute_dtype,
         model_dir="",
         config=LlamaConfig(**shape),
         objective=CausalLM(),
     )
-    planned = lay_out_model(options, inputs, options.compute)
+    planned = lay_out_model(choose_step_options(options), inputs, options.compute, OSFT(options.osft))
     load = Load(num_tokens=512, num_trained=256, longest=256, accumulates=True)
-    peak = simulate_step(options, planned, load, Ranks(1, 1)).peak
+    peak = simulate_step(choose_step_options(options), planned, load, Ranks(1, 1)).peak
     return sum(peak[kind] for kind in SHARDED)
 
 
@@ -233,7 +235,9 @@ def print_steps(kinds: dict[str, tuple[TrainState, TrainOptions]], batch: Batch,
     for _ in range(num_steps + 1):
         for kind, (state, options) in kinds.items():
             step = time_call(
-                lambda state=state, options=options: train_step(state, batch, options, lr=LEARNING_RATE),
+                lambda state=state, options=options: train_step(
+                    state, batch, choose_step_options(options), lr=LEARNING_RATE
+                ),
                 state.world.device,
             )
             seconds[kind].append(step)

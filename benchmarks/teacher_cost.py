@@ -43,6 +43,7 @@ from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import SELF, ObjectiveSettings
 from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, TrainOptions
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.run.teachers import add_scores
 from mini_trainer.sampler import Batch, iterate_batches
@@ -100,7 +101,9 @@ def open_ours(folder: Path, given: dict, *, world: World) -> tuple[Step, Iterato
     options = make_options(activation_checkpointing="none", compute_dtype="float32", **given)
     objective = make_objective(options, data)
     state = open_state(folder, options, objective, world)
-    return lambda batch: train_step(state, batch, options, lr=LEARNING_RATE), read_batches(data, objective)
+    return lambda batch: train_step(state, batch, choose_step_options(options), lr=LEARNING_RATE), read_batches(
+        data, objective
+    )
 
 
 def open_trl(folder: Path) -> tuple[Step, Iterator[Batch]]:

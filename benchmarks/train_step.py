@@ -65,6 +65,7 @@ from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import LoRAOptions, TrainOptions
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import train_step
 from mini_trainer.sampler import draw_samples, iterate_batches, pin_memory, prefetch
 
@@ -251,7 +252,7 @@ def train_ours(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray
                 borders[None].to(world.device),
             )
             record.start(sum_loss)
-        train_step(state, batch, options, lr=args.learning_rate)
+        train_step(state, batch, choose_step_options(options), lr=args.learning_rate)
         record.step_done()
 
 

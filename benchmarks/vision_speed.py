@@ -38,6 +38,7 @@ from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import iterate_batches, prefetch
 
@@ -91,7 +92,9 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
         data, options.data, objective=objective, num_steps=args.num_rows // args.batch_size, world=world,
         attention_cost=count_flops(model.model).attention_cost,
     ))  # fmt: skip
-    train_step(state, next(batches), options, lr=LEARNING_RATE)  # the first batch is waited for whole
+    train_step(
+        state, next(batches), choose_step_options(options), lr=LEARNING_RATE
+    )  # the first batch is waited for whole
     waited, start, began = 0.0, read_clock(world.device), time.monotonic()
     while True:
         asked = time.monotonic()
@@ -99,7 +102,7 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
         waited += time.monotonic() - asked
         if batch is None:
             break
-        train_step(state, batch, options, lr=LEARNING_RATE)
+        train_step(state, batch, choose_step_options(options), lr=LEARNING_RATE)
     num_timed = args.num_rows // args.batch_size - 1
     per_epoch = (num_timed + 1) / num_timed
     return (read_clock(world.device) - start) * per_epoch, waited / (time.monotonic() - began)

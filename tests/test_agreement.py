@@ -35,6 +35,7 @@ from mini_trainer.distributed.process import count_open_files, list_group_sizes
 from mini_trainer.options import (
     TrainOptions,
     flag_name,
+    flatten_options,
     group_options,
     list_differing_options,
     list_facts,
@@ -142,7 +143,7 @@ def describe(root: Path, world, **options: object) -> dict[str, str]:
     made = make_options(root, **options)
     inputs = open_inputs(made, device=world.device, world_size=1, start=RunPosition())
     inputs.errors.raise_all()
-    groups = describe_start(made, world) | describe_inputs(inputs, made)
+    groups = describe_start(flatten_options(made), world) | describe_inputs(inputs, verifies=True)
     return {f"{group}: {name}": value for group, items in groups.items() for name, value in items.items()}
 
 

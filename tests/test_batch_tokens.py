@@ -21,7 +21,7 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import DataOptions, EndOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.run.due import find_due, list_export_steps
+from mini_trainer.run.due import Calendar, list_export_steps
 from mini_trainer.sampler import RunPosition, StreamTokens, TokenBatches, choose_batching, count_steps, draw_batches
 
 SEED, NUM_POSITIONS = 5, 400
@@ -275,7 +275,8 @@ def test_the_exports_to_come_are_those_that_train_makes(folder, lengths, sizes, 
     for rows in itertools.islice(draw_by(options.data, data), num_steps):
         last = positions[-1]
         positions.append(RunPosition(last.step + 1, last.num_samples + len(rows), 0, len(rows)))
-    due = [find_due(at, options, epoch_length=len(lengths), num_steps=num_steps).export for at in positions]
+    calendar = Calendar(options.validation, options.checkpoints, options.exports, len(lengths))
+    due = [calendar.find_due(at, num_steps=num_steps).export for at in positions]
     batching = choose_batching(data, options.data)
     for start in positions:
         found = list_export_steps(
@@ -303,6 +304,7 @@ def test_both_sizes_are_refused_together():
 
 def test_thresholds_are_crossed_by_the_samples_of_the_last_step():
     options = group_options(TrainOptions, output_dir="run", model_name_or_path="m", min_samples_per_checkpoint=10)
+    calendar = Calendar(options.validation, options.checkpoints, options.exports, NUM_SAMPLES)
     for num_samples, num_in_step, is_due in ((10, 1, True), (13, 3, False), (13, 4, True), (19, 9, False)):
         position = RunPosition(4, num_samples, 99, num_in_step)
-        assert find_due(position, options, epoch_length=NUM_SAMPLES, num_steps=None).export == is_due
+        assert calendar.find_due(position, num_steps=None).export == is_due

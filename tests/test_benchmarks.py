@@ -14,6 +14,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 from torch import float32
 
 from mini_trainer.distributed.world import World
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import train_step
 
 
@@ -128,7 +129,10 @@ def test_what_benchmarks_train_is_the_programs_step_and_what_they_count_is_16_by
     state = build_state(save_model(FAMILIES["qwen3"], tmp_path / "model"), options, world)
     random = np.random.default_rng(0)
     rows = [[random.integers(3, VOCAB_SIZE, length) for length in lengths] for lengths in ((7, 12), (5,))]
-    losses = [train_step(state, make_batch(rows, step=k, world=world), options, lr=1e-2).loss_sum for k in range(3)]
+    losses = [
+        train_step(state, make_batch(rows, step=k, world=world), choose_step_options(options), lr=1e-2).loss_sum
+        for k in range(3)
+    ]
     batch = make_batch(rows, world=world)
     assert batch.num_loss_tokens == 6 + 11 + 4 and [len(m.row.seq_lengths) for m in batch.micro_batches] == [2, 1]
     assert losses[0] > losses[1] > losses[2], losses

@@ -28,6 +28,7 @@ from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, lay_out_model, simulate_step
 
 pytestmark = pytest.mark.slow
@@ -178,10 +179,14 @@ def simulate(path: Path, num_sharing: int | None) -> Counter[str]:
     """What a rank of 4 needs for a row of 512 tokens."""
     options = group_options(TrainOptions, model_name_or_path=str(path), output_dir="", compute_dtype="float32",
                             activation_checkpointing="none", context_parallel=num_sharing)  # fmt: skip
-    inputs = RunInputs(TextFamily(), choose_method(options), options.data, torch.float32, objective=CausalLM())
+    inputs = RunInputs(
+        TextFamily(), choose_method(options), options.data, options.model, torch.float32, objective=CausalLM()
+    )
     inputs.model_dir, inputs.config = str(path), load_source(path).config
-    planned = lay_out_model(options, inputs, options.compute)
-    return simulate_step(options, planned, Load(512, 512, 128, True), Ranks(4, 4, num_sharing)).peak
+    planned = lay_out_model(choose_step_options(options), inputs, options.compute, choose_method(options))
+    return simulate_step(
+        choose_step_options(options), planned, Load(512, 512, 128, True), Ranks(4, 4, num_sharing)
+    ).peak
 
 
 @pytest.mark.wide

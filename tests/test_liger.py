@@ -28,7 +28,7 @@ def install(monkeypatch):
 
 
 def run_backward(model) -> dict[str, torch.Tensor]:
-    loss = model(make_micro_batch(LENGTHS, seed=0))
+    loss = model(make_micro_batch(LENGTHS, seed=0)).loss
     loss.backward()
     return {"loss": loss.detach()} | full_gradients(model)
 

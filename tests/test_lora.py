@@ -223,7 +223,7 @@ def build_adapted(world, inputs: dict[str, str], kind: dict | None = None, **opt
 
 def test_frozen_weights_are_held_in_the_compute_type_without_gradients(world, tmp_path):
     model = build_adapted(world, make_inputs(tmp_path, "llama"), dtype=torch.bfloat16)
-    model(make_micro_batch((5, 9), seed=0)).backward()
+    model(make_micro_batch((5, 9), seed=0)).loss.backward()
     for name, param in model.named_parameters():
         assert param.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
         assert (param.grad is not None) == (".lora_" in name), name

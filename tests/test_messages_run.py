@@ -45,7 +45,7 @@ def use_directory(path: Path, *, resume: str = "auto", **params: object) -> None
     if params:
         params = dict(options={}, identity=BEFORE, starts=[], versions={}, finished=None) | params
         (path / "training_params.json").write_text(json.dumps(params))
-    check_unused(make_options(path, resume=resume), NOW)
+    check_unused(path, resume, NOW, data_paths=(), cache_dir="elsewhere")
 
 
 def resume_from(path: Path, patch: pytest.MonkeyPatch, resume: str) -> None:
@@ -90,8 +90,9 @@ def warn_of_oddities(path: Path, patch: pytest.MonkeyPatch) -> str:
     batching = SimpleNamespace(mean_samples=8, flag="--batch-size 8")
     data = SimpleNamespace(kept=range(5), sources=[SimpleNamespace(path=Path("/data.arrow"))])
     inputs = SimpleNamespace(data=data, validation_data=data, batching=batching, warnings=[], num_steps=5,
-                             num_steps_before=0, schedule_steps=5)  # fmt: skip
-    find_oddities(inputs, make_options(path, num_warmup_steps=9, save_final_checkpoint=False), num_rows=16)
+                             num_steps_before=0, schedule_steps=5, values={"context_parallel": None})  # fmt: skip
+    o = make_options(path, num_warmup_steps=9, save_final_checkpoint=False)
+    find_oddities(inputs, o.optimization, o.end, o.validation, o.exports, num_rows=16)
     return "\n".join(inputs.warnings)
 
 

@@ -21,7 +21,7 @@ from tiny_vision import make_image, save_vision_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.options import HubOptions, TrainOptions, group_options
+from mini_trainer.options import HubOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run import uploads as hub_module
 from mini_trainer.run import uploads as uploads_module
@@ -109,7 +109,8 @@ def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monk
 
     def describe(model: str, **options: object) -> dict:
         options = group_options(TrainOptions, **given, model_name_or_path=model, **options)
-        return describe_head("run", options, inputs, {}).to_dict()
+        inputs.model_options, inputs.values = options.model, flatten_options(options)
+        return describe_head("run", inputs, {}).to_dict()
 
     card = describe("org/base", hub_license="apache-2.0")
     assert (card["base_model"], card["base_model_relation"]) == ("org/base", "adapter")

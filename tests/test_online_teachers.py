@@ -20,6 +20,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.run_model import build_run_model
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.step import run_backward
@@ -107,7 +108,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(divergence, weight, cap, m
     options = group_options(TrainOptions, **make_options(tmp_path, models, **own))
     inputs = open_inputs(options, device=world.device, world_size=1, start=RunPosition())
     inputs.errors.raise_all()
-    model = build_run_model(options, inputs, world)
+    model = build_run_model(inputs, choose_step_options(options), world)
     batch = next(iterate_batches(inputs.data, options.data, objective=inputs.objective, num_steps=1,
                                  attention_cost=0.1, world=world))  # fmt: skip
     assert len(batch.micro_batches) > 3 if cap == CAP else len(batch.micro_batches) == 1

@@ -39,6 +39,7 @@ from mini_trainer.run.export import ExportParts
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan import memory
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, cut_first, lay_out_model, simulate_step
 from mini_trainer.run.step import TrainState, run_backward
 
@@ -139,10 +140,14 @@ def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
     tiling.LEAST_TOKENS = LEAST_TOKENS
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     dtype = getattr(torch, options.compute.compute_dtype)
-    inputs = RunInputs(TextFamily(), choose_method(options), options.data, dtype, objective=choose(options))
+    inputs = RunInputs(
+        TextFamily(), choose_method(options), options.data, options.model, dtype, objective=choose(options)
+    )
     inputs.model_dir, inputs.config = str(path), load_source(path).config
-    planned = lay_out_model(options, inputs, options.compute)
-    return simulate_step(options, planned, Load(NUM_TOKENS, NUM_TRAINED, LONGEST, True), Ranks(num_ranks, num_ranks))
+    planned = lay_out_model(choose_step_options(options), inputs, options.compute, choose_method(options))
+    return simulate_step(
+        choose_step_options(options), planned, Load(NUM_TOKENS, NUM_TRAINED, LONGEST, True), Ranks(num_ranks, num_ranks)
+    )
 
 
 @pytest.mark.parametrize(("family", "changes"), SIMULATIONS)

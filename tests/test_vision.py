@@ -125,7 +125,7 @@ def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path)
     model = save_vision_model(tmp_path, family)
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
     objective, packed = build(model, world, ("nothing",))
-    loss = packed(pack_all(objective, rows))
+    loss = packed(pack_all(objective, rows)).loss
     loss.backward()
     total, gradients = run_all_plain(load(model), model, rows)
     assert loss.item() == pytest.approx(total, rel=1e-6)
@@ -150,7 +150,7 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_models_own(mode, mo
     total, gradients = run_all_plain(load(models["llava"]), models["llava"], rows)
     for freeze in mixes[mode]:
         objective, packed = build(models["llava"], world, freeze, activation_checkpointing=mode)
-        loss = packed(pack_all(objective, rows))
+        loss = packed(pack_all(objective, rows)).loss
         loss.backward()
         assert loss.item() == pytest.approx(total, rel=1e-6)
         for name, param in packed.model.named_parameters():
@@ -168,7 +168,7 @@ def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, 
     model = save_vision_model(tmp_path, family)
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
     objective, packed = build(model, world, ("nothing",), compile=True)
-    loss = packed(pack_all(objective, rows))
+    loss = packed(pack_all(objective, rows)).loss
     loss.backward()
     total, gradients = run_all_plain(load(model), model, rows)
     assert loss.item() == pytest.approx(total, rel=1e-6)
@@ -199,7 +199,7 @@ def test_llama_4_packs_tiles_as_its_own_forward_reads_them(dtype, world, tmp_pat
     joined = torch.cat([torch.where(of == patches[0], IGNORED, of) for of in labels])
     targets = NextTokens(torch.nonzero(joined != IGNORED)[:, 0], labels=joined)
     row = pack_row([np.array(ids) for ids in sequences])
-    loss = packed(MicroBatch(row, targets, extras=Images(16, {"pixel_values": tiles})))
+    loss = packed(MicroBatch(row, targets, extras=Images(16, {"pixel_values": tiles}))).loss
     loss.backward()
     model = load(path)
     given = [{}, {"pixel_values": tiles[:2].float()}, {"pixel_values": tiles[2:].float()}]
@@ -255,7 +255,7 @@ def train_adapters(family: str, method: LoRA, freeze: tuple[str, ...], models, d
         if name in trained:
             param.data.copy_(trained[name].data.full_tensor())
     rows = TokenizedData(data[family])
-    loss = packed(pack_all(objective, rows))
+    loss = packed(pack_all(objective, rows)).loss
     loss.backward()
     total, gradients = run_all_plain(own.base_model.model, models[family], rows)
     assert gradients.keys() == trained.keys()
@@ -285,7 +285,7 @@ def test_osft_trains_directions_of_the_language_model_by_the_models_own_gradient
     rows = TokenizedData(data["llava"])
     method = make_osft(tmp_path, osft_unfreeze_rank_ratio=0.5)
     objective, packed = build(models["llava"], world, ("vision",), method)
-    loss = packed(pack_all(objective, rows))
+    loss = packed(pack_all(objective, rows)).loss
     loss.backward()
     total, gradients = run_all_plain(load(models["llava"]), models["llava"], rows)
     assert loss.item() == pytest.approx(total, rel=1e-5)

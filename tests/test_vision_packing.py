@@ -27,6 +27,8 @@ from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader
 from mini_trainer.objectives.pictured_tokens import VisionLanguage
 from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from mini_trainer.run.start import open_inputs
 from mini_trainer.sampler import RunPosition
@@ -125,9 +127,9 @@ def simulate(given: dict, freeze: str, cap: int | None = None) -> StepMemory:
     inputs = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
     inputs.errors.raise_all()
     load = Load(NUM_TOKENS, NUM_TRAINED, longest=inputs.longest, accumulates=False)
-    return simulate_step(
-        options, lay_out_model(options, inputs, options.compute), load, Ranks(world_size=1, num_shards=1)
-    )
+    step_options = choose_step_options(options)
+    planned = lay_out_model(step_options, inputs, options.compute, choose_method(options))
+    return simulate_step(step_options, planned, load, Ranks(world_size=1, num_shards=1))
 
 
 @pytest.mark.long

@@ -73,11 +73,12 @@ def lacks_user(question: Prompt) -> bool:
 def find_problems(settings: ContinualSettings, task: Task, prepared: dict[str, Prepared]) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
     from mini_trainer.run.plan.findings import Findings  # with torch: seconds to import
-    from mini_trainer.run.plan.planner import find_target, look_at_run
+    from mini_trainer.run.plan.planner import choose_step_options, find_target, look_at_run
 
     findings = Findings()
     options = group_options(TrainOptions, **choose_options(settings, task, prepared))
-    target = find_target(options, settings.num_processes, findings, is_here=False)
+    step_options = choose_step_options(options)
+    target = find_target(options.plan, step_options, settings.num_processes, findings, is_here=False)
     look_at_run(options, target, findings)
     return [f"train: {problem}" for problem in findings.problems]
 

@@ -18,7 +18,7 @@ import mini_trainer
 from mini_trainer.distributed.ending import RanksDiffer
 from mini_trainer.distributed.messages import describe_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_rows
-from mini_trainer.options import flag_name, flatten_options
+from mini_trainer.options import flag_name
 from mini_trainer.root_files import NAMES, ROOT, is_checkout
 
 Items = Mapping[str, str]  # printable values by the name that messages use
@@ -119,9 +119,8 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def describe_program(options: Any, world: World, *, may_differ: Collection[str]) -> Groups:
-    """A script's options (except `may_differ`), code, library versions, device type and environment variables."""
-    values = flatten_options(options)
+def describe_program(values: Mapping[str, Any], world: World, *, may_differ: Collection[str]) -> Groups:
+    """A script's options by name (except `may_differ`), code, library versions, device type, environment variables."""
     return {
         "options": {flag_name(name): str(value) for name, value in values.items() if name not in may_differ},
         "code": {"mini_trainer": fingerprint_code(), "python": platform.python_version()} | dict(list_versions()),

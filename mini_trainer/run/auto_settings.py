@@ -20,7 +20,7 @@ from mini_trainer.distributed.world import call_on_rank0
 from mini_trainer.model.activation_checkpointing import MODES, set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
 from mini_trainer.model.sharding import choose_resharding, count_gathered_bytes, prepare_backward
-from mini_trainer.options import TrainOptions, flag_name, flatten_options
+from mini_trainer.options import flag_name, flatten_options
 from mini_trainer.run.auto_choice import (
     Probe,
     Room,
@@ -31,7 +31,7 @@ from mini_trainer.run.auto_choice import (
     refuse_longest,
 )
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.step import TrainState
+from mini_trainer.run.step import StepOptions, TrainState
 from mini_trainer.sampler import RunPosition
 
 FIRST_TOKENS = 1024  # the most of a first probe, so that the attempt itself has room
@@ -51,9 +51,9 @@ class Prober:
 
     def __init__(
         self,
-        options: TrainOptions,
         state: TrainState,
         inputs: RunInputs,
+        options: StepOptions,
         *,
         progress: Callable[[str], None],
     ):
@@ -147,9 +147,9 @@ class Prober:
 
 
 def measure_auto_options(
-    options: TrainOptions,
     state: TrainState,
     inputs: RunInputs,
+    options: StepOptions,
     names: list[str],
     *,
     start: RunPosition,
@@ -174,7 +174,7 @@ def measure_auto_options(
     is_known = all(chosen.get(key) == value for key, value in place.items())
     is_known = is_known and chosen.get("max_tokens_per_gpu", longest) * num_sharing >= longest
     if not call_on_rank0(world, lambda: is_known):  # ranks may have devices of different names
-        prober = Prober(options, state, inputs, progress=progress)
+        prober = Prober(state, inputs, options, progress=progress)
         found = probe_settings(prober, options, inputs.data, most=most)
         chosen = place | {name: found[name] for name in names}
         chosen |= dict(limit_bytes=prober.limit, seconds=found["seconds"], probes=prober.probes)
@@ -187,14 +187,10 @@ def measure_auto_options(
     return settled, chosen
 
 
-def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most: int) -> dict[str, Any]:
+def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most: int) -> dict[str, Any]:
     """The mode and the number of tokens that the prober finds, and the seconds that these take."""
-    longest, given, num_sharing = (
-        data.longest,
-        options.data.max_tokens_per_gpu,
-        count_sharing(prober.state.world.row_group),
-    )
-    mode = options.compute.activation_checkpointing
+    given, mode = options.data.max_tokens_per_gpu, options.compute.activation_checkpointing
+    longest, num_sharing = data.longest, count_sharing(prober.state.world.row_group)
     least = longest
     if given != "auto":
         least = most = max(longest, min(most, given * num_sharing))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.run_flags import Flag, stop_reason
-from mini_trainer.options import ExportOptions, TrainOptions, ValidationOptions
+from mini_trainer.options import CheckpointOptions, ExportOptions, ValidationOptions
 from mini_trainer.sampler import Batching, RunPosition
 
 
@@ -18,22 +18,29 @@ class Due:
     stop: tuple[ExitCode, str] | None  # exit code and reason; None: the run continues, or has ended
 
 
-def find_due(
-    position: RunPosition, options: TrainOptions, *, epoch_length: int, num_steps: int | None, flags: int = 0
-) -> Due:
-    """Returns what is due at `position`, the end of a step; `flags` are OR-ed over ranks (see
-    distributed.run_flags.Flag)."""
-    is_last = position.step == num_steps
-    stop = None if is_last else stop_reason(flags)
-    every = options.checkpoints.checkpoint_every_steps
-    is_checkpoint_step = every is not None and (position.step % every == 0 or is_last)
-    return Due(
-        validation=is_validation_due(position, options.validation, epoch_length=epoch_length, is_last=is_last),
-        checkpoint=is_checkpoint_step or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
-        export=is_export_due(position, options.exports, epoch_length=epoch_length, is_last=is_last)
-        or bool(flags & Flag.EXPORT_DUE),
-        stop=stop,
-    )
+@dataclass(frozen=True)
+class Calendar:
+    """When a run validates its model, writes checkpoints and exports."""
+
+    validation: ValidationOptions
+    checkpoints: CheckpointOptions
+    exports: ExportOptions
+    epoch_length: int  # samples
+
+    def find_due(self, position: RunPosition, *, num_steps: int | None, flags: int = 0) -> Due:
+        """Returns what is due at `position`, the end of a step; `flags` are OR-ed over ranks (see
+        distributed.run_flags.Flag)."""
+        is_last, length = position.step == num_steps, self.epoch_length
+        stop = None if is_last else stop_reason(flags)
+        every = self.checkpoints.checkpoint_every_steps
+        is_checkpoint_step = every is not None and (position.step % every == 0 or is_last)
+        return Due(
+            validation=is_validation_due(position, self.validation, epoch_length=length, is_last=is_last),
+            checkpoint=is_checkpoint_step or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
+            export=is_export_due(position, self.exports, epoch_length=length, is_last=is_last)
+            or bool(flags & Flag.EXPORT_DUE),
+            stop=stop,
+        )
 
 
 def is_export_due(position: RunPosition, options: ExportOptions, *, epoch_length: int, is_last: bool) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from mini_trainer.data.stores.disk import parse_metrics
 from mini_trainer.distributed.command import name_program, repeat_command
 from mini_trainer.distributed.ending import log
-from mini_trainer.options import TrainOptions
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
 from mini_trainer.sampler import RunPosition
@@ -62,13 +61,13 @@ def describe_trial(model: Path, exports: Exports) -> list[str]:
 
     No line for data with images, which neither program reads.
     """
-    inputs, options = exports.inputs, exports.options
+    inputs = exports.inputs
     if inputs.data.has_images:
         return []
     saw_chats = inputs.tokenizer.chat_template is not None and not (inputs.roles and inputs.roles <= PLAIN_ROLES)
     if inputs.objective.pipeline_tag == "text-generation" and saw_chats:
         return [f"try it: {name_program('generate')} --model {quote(model)}"]
-    data = (*options.validation.validation_data_path, *options.data.data_path)[0]
+    data = (inputs.validation_data or inputs.data).sources[0].path
     target = exports.output_dir / "evaluation"
     command = name_program("evaluate")
     return [f"try it: {command} --model {quote(model)} --data {quote(data)} --output-dir {quote(target)}"]
@@ -83,10 +82,10 @@ def describe_curves(output_dir: Path) -> str:
     )
 
 
-def describe_continuing(options: TrainOptions) -> str:
+def describe_continuing(resume: str) -> str:
     """How to continue a run that was stopped: its own command, without a --resume that would refuse to."""
     words = repeat_command()
-    if options.checkpoints.resume not in ("auto", "strict"):
+    if resume not in ("auto", "strict"):
         words = [*drop_flag("--resume", words), "--resume", "auto"]
     return f"to continue: {shlex.join(words)}"
 

@@ -10,8 +10,8 @@ from mini_trainer.data.stores.disk import read_json, remove_directory
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.options import TrainOptions
-from mini_trainer.run.due import find_due
+from mini_trainer.options import ExportOptions, HubOptions
+from mini_trainer.run.due import Calendar
 from mini_trainer.run.export import ExportParts, export_model
 from mini_trainer.run.file_names import AVERAGE, BEST, REGULAR
 from mini_trainer.run.inputs import RunInputs
@@ -32,41 +32,50 @@ BEST_FILE = "validation.json"  # in the best model's export: its line of validat
 class Exports:
     """The exports in `--output-dir`, and, on rank 0, their uploads. All ranks call every public method."""
 
-    def __init__(self, options: TrainOptions, inputs: RunInputs, world: World, control: RunControl, log: TrainingLog):
+    def __init__(
+        self,
+        options: ExportOptions,
+        hub: HubOptions,
+        inputs: RunInputs,
+        world: World,
+        control: RunControl,
+        log: TrainingLog,
+    ):
         self.options, self.inputs, self.world, self.control, self.log = options, inputs, world, control, log
-        self.output_dir = Path(options.output_dir)
+        self.output_dir = Path(inputs.values["output_dir"])
         self.directory = self.output_dir / EXPORTS_DIR
         self.begun: set[Path] = set()  # see `make_aside`
         self.first_averaged: int | None = None  # step before those of the average that the last export does not have
         self.uploads: Sequence[Uploads] = ()
-        if world.rank == 0 and (options.hub.push_to_hub, options.exports.upload_to) != (None, None):
+        if world.rank == 0 and (hub.push_to_hub, options.upload_to) != (None, None):
             from mini_trainer.run.uploads import open_uploads
 
-            self.uploads = open_uploads(options.hub, upload_to=options.exports.upload_to)
+            self.uploads = open_uploads(hub, upload_to=options.upload_to)
 
-    def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
+    def is_missing(self, position: RunPosition, calendar: Calendar, *, num_steps: int | None) -> bool:
         """Whether an export was due at `position` but was not written before the run ended."""
-        due = find_due(position, self.options, epoch_length=epoch_length, num_steps=num_steps)
-        return due.export and not call_on_rank0(self.world, lambda: self.has(position))
+        return calendar.find_due(position, num_steps=num_steps).export and not call_on_rank0(
+            self.world, lambda: self.has(position)
+        )
 
     def has(self, position: RunPosition) -> bool:
         """Whether the export for `position` exists and holds that position's model."""
         export_dir = self.path_of(position)
-        if self.options.exports.export_name is None or not export_dir.exists():
+        if self.options.export_name is None or not export_dir.exists():
             return export_dir.exists()
         return (export_dir / POSITION_FILE).is_file() and read_json(export_dir / POSITION_FILE) == asdict(position)
 
     def path_of(self, position: RunPosition) -> Path:
-        return self.directory / (self.options.exports.export_name or f"samples_{position.num_samples}")
+        return self.directory / (self.options.export_name or f"samples_{position.num_samples}")
 
     def write(self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None) -> None:
         """Exports the model at `position`; as the best model if `best`, its validation metrics, is given."""
         call_on_rank0(self.world, self.control.check_directory)
-        inputs, options = self.inputs, self.options
+        inputs = self.inputs
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
-        if best is None and options.exports.export_name is not None:
+        if best is None and self.options.export_name is not None:
             notes[POSITION_FILE] = json.dumps(asdict(position)) + "\n"
-        notes |= call_on_rank0(self.world, lambda: make_card(self.output_dir, options, inputs, position))
+        notes |= call_on_rank0(self.world, lambda: make_card(inputs, position))
         export_dir = self.path_of(position) if best is None else self.directory / "best"
         num_steps, average = state.num_steps_before + position.step, state.average
         average_dir = export_dir.with_name(AVERAGE_PREFIX + export_dir.name)
@@ -78,8 +87,8 @@ class Exports:
             state.method,
             inputs.generation_config,
             inputs.tokenizer,
-            DTYPES[options.exports.export_dtype],
-            inputs.source(options.model),
+            DTYPES[self.options.export_dtype],
+            inputs.source,
             notes,
             self.begun,
         )
@@ -97,7 +106,7 @@ class Exports:
 
     def _write(self, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
         export_model(state.model, export_dir, parts, world=self.world)
-        if self.options.exports.check_export:
+        if self.options.check_export:
             from mini_trainer.run.export_check import check_export
 
             check_export(state.model, export_dir, parts, objective=self.inputs.objective, world=self.world)
@@ -105,7 +114,7 @@ class Exports:
 
     def remove_old(self, position: RunPosition) -> None:
         """Applies --keep-exports; keeps exports of later positions, from before a resume."""
-        num_kept = self.options.exports.keep_exports
+        num_kept = self.options.keep_exports
         if num_kept is None:
             return
         names = [path.name.removeprefix("samples_") for path in self.directory.glob("samples_*")]
@@ -119,9 +128,10 @@ class Exports:
         """Why the run has exported no average though it was to; None if it has, or was not to."""
         if self.first_averaged is None:
             return None
+        tail_steps = self.inputs.values["tail_steps"]
         return (
             f"--weight-average tail: no average is exported, only the weights themselves: the run ended before the"
-            f" last {self.options.optimization.tail_steps:,} steps of its full length, which begin after step"
+            f" last {tail_steps:,} steps of its full length, which begin after step"
             f" {self.first_averaged:,}. With --early-stopping-patience, use --weight-average ema"
         )
 

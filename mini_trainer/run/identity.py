@@ -1,14 +1,13 @@
 """The identity and state of a run beside its checkpoints: whose directory this is, and with what it was started."""
 
 import functools
-import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,14 +50,15 @@ def check_output_dir(output_dir: Path) -> None:
         raise ValueError(f"--output-dir {output_dir}: no permission to write in {existing}")
 
 
-def check_unused(options: TrainOptions, identity: dict[str, Any]) -> None:
+def check_unused(
+    output_dir: Path, resume: str, identity: dict[str, Any], *, data_paths: Sequence[str], cache_dir: str
+) -> None:
     """ValueError if a run that starts from zero would write into another one.
 
     Its own beginning, by a start that was ended before the first checkpoint, is no other run (unless --resume is none).
-    Nor is its data, which may lie there.
+    Nor is its data, which may lie there, nor OSFT's `cache_dir`.
     """
-    output_dir, resume = Path(options.output_dir), options.checkpoints.resume
-    data = list_data_in(output_dir, options)
+    data = list_data_in(output_dir, data_paths, cache_dir=cache_dir)
     entries = [
         entry
         for entry in (output_dir.iterdir() if output_dir.exists() else ())
@@ -90,14 +90,13 @@ def read_params(output_dir: Path) -> dict[str, Any]:
     return read_fields(output_dir / PARAMS_FILE, kinds, written_by="train.py")
 
 
-def list_data_in(output_dir: Path, options: TrainOptions) -> set[str]:
+def list_data_in(output_dir: Path, data_paths: Sequence[str], *, cache_dir: str) -> set[str]:
     """Names of entries of `output_dir` that are the run's data sets and OSFT's cache, or directories that hold them.
 
     Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
     """
     root = output_dir.absolute()
-    paths = [options.osft.osft_cache_dir, *itertools.chain(*list_data_sets(options).values())]
-    inside = [Path(path).expanduser().absolute() for path in paths if not is_url(path)]
+    inside = [Path(path).expanduser().absolute() for path in (cache_dir, *data_paths) if not is_url(path)]
     cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
     return {*cached, *(path.relative_to(root).parts[0] for path in inside if root in path.parents)}
 
@@ -180,8 +179,8 @@ def name_in_identity(option: str) -> str:
     return option.replace("_", "-")
 
 
-def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, Any], start: dict[str, Any]) -> None:
-    """Writes training_params.json: the options of this start, and each start.
+def record_start(output_dir: Path, values: Mapping[str, Any], identity: dict[str, Any], start: dict[str, Any]) -> None:
+    """Writes training_params.json: the options' `values` of this start, and each start.
 
     `start` is what `describe_start` says of this one; without `resumed_from`, earlier starts belong to another run.
     """
@@ -195,7 +194,7 @@ def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, An
     write_params(
         output_dir,
         {
-            "options": hide_in(flatten_with_urls(options)),
+            "options": hide_in(values),
             "identity": identity,
             "finished": None,
             **start,
@@ -258,12 +257,11 @@ def read_git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def describe_run(options: TrainOptions, world: World) -> str:
+def describe_run(values: Mapping[str, Any], world: World) -> str:
     """The console's first lines: versions, devices, and the options that are not at their defaults."""
-    values = flatten_with_urls(options)
     changed = [
         f"{option.name}={value}"
-        for option, _ in iterate_fields(type(options))
+        for option, _ in iterate_fields(TrainOptions)
         if (value := values[option.name]) != option.default
     ]
     versions = ", ".join(f"{name} {number}" for name, number in read_versions().items())

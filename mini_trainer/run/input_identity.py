@@ -7,18 +7,18 @@ from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, finge
 from mini_trainer.data.tokenized.order import name_rule
 from mini_trainer.distributed.messages import hide_in
 from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
-from mini_trainer.options import TrainOptions, flatten_options, list_identifying_options
+from mini_trainer.options import OptimizationOptions, list_identifying_options
 from mini_trainer.run.identity import OF_METHOD, ORDER, ORIGIN, REFERENCE, TEACHER, name_in_identity, to_json
 from mini_trainer.run.inputs import RunInputs
 
 
-def identify_run(inputs: RunInputs, options: TrainOptions) -> dict[str, Any]:
+def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[str, Any]:
     """Everything that decides a run's numbers: a checkpoint only fits a run with the same identity.
 
     The number of steps is among it only if the learning rate depends on it.
     """
-    o, data = options.optimization, inputs.data
-    values = flatten_options(options) | {"batch_size": options.data.samples_per_step}
+    data, has_own_end = inputs.data, optimization.needs_end and optimization.schedule_steps is None
+    values = inputs.values | {"batch_size": inputs.data_options.samples_per_step}
     digests = [
         fingerprint_data(
             source.path, source=sidecar and sidecar.get("source"), lengths=source.lengths, kept=source.kept
@@ -32,8 +32,8 @@ def identify_run(inputs: RunInputs, options: TrainOptions) -> dict[str, Any]:
         "model": fingerprint_model(inputs.model_dir),
         ORDER: name_rule([len(kept) for kept in data.kept_of]),
         "compute-dtype": str(inputs.compute_dtype).removeprefix("torch."),
-        "number of steps": inputs.num_steps if o.needs_end and o.schedule_steps is None else None,
-        REFERENCE: find_reference(inputs, options),
+        "number of steps": inputs.num_steps if has_own_end else None,
+        REFERENCE: find_reference(inputs),
         TEACHER: find_teacher(inputs),
         OF_METHOD: inputs.method.list_data_hashes(),
         ORIGIN: None if inputs.origin is None else inputs.origin.digest,
@@ -41,13 +41,13 @@ def identify_run(inputs: RunInputs, options: TrainOptions) -> dict[str, Any]:
     }
 
 
-def find_reference(inputs: RunInputs, options: TrainOptions) -> str | None:
+def find_reference(inputs: RunInputs) -> str | None:
     """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
     if inputs.objective.reference_column is None:
         return None
     from mini_trainer.run.references import identify_reference
 
-    return identify_reference(inputs, options.lora.base_quantization)
+    return identify_reference(inputs)
 
 
 def find_teacher(inputs: RunInputs) -> str | None:

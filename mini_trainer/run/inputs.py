@@ -1,6 +1,6 @@
 """A run's inputs: data, tokenizer, the model's config, objective and method; and the errors found in them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import SELF, Objective
-from mini_trainer.options import DataOptions, ModelOptions, TrainOptions
+from mini_trainer.options import DataOptions, ModelOptions
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.sampler import Batching, RunPosition, draw_batches
 
@@ -129,7 +129,10 @@ class RunInputs:
     family: Family
     method: Method
     data_options: DataOptions
+    model_options: ModelOptions
     compute_dtype: torch.dtype
+    values: dict[str, Any] = field(default_factory=dict)  # all options by name, as they are recorded
+    data_paths: Sequence[str] = ()  # local ones of all data sets that the options name
     data: Mixture | None = None
     sidecars: list[dict[str, Any] | None] = field(default_factory=list)
     validation_data: Mixture | None = None
@@ -195,19 +198,21 @@ class RunInputs:
         """Yields the rows of each global batch, endlessly, from `start`."""
         return draw_batches(self.data, self.batching, seed=self.data_options.seed, start=start.num_samples)
 
-    def source(self, options: ModelOptions) -> ModelSource:
-        return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
+    @property
+    def source(self) -> ModelSource:
+        o = self.model_options
+        return ModelSource(self.model_dir, self.config, o.trust_remote_code, name=o.model_name_or_path)
 
-    def list_models(self, options: ModelOptions) -> list[tuple[str, str]]:
+    def list_models(self) -> list[tuple[str, str]]:
         """Name and directory of the model, and of the others that it reads."""
-        models = [] if self.model_dir is None else [(options.model_name_or_path, self.model_dir)]
+        models = [] if self.model_dir is None else [(self.model_options.model_name_or_path, self.model_dir)]
         return models + [(other.name, other.directory) for other in self.other_models.values()]
 
-    def find_weights(self, options: TrainOptions) -> None:
-        """Downloads and checks the weights of all its models. Rank 0."""
-        for name, directory in self.list_models(options.model):
+    def find_weights(self, *, verifies: bool) -> None:
+        """Downloads the weights of all its models, and `verifies` them. Rank 0."""
+        for name, directory in self.list_models():
             find_weights(name, directory)
-            if not options.skip_verification:
+            if verifies:
                 verify_weights(directory)
 
     def verify(self) -> None:

@@ -6,7 +6,7 @@ since cards are meant to be published.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -75,23 +75,24 @@ TEXT = '"A text")'
 COMPLETE = '"Hello", max_new_tokens=64)[0]["generated_text"]'  # by a model without a chat template
 
 
-def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, position: RunPosition) -> dict[str, str]:
+def make_card(inputs: RunInputs, position: RunPosition) -> dict[str, str]:
     """Texts of README.md and the curve's file, by name, for the model at `position`."""
+    output_dir, values = Path(inputs.values["output_dir"]), inputs.values
     params = read_params(output_dir)
     steps = list(read_rows(output_dir / METRICS_FILE, position.step))
     validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
     last = validations[-1] if validations and validations[-1]["step"] == position.step else {}
     measured = {name: last[name] for name in inputs.objective.metrics if last.get(name) is not None}
-    head = describe_head(output_dir.absolute().name, options, inputs, measured)
+    head = describe_head(output_dir.absolute().name, inputs, measured)
     card = ModelCard.from_template(
         head,
         template_str=TEMPLATE,
         title=f"{head.model_name}, after {position.num_samples:,} samples",
-        training=describe_training(options, inputs, params, position),
-        usage=describe_usage(head, options.hub.push_to_hub, has_template=inputs.tokenizer.chat_template is not None),
+        training=describe_training(inputs, params, position),
+        usage=describe_usage(head, values["push_to_hub"], has_template=inputs.tokenizer.chat_template is not None),
         data="\n".join(describe_data(inputs, params)),
         losses=describe_losses(steps, measured),
-        options=table(("option", "value"), list_options(options)),
+        options=table(("option", "value"), list_options(values)),
         versions=table(("", ""), list(params["versions"].items())),
     )
     return {CARD_FILE: hide_secrets(f"{card}\n")} | ({CURVE_FILE: draw_curve(steps, validations)} if steps else {})
@@ -102,10 +103,10 @@ def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
     return (row for _, _, row in read_metrics(path) if row is not None and row["step"] <= last_step)
 
 
-def describe_head(name: str, options: TrainOptions, inputs: RunInputs, measured: dict[str, float]) -> ModelCardData:
+def describe_head(name: str, inputs: RunInputs, measured: dict[str, float]) -> ModelCardData:
     """The card's metadata. Models and data sets are named only if they are on the hub, which would look for them."""
-    config, method, base = inputs.config, inputs.method, options.model.model_name_or_path
-    rows = options.rows.input_dataset
+    config, method, base = inputs.config, inputs.method, inputs.model_options.model_name_or_path
+    rows, license_name = inputs.values["input_dataset"], inputs.values["hub_license"]
     sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
     task = "image-text-to-text" if sees_images else inputs.objective.pipeline_tag
     held_out = ", ".join(inputs.validation_data.names) if measured else ""
@@ -117,7 +118,7 @@ def describe_head(name: str, options: TrainOptions, inputs: RunInputs, measured:
     return ModelCardData(
         **({} if Path(base).exists() else dict(base_model=base, base_model_relation=method.relation)),
         **({} if rows is None or Path(rows).exists() else dict(datasets=rows.partition(":")[0])),
-        **(dict(license=options.hub.hub_license) if options.hub.hub_license else find_license(Path(inputs.model_dir))),
+        **(dict(license=license_name) if license_name else find_license(Path(inputs.model_dir))),
         library_name=LIBRARIES[method.relation],
         model_name=name,
         eval_results=results or None,
@@ -152,10 +153,11 @@ def describe_usage(head: ModelCardData, repository: str | None, *, has_template:
     return f"{imports}\n\n{begin}\n{stops}\n{end}"
 
 
-def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
-    base = f"`{name_model(options.model.model_name_or_path)}`"
-    if options.model.model_revision is not None:
-        base += f", revision `{options.model.model_revision}`"
+def describe_training(inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
+    o = inputs.model_options
+    base = f"`{name_model(o.model_name_or_path)}`"
+    if o.model_revision is not None:
+        base += f", revision `{o.model_revision}`"
     commit = f", commit `{params['git_commit']}`" if params["git_commit"] else ""
     rows = [
         ("base model", f"{base}, fingerprint `{params['identity']['model']}`"),
@@ -208,11 +210,11 @@ def describe_losses(steps: list[dict[str, Any]], measured: dict[str, float]) -> 
     return "\n\n".join(parts)
 
 
-def list_options(options: TrainOptions) -> list[tuple[str, str]]:
+def list_options(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of each option that differs from its default."""
     rows = []
-    for option, group in iterate_fields(type(options)):
-        value = getattr(options if group is None else getattr(options, group), option.name)
+    for option, _ in iterate_fields(TrainOptions):
+        value = values[option.name]
         if option.name not in NOT_TOLD and value != option.default:
             rows.append((f"`{option.name}`", f"`{json.dumps(shorten_paths(value))}`"))
     return rows

@@ -19,7 +19,6 @@ from mini_trainer.model.fingerprints import digest_data, fingerprint_model
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import TrainOptions
 from mini_trainer.options.reading import check_regular
 from mini_trainer.run.inputs import REFERENCE_MODEL, RunInputs
 
@@ -28,7 +27,6 @@ PART_SIZE = 4096
 
 
 def add_reference(
-    options: TrainOptions,
     inputs: RunInputs,
     model: PackedModel,
     build: Callable[[ModelSource], PackedModel],
@@ -43,11 +41,11 @@ def add_reference(
     column = inputs.objective.reference_column
     if column is None:
         return
-    key = call_on_rank0(world, lambda: identify_reference(inputs, options.lora.base_quantization))
+    key = call_on_rank0(world, lambda: identify_reference(inputs))
     known = [read_known(data, key, world) for data in list_sets(inputs)]
     num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
     log.info(f"reference: {num_rows - num_missing:,} of {num_rows:,} samples scored before, {num_missing:,} to score")
-    if num_missing and options.preference.reuse_reference_only:
+    if num_missing and inputs.values["reuse_reference_only"]:
         raise ValueError(
             f"--reuse-reference-only: {num_missing:,} samples have no log-probabilities by this reference model; leave"
             " the option out to compute them"
@@ -104,11 +102,11 @@ def list_sets(inputs: RunInputs) -> list[Mixture]:
     return [data for data in (inputs.data, inputs.validation_data) if data is not None]
 
 
-def find_unscored(options: TrainOptions, inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
+def find_unscored(inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
     """The rows of the run's data that it will score before its first step."""
     if inputs.objective.reference_column is None:
         return []
-    key = identify_reference(inputs, options.lora.base_quantization)
+    key = identify_reference(inputs)
     return [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
 
 
@@ -174,14 +172,15 @@ def write_values(data: Mixture, values: np.ndarray, key: str) -> None:
             return
 
 
-def identify_reference(inputs: RunInputs, base_quantization: str) -> str:
-    """A hash of all that decides the reference's numbers but the data. `base_quantization`: of LoRA's base."""
+def identify_reference(inputs: RunInputs) -> str:
+    """A hash of all that decides the reference's numbers but the data."""
     other = inputs.other_models.get(REFERENCE_MODEL)
     if other is not None:
         return hash_reference(other.directory, [], "none", inputs.compute_dtype)  # without the method's layers
     method_data = inputs.method.list_data_hashes()
     origin = None if inputs.origin is None else inputs.origin.digest
-    return hash_reference(inputs.model_dir, method_data, base_quantization, inputs.compute_dtype, origin=origin)
+    quantization = inputs.values["base_quantization"]
+    return hash_reference(inputs.model_dir, method_data, quantization, inputs.compute_dtype, origin=origin)
 
 
 def hash_reference(

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,13 @@ from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.run_flags import Flag
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import TrainOptions
+from mini_trainer.options import (
+    CallbackOptions,
+    CheckpointOptions,
+    OptimizationOptions,
+    TrackingOptions,
+    ValidationOptions,
+)
 from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
 from mini_trainer.run.due import count_validations
@@ -27,7 +33,6 @@ from mini_trainer.run.identity import (
     check_same_run,
     check_unused,
     describe_start,
-    flatten_with_urls,
     is_checkpoint_of,
     record_end,
     record_start,
@@ -51,29 +56,29 @@ class RunDirectory:
     changed, except that a killed run's unfinished files are removed and damaged checkpoints are renamed.
     """
 
-    def __init__(self, options: TrainOptions, world: World, control: RunControl):
+    def __init__(self, path: str, options: CheckpointOptions, world: World, control: RunControl):
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
-        self.options, self.world, self.control = options, world, control
-        self.path = Path(options.output_dir)
+        self.path, self.options, self.world, self.control = Path(path), options, world, control
         call_on_rank0(world, lambda: control.lock(self.path))
         call_on_rank0(world, lambda: check_output_dir(self.path))
         self.checkpointer = Checkpointer(
             self.path / "checkpoints",
             world=world,
-            num_kept=options.checkpoints.keep_checkpoints,
-            is_async=options.checkpoints.async_checkpoint,
+            num_kept=options.keep_checkpoints,
+            is_async=options.async_checkpoint,
             committed=lambda path: self.log.write_checkpoint(path),
         )
         if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
             control.own(self.path)
-        self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.checkpoints.resume)
-        origin = options.checkpoints.continue_from
+        self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.resume)
+        origin = options.continue_from
         self.origin: Checkpoint | None = None
         if origin is not None:
             from mini_trainer.run.origin import read_origin
 
             self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
+        self.values: Mapping[str, Any] = {}  # all options by name
         self.identity: dict[str, Any] = {}
         self.changes: list[str] = []
         self.previous: dict[str, Any] = {} if self.checkpoint is None else self.checkpoint.state
@@ -86,19 +91,19 @@ class RunDirectory:
         else:
             log.info(f"resuming from {self.checkpoint.path}: {self.start}")
 
-    def claim(self, inputs: RunInputs) -> None:
+    def claim(self, inputs: RunInputs, optimization: OptimizationOptions) -> None:
         """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
-        options = self.options.checkpoints
-        self.identity = call_on_rank0(self.world, lambda: identify_run(inputs, self.options))
+        self.values = inputs.values
+        self.identity = call_on_rank0(self.world, lambda: identify_run(inputs, optimization))
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
-            call_on_rank0(self.world, lambda: check_unused(self.options, self.identity))
+            call_on_rank0(self.world, lambda: self._check_unused(inputs))
             self.control.own(self.path)
         if self.checkpoint is not None:
             self.changes = check_same_run(
                 self.checkpoint.path,
                 self.checkpoint.state,
                 self.identity,
-                allow_changes=options.allow_changed_options,
+                allow_changes=self.options.allow_changed_options,
                 needs_model=not inputs.method.saves_frozen,
             )
         if self.origin is not None:
@@ -107,6 +112,10 @@ class RunDirectory:
         if self._starts_with_origin(inputs):
             self.checkpointer.verify_origin(self.origin)
         call_on_rank0(self.world, lambda: remove_leftovers(self.path / EXPORTS_DIR))
+
+    def _check_unused(self, inputs: RunInputs) -> None:
+        data, cache_dir = inputs.data_paths, self.values["osft_cache_dir"]
+        check_unused(self.path, self.options.resume, self.identity, data_paths=data, cache_dir=cache_dir)
 
     def load_start(self, model: PackedModel, inputs: RunInputs) -> None:
         """Fills the weights of the checkpoint that the run continues from, unless a resume makes them useless."""
@@ -133,34 +142,43 @@ class RunDirectory:
             changes=self.changes,
             auto_settings=self.auto_settings,
         )
-        call_on_rank0(self.world, lambda: record_start(self.path, self.options, self.identity, start))
+        call_on_rank0(self.world, lambda: record_start(self.path, self.values, self.identity, start))
 
-    def open_log(self, inputs: RunInputs, *, num_validations: int) -> TrainingLog:
+    def open_log(
+        self,
+        inputs: RunInputs,
+        validation: ValidationOptions,
+        tracking: TrackingOptions,
+        callbacks: CallbackOptions,
+        *,
+        num_validations: int,
+    ) -> TrainingLog:
         """Opens the sinks, and starts the callbacks, which ranks other than 0 can also have."""
-        self.log.sinks = [] if self.world.rank > 0 else self._open_files(inputs, num_validations=num_validations)
+        if self.world.rank == 0:
+            self.log.sinks = self._open_files(inputs, validation, tracking, num_validations=num_validations)
         if inputs.callbacks:
             from mini_trainer.run.callbacks import Callbacks
             from mini_trainer.run.hooks import StartedRun
 
             started = StartedRun(
                 output_dir=self.path.absolute(),
-                options=MappingProxyType(flatten_with_urls(self.options)),
+                options=MappingProxyType(self.values),
                 first_step=self.start.step,
                 num_steps=inputs.num_steps,
                 rank=self.world.rank,
                 world_size=self.world.world_size,
             )
-            self.callbacks = Callbacks(inputs.callbacks, self.options.callbacks, self.control, started)
+            self.callbacks = Callbacks(inputs.callbacks, callbacks, self.control, started)
             self.log.sinks.append(self.callbacks)
         return self.log
 
-    def _open_files(self, inputs: RunInputs, *, num_validations: int) -> list[Sink]:
+    def _open_files(
+        self, inputs: RunInputs, validation: ValidationOptions, tracking: TrackingOptions, *, num_validations: int
+    ) -> list[Sink]:
         """The sinks of rank 0: metrics files, the console, trackers."""
         first_step, num_steps = self.start.step, inputs.num_steps
         steps_per_epoch = len(inputs.data.kept) / inputs.batching.mean_samples
-        count = partial(
-            count_validations, options=self.options.validation, num_steps=num_steps, steps_per_epoch=steps_per_epoch
-        )
+        count = partial(count_validations, options=validation, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
         num_validated = 0 if inputs.validation_data is None else len(inputs.validation_data.kept)
         time_left = TimeLeft(
             first_step=first_step,
@@ -172,15 +190,14 @@ class RunDirectory:
             MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
             open_console(time_left, shown=tuple(inputs.objective.metrics)),
         ]
-        if self.options.tracking.track:
+        if tracking.track:
             from mini_trainer.run.tracker_packages import open_trackers
 
-            sinks.append(open_trackers(self.options, self.path))
+            sinks.append(open_trackers(tracking, self.path, self.values))
         return sinks
 
-    def profile(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields `batches`, profiling the steps of --profile-steps."""
-        steps = self.options.profiling.profile_steps
+    def profile(self, batches: Iterator[Batch], steps: str | None) -> Iterator[Batch]:
+        """Yields `batches`, profiling the `steps` of --profile-steps."""
         if steps is None:
             return batches
         from mini_trainer.run.profiling import profile_steps
@@ -196,7 +213,7 @@ class RunDirectory:
         """This rank's flags: stop requests, callbacks' answers, a checkpoint being written or due by the clock."""
         flags = self.control.flags() | (0 if self.callbacks is None else self.callbacks.take_flags())
         flags |= Flag.CHECKPOINT_UNDER_WAY if self.checkpointer.is_writing else 0
-        minutes = self.options.checkpoints.checkpoint_every_minutes
+        minutes = self.options.checkpoint_every_minutes
         is_late = minutes is not None and time.monotonic() - self.last_save > 60 * minutes
         return flags | (Flag.CHECKPOINT_DUE if is_late and self.world.rank == 0 else 0)
 
@@ -213,7 +230,7 @@ class RunDirectory:
             "position": asdict(position),
             "num_steps_before": state.num_steps_before,
             "identity": self.identity,
-            "options": flatten_with_urls(self.options),
+            "options": self.values,
             "changed": self.changes,
             "auto_settings": self.auto_settings,
             "validation": validation,

@@ -20,9 +20,9 @@ from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import OptimizationOptions, TrainOptions, flatten_options
+from mini_trainer.options import ComputeOptions, OptimizationOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.step import TrainState
+from mini_trainer.run.step import StepOptions, TrainState
 from mini_trainer.sampler import RunPosition
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def build_run_model(
-    options: TrainOptions,
     inputs: RunInputs,
+    options: StepOptions,
     world: World,
     *,
     load_start: Callable[[PackedModel], None] = lambda model: None,
@@ -43,9 +43,9 @@ def build_run_model(
     `load_start` fills the weights of another run's checkpoint, if this one starts with them. `only_measures`: leaves
     out the reference's scores of the data, which take a forward pass and are written.
     """
-    if keeps_to_budget(options) and world.device.type == "cpu":
-        give_back_freed_memory()
     method, compute = inputs.method, options.compute
+    if keeps_to_budget(options.data.max_tokens_per_gpu, compute) and world.device.type == "cpu":
+        give_back_freed_memory()
     build_from = functools.partial(
         build_model,
         sharding=options.sharding,
@@ -54,7 +54,7 @@ def build_run_model(
         world=world,
         progress=progress,
     )
-    build = functools.partial(build_from, inputs.source(options.model))
+    build = functools.partial(build_from, inputs.source)
     # Without liger-kernel: its rotary embeddings would become those of the run's model as well, which may have to keep
     # outputs that they rotate in place.
     plain = replace(
@@ -88,8 +88,8 @@ def build_run_model(
         if only_measures:
             assume_reference(inputs)
         else:
-            add_reference(options, inputs, model, build_other, world=world, progress=progress)
-    log.info(describe_model(options, inputs, model))
+            add_reference(inputs, model, build_other, world=world, progress=progress)
+    log.info(describe_model(inputs, options, model))
     return model
 
 
@@ -109,10 +109,9 @@ def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:
             data.weigh_images(flops.of_images(data.images) / flops.per_token)
 
 
-def keeps_to_budget(options: TrainOptions) -> bool:
+def keeps_to_budget(max_tokens_per_gpu: int | str, compute: ComputeOptions) -> bool:
     """Whether --memory-budget-gb applies to this run: only if something is "auto"; otherwise only plans use it."""
-    is_auto = "auto" in (options.data.max_tokens_per_gpu, options.compute.activation_checkpointing)
-    return options.compute.memory_budget_gb is not None and is_auto
+    return compute.memory_budget_gb is not None and "auto" in (max_tokens_per_gpu, compute.activation_checkpointing)
 
 
 def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
@@ -155,7 +154,7 @@ def describe_sharing(num_heads: int, num_sharing: int | None) -> list[str]:
     return [describe_heads(num_heads, num_sharing)]
 
 
-def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel) -> str:
+def describe_model(inputs: RunInputs, options: StepOptions, model: PackedModel) -> str:
     compute, method, num_sharing = options.compute, inputs.method, options.sharding.context_parallel
     num_heads = max((count for count, _ in list_heads(text_config(inputs.config))), default=0)
     num_params = sum(param.numel() for param in model.parameters()) - method.count_added()
@@ -178,9 +177,9 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
 
 
 def settle_auto_options(
-    options: TrainOptions,
     state: TrainState,
     inputs: RunInputs,
+    options: StepOptions,
     *,
     start: RunPosition,
     previous: dict[str, Any] | None,
@@ -198,4 +197,4 @@ def settle_auto_options(
     from mini_trainer.run.auto_settings import measure_auto_options
 
     names += unmeasured
-    return measure_auto_options(options, state, inputs, names, start=start, previous=previous, progress=progress)
+    return measure_auto_options(state, inputs, options, names, start=start, previous=previous, progress=progress)

@@ -3,6 +3,7 @@
 Errors are collected, so that all of them are reported at once.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,17 +29,21 @@ from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.specs import find_data_kind, make_family, make_objective
 from mini_trainer.options import (
     DataOptions,
+    EndOptions,
     ModelOptions,
+    OptimizationOptions,
     PreferenceOptions,
     TeacherOptions,
     TrainOptions,
     ValidationOptions,
+    list_data_sets,
     names_raw_data,
     parse_subset,
 )
 from mini_trainer.options.choices import check_choices
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.choosing import choose_method, choose_objective, choose_settings
+from mini_trainer.run.identity import flatten_with_urls
 from mini_trainer.run.inputs import (
     REFERENCE_MODEL,
     TEACHER_MODEL,
@@ -92,12 +97,15 @@ def open_inputs(
         model, num_more = errors.attempt(lambda: count_images(data, model, options.vision, options.data)) or (model, 0)
         num_dropped += num_more
     read = open_objective(made, data, model, method, errors, options.preference, options.teacher)
-    schedule = open_schedule(data.training, options, start=start, errors=errors)
+    schedule = open_schedule(data.training, options.data, options.end, options.optimization, start, errors)
     inputs = RunInputs(
         family=model.family,
         method=method,
         data_options=data.options,
+        model_options=options.model,
         compute_dtype=choose_compute_dtype(options.compute, device),
+        values=flatten_with_urls(options),
+        data_paths=tuple(itertools.chain(*list_data_sets(options).values())),
         data=data.training,
         sidecars=data.sidecars,
         validation_data=data.validation,
@@ -117,7 +125,8 @@ def open_inputs(
         describe_data(inputs, num_dropped=num_dropped, start=start)
         for line in describe_schedule(inputs, options.optimization, start=start):
             log.info(line)
-    find_oddities(inputs, options, num_rows=world_size // num_sharing)
+    o, num_rows = options, world_size // num_sharing
+    find_oddities(inputs, o.optimization, o.end, o.validation, o.exports, num_rows=num_rows)
     return inputs
 
 
@@ -276,16 +285,23 @@ def open_objective(
     return replace(opened, objective=replace(opened.objective, family=model.family))
 
 
-def open_schedule(data: Mixture | None, options: TrainOptions, *, start: RunPosition, errors: Errors) -> Schedule:
+def open_schedule(
+    data: Mixture | None,
+    o: DataOptions,
+    end: EndOptions,
+    optimization: OptimizationOptions,
+    start: RunPosition,
+    errors: Errors,
+) -> Schedule:
     """The steps of the run, as far as they are known."""
     if data is None:
         return Schedule()
     errors.attempt(lambda: data.check_trained("--data-path"))
-    batching = errors.attempt(lambda: choose_batching(data, options.data))
+    batching = errors.attempt(lambda: choose_batching(data, o))
     if batching is None:
         return Schedule()
-    num_steps = count_steps(data, batching, options.end, seed=options.data.seed, start=start)
-    return Schedule(batching, num_steps, options.optimization.schedule_steps or num_steps)
+    num_steps = count_steps(data, batching, end, seed=o.seed, start=start)
+    return Schedule(batching, num_steps, optimization.schedule_steps or num_steps)
 
 
 def end_turns_with(

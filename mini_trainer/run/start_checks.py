@@ -4,7 +4,9 @@ Each rank describes the files that it reads. Weights, checkpoints and rows to to
 reads them, or their hashes are verified on reading.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -18,7 +20,13 @@ from mini_trainer.distributed.world import World
 from mini_trainer.model.fingerprints import fingerprint_config_files, fingerprint_data, fingerprint_tokenizer_state
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.options import OptimizationOptions, TrainOptions, list_differing_options
+from mini_trainer.options import (
+    EndOptions,
+    ExportOptions,
+    OptimizationOptions,
+    ValidationOptions,
+    list_differing_options,
+)
 from mini_trainer.run.inputs import OpenedData, RunInputs
 
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
@@ -69,21 +77,29 @@ def check_schedule(inputs: RunInputs, options: OptimizationOptions) -> None:
         )
 
 
-def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) -> None:
+def find_oddities(
+    inputs: RunInputs,
+    optimization: OptimizationOptions,
+    end: EndOptions,
+    validation: ValidationOptions,
+    exports: ExportOptions,
+    *,
+    num_rows: int,
+) -> None:
     """Adds warnings about valid but unlikely settings. `num_rows`: rows packed at the same time."""
-    num_warmup_steps, batching = options.optimization.num_warmup_steps, inputs.batching
+    num_warmup_steps, batching = optimization.num_warmup_steps, inputs.batching
     data, num_steps = inputs.data, inputs.num_steps
     if batching is not None and batching.mean_samples > len(data.kept):
         inputs.warnings.append(f"{batching.flag}: each step draws the {len(data.kept)} samples repeatedly")
-    if batching is not None and num_steps is not None and options.end.max_steps is None:
+    if batching is not None and num_steps is not None and end.max_steps is None:
         num_updates = inputs.num_steps_before + num_steps
         if num_updates < FEW_UPDATES:
             inputs.warnings.append(
                 f"the run has only {num_updates} optimizer updates, in which a model learns little: lower"
                 f" {batching.flag}, raise --max-epochs for {FEW_UPDATES} updates or more, or raise --learning-rate"
-                f" {options.optimization.learning_rate:g}"
+                f" {optimization.learning_rate:g}"
             )
-    if data is not None and inputs.validation_data is not None and not options.validation.validate_training_data:
+    if data is not None and inputs.validation_data is not None and not validation.validate_training_data:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
             if source.path.resolve() in trained:
@@ -91,17 +107,17 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) ->
                     f"--validation-data-path {source.path} is also trained on: its loss says nothing about other data"
                 )
     if batching is not None and batching.mean_samples < num_rows:
-        sharing = options.sharding.context_parallel
+        sharing = inputs.values["context_parallel"]
         ranks = "ranks" if sharing is None else f"groups of --context-parallel {sharing} ranks"
         inputs.warnings.append(
             f"{batching.flag}: fewer samples a step than the {num_rows} {ranks}: some of them will be idle"
         )
-    if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
+    if not exports.save_final_checkpoint and not exports.on_the_way:
         inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
-    end = None if num_steps is None else max(inputs.num_steps_before + num_steps, inputs.schedule_steps)
-    if end is not None and num_warmup_steps >= end:
+    last = None if num_steps is None else max(inputs.num_steps_before + num_steps, inputs.schedule_steps)
+    if last is not None and num_warmup_steps >= last:
         inputs.warnings.append(
-            f"--num-warmup-steps {num_warmup_steps}: the run of {end} steps ends before its peak learning rate"
+            f"--num-warmup-steps {num_warmup_steps}: the run of {last} steps ends before its peak learning rate"
         )
 
 
@@ -109,13 +125,12 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) ->
 UNREAD_KEYS = ("versions", "sources", "options", "split", "file", "sha256")
 
 
-def describe_start(options: TrainOptions, world: World) -> Groups:
-    """Everything to compare before files are read: options, code, libraries, device type, environment variables."""
-    groups = describe_program(options, world, may_differ=list_differing_options())
-    asked = options.checkpoints
+def describe_start(values: Mapping[str, Any], world: World) -> Groups:
+    """Everything to compare before files are read: options by name, code, libraries, device type, environment."""
+    groups = describe_program(values, world, may_differ=list_differing_options())
     own = {
-        "--resume": describe_resume(asked.resume),
-        "--continue-from": "no" if asked.continue_from is None else "a checkpoint",
+        "--resume": describe_resume(values["resume"]),
+        "--continue-from": "no" if values["continue_from"] is None else "a checkpoint",
     }
     return groups | {"options": groups["options"] | own}
 
@@ -125,16 +140,17 @@ def describe_resume(resume: str) -> str:
     return resume if resume in ("auto", "strict", "none") else "a checkpoint"
 
 
-def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
-    """Digests of the files that every rank reads, by the options that name them."""
-    read, with_code = inputs.method.list_read_files(), options.model.trust_remote_code
+def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
+    """Digests of the files that every rank reads, by the options that name them. `verifies`: data sets' whole content
+    is hashed, as it is compared with the recorded hashes anyway."""
+    read, with_code = inputs.method.list_read_files(), inputs.model_options.trust_remote_code
     models = {"--model-name-or-path": inputs.model_dir}
     models |= {flag: other.directory for flag, other in inputs.other_models.items()}
     return {
         "data": {
             name: items
             for option, data in inputs.data_sets.items()
-            for name, items in describe_sets(data, option, is_verified=not options.skip_verification).items()
+            for name, items in describe_sets(data, option, is_verified=verifies).items()
         },
         "model": {
             "tokenizer": fingerprint_tokenizer_state(inputs.tokenizer)[:DIGITS],

@@ -18,11 +18,21 @@ from mini_trainer.model.sharding import prepare_backward
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.objective import TARGETS, LossSums
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import TrainOptions
+from mini_trainer.options import ComputeOptions, DataOptions, OptimizationOptions, ShardingOptions
 from mini_trainer.sampler import Batch, derive_seed
 
 if TYPE_CHECKING:
     from mini_trainer.model.optim.averages import WeightAverage
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options that decide how a step is computed."""
+
+    data: DataOptions
+    compute: ComputeOptions
+    sharding: ShardingOptions
+    optimization: OptimizationOptions
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class TrainState:
 def train_step(
     state: TrainState,
     batch: Batch,
-    options: TrainOptions,
+    options: StepOptions,
     *,
     lr: float,
     data_wait_seconds: float = 0.0,

@@ -9,13 +9,14 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mini_trainer.distributed.ending import log
-from mini_trainer.options import TrackingOptions, TrainOptions
+from mini_trainer.options import TrackingOptions
 from mini_trainer.options.doors import TRACKERS
-from mini_trainer.run.identity import flatten_with_urls, read_params
+from mini_trainer.run.identity import read_params
 from mini_trainer.run.trackers import EarlierSteps, Entry, KnownRuns, TrackedRun, Trackers
 
 DEFAULT_PROJECT = "mini_trainer"
@@ -209,19 +210,19 @@ class Trackio:
             self.run.finish()
 
 
-def open_trackers(options: TrainOptions, output_dir: Path) -> Trackers:
+def open_trackers(options: TrackingOptions, output_dir: Path, values: Mapping[str, Any]) -> Trackers:
     """The sink of --track; call this after training_params.json has recorded this start."""
     start = read_params(output_dir)
     known, earlier = KnownRuns(output_dir), EarlierSteps(output_dir)
     facts = {"host": socket.gethostname(), "output_dir": str(output_dir.absolute())} | {
         key: start[key] for key in FACTS
     }
-    values = json.loads(json.dumps(flatten_with_urls(options)))
+    values = json.loads(json.dumps(values))
 
     def describe_run(title: str) -> TrackedRun:
         return TrackedRun(
-            name=choose_name(options.tracking, output_dir),
-            project=options.tracking.track_project,
+            name=choose_name(options, output_dir),
+            project=options.track_project,
             output_dir=output_dir,
             first_step=start["first_step"],
             options=values,
@@ -231,7 +232,7 @@ def open_trackers(options: TrainOptions, output_dir: Path) -> Trackers:
             keep=functools.partial(known.keep, title),
         )
 
-    return Trackers({title: TRACKERS[title]() for title in options.tracking.track}, describe_run)
+    return Trackers({title: TRACKERS[title]() for title in options.track}, describe_run)
 
 
 def choose_name(tracking: TrackingOptions, output_dir: Path) -> str:

@@ -19,7 +19,7 @@ from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.fingerprints import fingerprint_data
 from mini_trainer.model.scoring.data_scores import DataScores, score_data
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.options import TrainOptions, ValidationOptions
+from mini_trainer.options import ValidationOptions
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import TrainState
@@ -169,22 +169,25 @@ class Validations:
         )
 
     def measure(
-        self, state: TrainState, position: RunPosition, options: TrainOptions, log: TrainingLog, exports: Exports
+        self, state: TrainState, position: RunPosition, log: TrainingLog, exports: Exports, *, cap: int
     ) -> bool:
-        """Validates the model at `position`, and exports it if it is the best so far; returns whether to stop early."""
+        """Validates the model at `position`, and exports it if it is the best so far; returns whether to stop early.
+
+        `cap`: tokens per rank and micro-batch.
+        """
         inputs, metric = self.inputs, self.options.best_metric
         where = {
             "step": position.step,
             "epoch": position.num_samples / len(inputs.data.kept),
             "total_samples_accumulated": position.num_samples,
         }
-        predictions_file = Path(options.output_dir) / f"predictions_samples_{position.num_samples}.jsonl"
+        predictions_file = exports.output_dir / f"predictions_samples_{position.num_samples}.jsonl"
         run = functools.partial(
             validate,
             state,
             inputs.validation_data,
             inputs.objective,
-            cap=options.data.max_tokens_per_gpu,
+            cap=cap,
             progress=self.control.progress,
         )
         metrics = where | run(predictions_file=predictions_file if self.options.write_predictions else None)

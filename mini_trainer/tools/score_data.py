@@ -52,7 +52,7 @@ from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
 from mini_trainer.objectives.specs import find_class, find_data_kind
-from mini_trainer.options import ComputeOptions, flag_name
+from mini_trainer.options import ComputeOptions, flag_name, flatten_options
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.doors import SCORERS
 from mini_trainer.options.objectives import OBJECTIVES
@@ -71,7 +71,8 @@ ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank
 def score(options: ScoreDataOptions, world: World) -> None:
     """Writes the scores of all data sets; ValueError or OSError for what cannot be done."""
     check_choices(options)
-    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "data_cache_dir")))
+    values, may_differ = flatten_options(options), ("config", "data_cache_dir")
+    compare_ranks(world, lambda: describe_program(values, world, may_differ=may_differ))
     given = {"data_path": options.data_path, "teacher_data": options.teacher_data}
     options = replace(options, **download_data_sets(given, world, cache_dir=options.data_cache_dir))
     sets = [open_data(path, options) for path in options.data_path]

@@ -23,6 +23,7 @@ from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import Batch
 
@@ -54,7 +55,7 @@ def take_steps(values: dict, world: World) -> dict:
         micro_batches = [pack(100 * step + k, world) for k in range(int(num_micro_batches))]
         batch = Batch(step, nothing, nothing, num_tokens, divisors, [], micro_batches, data=None)
         gathered.clear()
-        sums = train_step(state, batch, options, lr=1e-2)
+        sums = train_step(state, batch, choose_step_options(options), lr=1e-2)
         num_gathered = len(gathered)
         with torch.no_grad():  # between two steps, as a validation
             held_out = model.score(pack(7777, world)).sums

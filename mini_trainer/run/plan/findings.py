@@ -1,11 +1,13 @@
 """The parts of a plan: the machine, the run as far as it is known, and the findings about both."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from mini_trainer.distributed.memory import resident_memory
 from mini_trainer.distributed.messages import say
+from mini_trainer.model.method import Method
 from mini_trainer.run.inputs import Errors, RunInputs
 from mini_trainer.run.plan.simulation import PlannedModel, Ranks
 from mini_trainer.sampler import RunPosition
@@ -73,6 +75,7 @@ class PlannedRun:
 
     inputs: RunInputs
     start: RunPosition
+    make_method: Callable[[], Method]  # for another model than the inputs'
     model: PlannedModel | None
     reference: PlannedReference | None = None  # None also if the objective has none
     teacher: PlannedTeacher | None = None  # one that reads each micro-batch

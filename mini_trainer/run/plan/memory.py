@@ -13,7 +13,7 @@ from mini_trainer.model.sharding import (
     list_resharding,
     stays_whole,
 )
-from mini_trainer.options import ComputeOptions, TrainOptions, flag_name, replace_options
+from mini_trainer.options import ComputeOptions, flag_name, replace_options
 from mini_trainer.run.auto_choice import (
     NUM_BATCHES,
     Probe,
@@ -27,7 +27,15 @@ from mini_trainer.run.auto_choice import (
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
 from mini_trainer.run.plan.packing import Packing, pack_batches
-from mini_trainer.run.plan.simulation import Load, PlannedModel, Ranks, StepMemory, lay_out_model, simulate_step
+from mini_trainer.run.plan.simulation import (
+    Load,
+    PlannedModel,
+    Ranks,
+    StepMemory,
+    lay_out_model,
+    simulate_step,
+)
+from mini_trainer.run.step import StepOptions
 
 ENOUGH_TOKENS = 4096  # in a micro-batch of this size the fixed costs are small
 LONG_ROW = 8192  # tokens from which on a plan tries what makes room for long rows
@@ -45,8 +53,8 @@ KINDS = {  # the kinds of StepMemory.peak in words
 
 
 def plan_memory(
-    options: TrainOptions, target: Target, run: PlannedRun, findings: Findings
-) -> tuple[TrainOptions, Packing | None, bool]:
+    options: StepOptions, target: Target, run: PlannedRun, findings: Findings
+) -> tuple[StepOptions, Packing | None, bool]:
     """Adds what the model is and what memory it needs; returns the options without auto and, if known, the packing."""
     if run.model is None or run.inputs.batching is None:
         options = settle_mode(options)
@@ -79,7 +87,7 @@ def plan_memory(
     return options, packing, memory is not None
 
 
-def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
+def pack_run(options: StepOptions, target: Target, run: PlannedRun) -> Packing:
     """Packs the run's next batches."""
     num_steps = run.inputs.num_steps
     num_left = NUM_BATCHES if num_steps is None else num_steps - run.start.step
@@ -93,14 +101,14 @@ def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
     )
 
 
-def settle_mode(options: TrainOptions) -> TrainOptions:
+def settle_mode(options: StepOptions) -> StepOptions:
     """Where nothing could be found out, with what needs least memory."""
     if options.compute.activation_checkpointing != "auto":
         return options
     return replace_options(options, activation_checkpointing=MODES[-1])
 
 
-def describe_model(options: TrainOptions, model: PlannedModel, findings: Findings) -> None:
+def describe_model(options: StepOptions, model: PlannedModel, findings: Findings) -> None:
     dtype = str(model.meta.compute_dtype).removeprefix("torch.")
     resharding = [f"{flag_name(name)} {value}" for name, value in list_resharding(options.sharding).items()]
     findings.lines.append(
@@ -113,21 +121,21 @@ def describe_model(options: TrainOptions, model: PlannedModel, findings: Finding
         findings.lines.append(f"  {model.meta.left_out.describe(num_bytes=num_bytes)}")
 
 
-def simulated_compute(options: TrainOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
+def simulated_compute(compute: ComputeOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
     """The compute options for a simulation, which always runs on a CPU.
 
     A GPU's attention kernels keep what SDPA keeps; only eager attention holds more.
     """
-    attention = options.compute.attention
+    attention = compute.attention
     if target.device.type != "cpu" and attention != "eager":
         attention = "auto"
     dtype = str(inputs.compute_dtype).removeprefix("torch.")
     return replace(
-        options.compute, attention=attention, compute_dtype=dtype, compile=False, float8=False, use_liger_kernels=False
+        compute, attention=attention, compute_dtype=dtype, compile=False, float8=False, use_liger_kernels=False
     )
 
 
-def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, findings: Findings) -> TrainOptions:
+def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, findings: Findings) -> StepOptions:
     """The options with what auto would come to, every token trained; auto stays where no limit of memory is known."""
     given, mode = options.data.max_tokens_per_gpu, options.compute.activation_checkpointing
     autos = [("max-tokens-per-gpu", given), ("activation-checkpointing", mode)]
@@ -175,7 +183,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)
 
 
-def probe_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:
+def probe_by_simulation(options: StepOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:
     """Simulates a step of micro-batches of `num_tokens`, every one trained."""
     load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
     memory = simulate(options, target, run, load)
@@ -189,7 +197,7 @@ def probe_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, 
     )
 
 
-def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, packing: Packing) -> StepMemory:
+def simulate_packing(options: StepOptions, target: Target, run: PlannedRun, packing: Packing) -> StepMemory:
     """A step with the largest micro-batch there is, and the most trained tokens."""
     accumulates = bool(packing.num_micro_batches.max() > 1)
     return simulate(
@@ -206,9 +214,9 @@ def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, pac
     )
 
 
-def simulate(options: TrainOptions, target: Target, run: PlannedRun, load: Load) -> StepMemory:
-    compute, inputs = simulated_compute(options, target, run.inputs), run.inputs
-    memory = simulate_step(options, lay_out_model(options, inputs, compute), load, target.ranks)
+def simulate(options: StepOptions, target: Target, run: PlannedRun, load: Load) -> StepMemory:
+    compute, inputs = simulated_compute(options.compute, target, run.inputs), run.inputs
+    memory = simulate_step(options, lay_out_model(options, inputs, compute, run.make_method()), load, target.ranks)
     memory.peak["teacher"] = 0 if run.teacher is None else run.teacher.num_bytes
     return memory
 
@@ -241,10 +249,10 @@ def describe_sharing(ranks: Ranks) -> str:
 
 
 def describe_savings(
-    options: TrainOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
+    options: StepOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
 ) -> None:
     """Adds what the options for long rows would come to, those that the run could have and has not."""
-    for change in list_savings(options, target):
+    for change in list_savings(options.compute, target):
         changed = replace_options(options, **change)
         try:
             memory = simulate_packing(changed, target, run, packing)
@@ -257,8 +265,8 @@ def describe_savings(
         )
 
 
-def list_savings(options: TrainOptions, target: Target) -> list[dict[str, bool]]:
-    compute, savings = options.compute, []
+def list_savings(compute: ComputeOptions, target: Target) -> list[dict[str, bool]]:
+    savings: list[dict[str, bool]] = []
     if not (compute.tiled_mlp or compute.compile):
         savings.append(dict(tiled_mlp=True))
     is_able = target.device.type == "cuda" and compute.activation_checkpointing == "full"

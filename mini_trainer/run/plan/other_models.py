@@ -9,28 +9,28 @@ from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.model.build import make_meta_model
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
-from mini_trainer.options import TrainOptions
 from mini_trainer.run.auto_choice import NUM_BATCHES
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.plan.findings import PlannedReference, PlannedTeacher, Target
 from mini_trainer.run.plan.memory import simulated_compute
 from mini_trainer.run.plan.simulation import PlannedModel
 from mini_trainer.run.references import find_unscored
+from mini_trainer.run.step import StepOptions
 from mini_trainer.sampler import RunPosition
 
 
 def plan_reference(
-    options: TrainOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
+    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
 ) -> PlannedReference | None:
     """The samples that no run has scored, and what the model or --reference-model needs for them."""
     objective = inputs.objective
     if model is None or inputs.data is None or objective is None or objective.reference_column is None:
         return None
-    unscored, flops, num_bytes = find_unscored(options, inputs), model.flops, 0
+    unscored, flops, num_bytes = find_unscored(inputs), model.flops, 0
     num_rows = sum(len(rows) for _, rows in unscored)
     source = inputs.other_models.get(REFERENCE_MODEL)
     if source is not None and num_rows:
-        compute, device = simulated_compute(options, target, inputs), torch.device("cpu")
+        compute, device = simulated_compute(options.compute, target, inputs), torch.device("cpu")
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
         num_params = sum(param.numel() for param in other.parameters())
         flops = count_flops(other)
@@ -41,7 +41,7 @@ def plan_reference(
 
 
 def plan_teacher(
-    options: TrainOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
+    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
 ) -> PlannedTeacher | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
     objective, data = inputs.objective, inputs.data
@@ -51,7 +51,7 @@ def plan_teacher(
     if source is None:  # the model as the run starts: copies of what trains
         flops, num_bytes = model.flops, model.num_trainable * DTYPES[options.optimization.master_weights].itemsize
     else:
-        compute, device = simulated_compute(options, target, inputs), torch.device("cpu")
+        compute, device = simulated_compute(options.compute, target, inputs), torch.device("cpu")
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
         flops = count_flops(other)
         num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize

@@ -6,6 +6,7 @@ Memory comes from a simulated step (simulation.py), time from a few real micro-b
 machine, else from FLOPs.
 """
 
+import functools
 import os
 import shutil
 from dataclasses import dataclass
@@ -27,9 +28,20 @@ from mini_trainer.distributed.row_group import check_sharing
 from mini_trainer.distributed.world import call_on_rank0, count_shards, divide_world, init_world, setup_logging
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.sharding import list_resharding
-from mini_trainer.options import ExportOptions, TrainOptions, flatten_options, list_data_sets, replace_options
+from mini_trainer.options import (
+    CheckpointOptions,
+    ExportOptions,
+    OptimizationOptions,
+    PlanOptions,
+    TrainOptions,
+    ValidationOptions,
+    flatten_options,
+    list_data_sets,
+    replace_options,
+)
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
-from mini_trainer.run.checkpointing import Checkpoint, check_state
+from mini_trainer.run.checkpointing import check_state
+from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.due import list_export_steps
 from mini_trainer.run.identity import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from mini_trainer.run.input_identity import identify_run
@@ -44,6 +56,7 @@ from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.run_model import describe_schedule, keeps_to_budget, weigh_images
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.start_checks import describe_start
+from mini_trainer.run.step import StepOptions
 from mini_trainer.sampler import RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
@@ -63,20 +76,23 @@ def plan_run(options: TrainOptions) -> ExitCode:
             findings.print()
             return ExitCode.BAD_INPUT
         options = replace_options(options, **found)
-        target = find_target(options, world_size, findings, is_here=is_here)
+        step_options = choose_step_options(options)
+        target = find_target(options.plan, step_options, world_size, findings, is_here=is_here)
         run = look_at_run(options, target, findings)
-        describe_run(target, run, options, findings)
-        options, packing, is_simulated = plan_memory(options, target, run, findings)
-        plan_disk(options, run, findings)
+        describe_run(target, run, options.optimization, findings)
+        settled, packing, is_simulated = plan_memory(step_options, target, run, findings)
+        plan_disk(options.checkpoints, options.exports, options.validation, options.optimization, run, findings)
     speed = None
     if is_here:
         try:
             world = init_world(start_timeout=SLOW_LIMIT)  # rank 0 comes last, when it has made the rest of the plan
-            compare_ranks(world, lambda: describe_start(given, world))
+            compare_ranks(world, lambda: describe_start(flatten_options(given), world))
             world = divide_world(world, options.sharding)
-            options = replace_options(options, **call_on_rank0(world, lambda: list_settled(options)))
+            changes = call_on_rank0(world, lambda: list_settled(settled) | list_paths(options))
+            options = replace_options(options, **changes)
             if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
-                speed = measure_speed(options, world)
+                inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=RunPosition())
+                speed = measure_speed(inputs, choose_step_options(options), world)
         except (ValueError, OSError) as error:  # of the model itself, on every rank
             findings.problems.append(error)
             if isinstance(error, RanksDiffer) and not is_rank0:  # rank 0 may be training, and not print this plan
@@ -90,17 +106,29 @@ def plan_run(options: TrainOptions) -> ExitCode:
     return ExitCode.BAD_INPUT if findings.problems else ExitCode.DONE
 
 
-def list_settled(options: TrainOptions) -> dict[str, Any]:
-    """Findings of rank 0 alone: for options that may have been auto, and where rows and URLs became local paths."""
-    mode, cap = options.compute.activation_checkpointing, options.data.max_tokens_per_gpu
+def choose_step_options(options: TrainOptions) -> StepOptions:
+    return StepOptions(options.data, options.compute, options.sharding, options.optimization)
+
+
+def list_settled(options: StepOptions) -> dict[str, Any]:
+    """The values of options that may have been auto."""
+    mode = options.compute.activation_checkpointing
+    values = dict(activation_checkpointing=mode, max_tokens_per_gpu=options.data.max_tokens_per_gpu)
+    return values | list_resharding(options.sharding)
+
+
+def list_paths(options: TrainOptions) -> dict[str, Any]:
+    """The data sets, with local paths in place of rows and URLs."""
     values = flatten_options(options)
-    paths = {name: values[name] for name in list_data_sets(options)}
-    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap) | list_resharding(options.sharding) | paths
+    return {name: values[name] for name in list_data_sets(options)}
 
 
-def find_target(options: TrainOptions, world_size: int, findings: Findings, *, is_here: bool) -> Target:
+def find_target(
+    plan: PlanOptions, options: StepOptions, world_size: int, findings: Findings, *, is_here: bool
+) -> Target:
     """The machine to plan for, from the options, and this machine otherwise."""
-    has_gpu, given, budget = torch.cuda.is_available(), options.plan.plan_device, options.compute.memory_budget_gb
+    has_gpu, given, budget = torch.cuda.is_available(), plan.plan_device, options.compute.memory_budget_gb
+    sharding = options.sharding
     device = torch.device("cuda" if has_gpu or given is not None else "cpu")
     name = given or describe_device(device)
     peak = find_peak_flops(name)
@@ -109,18 +137,20 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
     found = findings if not is_here else Findings()  # init_world says it, too
-    num_shards, shard_size = world_size, options.sharding.shard_size
-    if options.sharding.sharding == "hybrid":
+    num_shards, shard_size = world_size, sharding.shard_size
+    if sharding.sharding == "hybrid":
         ranks_per_node = count_local_ranks() if is_here else min(world_size, RANKS_PER_NODE)
         num_shards = found.problems.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
-    num_sharing = options.sharding.context_parallel
+    num_sharing = sharding.context_parallel
     if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
         num_sharing = None
     if not is_here and world_size > 1:
         needed = count_open_files(world_size, list_group_sizes(world_size, num_shards, num_sharing))
         findings.warnings += filter(None, [find_missing_files(needed, world_size)])
-    offloads = options.sharding.cpu_offload and device.type == "cuda"
-    gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
+    offloads = sharding.cpu_offload and device.type == "cuda"
+    gives_back = (
+        keeps_to_budget(options.data.max_tokens_per_gpu, options.compute) or "MALLOC_MMAP_THRESHOLD_" in os.environ
+    )
     return Target(
         Ranks(world_size, num_shards, num_sharing, offloads, limit if device.type == "cuda" else None),
         device,
@@ -134,30 +164,33 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
 
 def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
     """Reads what a run reads, in the same order, and continues after errors."""
-    num_before = len(findings.problems)
+    num_before, asked = len(findings.problems), options.checkpoints
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
-    resumes = options.checkpoints.resume != "none"
-    checkpoint = findings.problems.attempt(lambda: find_checkpoint(options)) if resumes else None
+    output_dir, resume, origin_path = Path(options.output_dir), asked.resume, asked.continue_from
+    checkpoint = findings.problems.attempt(lambda: find_checkpoint(output_dir, resume)) if resume != "none" else None
     start = checkpoint.position if checkpoint else RunPosition()
-    origin = findings.problems.attempt(lambda: find_origin(options))
+    origin = None  # its tensors are not verified
+    if origin_path is not None:
+        origin = findings.problems.attempt(lambda: read_origin(Path(origin_path), output_dir))
     inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start, origin=origin)
     findings.problems += inputs.errors
     findings.warnings += inputs.warnings
-    models = inputs.list_models(options.model)
+    models = inputs.list_models()
     local = [model for model in models if Path(model[0]).is_dir()]  # from the hub the weights would be downloaded
     for model in local:
         findings.problems.attempt(lambda model=model: find_weights(*model))
     if local == models and len(findings.problems) == num_before:
-        findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
+        findings.problems.attempt(lambda: check_identity(asked, options.optimization, checkpoint, inputs))
+    make_method = functools.partial(choose_method, options)
     if inputs.config is None or inputs.objective is None:  # without an objective nobody knows what the model has to be
-        return PlannedRun(inputs, start, None)
-    compute = simulated_compute(options, target, inputs)
-    model = findings.problems.attempt(lambda: lay_out_model(options, inputs, compute))
+        return PlannedRun(inputs, start, make_method, None)
+    step_options, compute = choose_step_options(options), simulated_compute(options.compute, target, inputs)
+    model = findings.problems.attempt(lambda: lay_out_model(step_options, inputs, compute, make_method()))
     if model is not None:
         weigh_images(inputs, model.flops)
-    reference = findings.problems.attempt(lambda: plan_reference(options, target, inputs, model))
-    teacher = findings.problems.attempt(lambda: plan_teacher(options, target, inputs, model))
-    return PlannedRun(inputs, start, model, reference, teacher)
+    reference = findings.problems.attempt(lambda: plan_reference(step_options, target, inputs, model))
+    teacher = findings.problems.attempt(lambda: plan_teacher(step_options, target, inputs, model))
+    return PlannedRun(inputs, start, make_method, model, reference, teacher)
 
 
 @dataclass(frozen=True)
@@ -172,11 +205,10 @@ class FoundCheckpoint:
         return RunPosition(**self.state["position"])
 
 
-def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
+def find_checkpoint(output_dir: Path, resume: str) -> FoundCheckpoint | None:
     """The checkpoint that --resume would most likely use."""
-    resume = options.checkpoints.resume
     is_path = resume not in ("auto", "strict")
-    paths = [Path(resume)] if is_path else find_checkpoints(Path(options.output_dir) / "checkpoints")
+    paths = [Path(resume)] if is_path else find_checkpoints(output_dir / "checkpoints")
     if not paths:
         return None
     state = read_json(paths[0] / STATE)
@@ -184,18 +216,15 @@ def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
     return FoundCheckpoint(paths[0], state)
 
 
-def find_origin(options: TrainOptions) -> Checkpoint | None:
-    """The checkpoint of --continue-from, whose tensors have not been verified."""
-    path = options.checkpoints.continue_from
-    return None if path is None else read_origin(Path(path), Path(options.output_dir))
-
-
-def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs) -> None:
+def check_identity(
+    asked: CheckpointOptions, optimization: OptimizationOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs
+) -> None:
     """ValueError if the output directory or the checkpoint is another run's."""
-    identity, asked, origin = identify_run(inputs, options), options.checkpoints, inputs.origin
-    output_dir, needs_model = Path(options.output_dir), not inputs.method.saves_frozen
+    identity, origin, values = identify_run(inputs, optimization), inputs.origin, inputs.values
+    output_dir, needs_model = Path(values["output_dir"]), not inputs.method.saves_frozen
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
-        check_unused(options, identity)
+        data, cache_dir = inputs.data_paths, values["osft_cache_dir"]
+        check_unused(output_dir, asked.resume, identity, data_paths=data, cache_dir=cache_dir)
     if checkpoint is not None:
         check_same_run(
             checkpoint.path,
@@ -208,7 +237,7 @@ def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, in
         check_continues(origin.path, origin.state, identity, needs_model=needs_model)
 
 
-def describe_run(target: Target, run: PlannedRun, options: TrainOptions, findings: Findings) -> None:
+def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOptions, findings: Findings) -> None:
     size = ""
     if target.limit is not None:
         size = f", {target.limit / GIB / (1 - MARGIN):,.1f} GiB each, of which {MARGIN:.0%} stay free"
@@ -221,7 +250,7 @@ def describe_run(target: Target, run: PlannedRun, options: TrainOptions, finding
             f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens, the longest"
             f" {data.longest:,}\nrun: {steps} of {run.inputs.batching}{done}"
         )
-        findings.lines += describe_schedule(run.inputs, options.optimization, start=run.start)
+        findings.lines += describe_schedule(run.inputs, optimization, start=run.start)
 
 
 def find_most_exports(options: ExportOptions) -> int | None:
@@ -230,47 +259,56 @@ def find_most_exports(options: ExportOptions) -> int | None:
     return None if num_kept is None else num_kept + 1
 
 
-def count_exports(options: TrainOptions, inputs: RunInputs, *, start: RunPosition) -> tuple[int, int]:
+def count_exports(
+    options: ExportOptions, optimization: OptimizationOptions, inputs: RunInputs, *, start: RunPosition
+) -> tuple[int, int]:
     """The most exports that are there at once, and how many of them have an average's export beside them."""
-    most, is_averaged = find_most_exports(options.exports), options.optimization.weight_average != "none"
+    most, is_averaged = find_most_exports(options), optimization.weight_average != "none"
     if inputs.num_steps is None:
         num_exports = 1 if most is None else most
         return num_exports, num_exports * is_averaged
     steps = list_export_steps(
-        options.exports,
+        options,
         inputs.batching,
         start=start,
         num_steps=inputs.num_steps,
         epoch_length=len(inputs.data.kept),
     )
     steps = steps if most is None else steps[-most:]  # the last ones: only they may be of a tail
-    first = find_first_step(options.optimization, end=inputs.last_step)
+    first = find_first_step(optimization, end=inputs.last_step)
     return len(steps), 0 if first is None else sum(inputs.num_steps_before + step > first for step in steps)
 
 
-def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> None:
+def plan_disk(
+    checkpoints: CheckpointOptions,
+    exports: ExportOptions,
+    validation: ValidationOptions,
+    optimization: OptimizationOptions,
+    run: PlannedRun,
+    findings: Findings,
+) -> None:
     """Adds the sizes of checkpoints and exports; a problem where the disk has no room for them."""
     if run.model is None:
         return
-    output_dir, num_kept = Path(options.output_dir), options.checkpoints.keep_checkpoints
+    output_dir, num_kept = Path(run.inputs.values["output_dir"]), checkpoints.keep_checkpoints
     checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
     num_exported = run.model.num_params + run.model.meta.left_out.num_params
-    model_bytes = num_exported * DTYPES[options.exports.export_dtype].itemsize
+    model_bytes = num_exported * DTYPES[exports.export_dtype].itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
-    num_exports, num_averages = count_exports(options, run.inputs, start=run.start)
+    num_exports, num_averages = count_exports(exports, optimization, run.inputs, start=run.start)
     num_exports += num_averages
-    if options.validation.is_asked and options.validation.export_best:
+    if validation.is_asked and validation.export_best:
         num_exports += 2  # the best, and a better one that is being written
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # these will make room
     needed = num_checkpoints * checkpoint_bytes + num_exports * export_bytes + SPARE_BYTES
-    or_more = " or more" if run.inputs.num_steps is None and find_most_exports(options.exports) is None else ""
-    exports = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"
+    or_more = " or more" if run.inputs.num_steps is None and find_most_exports(exports) is None else ""
+    counted = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"
     of_averages = f", {num_averages}{or_more} of them of an average," if num_averages else ""
     findings.lines.append(
         f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({num_kept} kept, one"
-        f" being written), {exports}{of_averages} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
+        f" being written), {counted}{of_averages} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
         f" {free / 1e9:,.2f} GB free at {existing}"
     )
     if needed > free + used:

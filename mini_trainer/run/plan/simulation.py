@@ -38,11 +38,10 @@ from mini_trainer.model.sharding import KEEPING, apply_sharding, prepare_backwar
 from mini_trainer.model.tiling import apply_tiling
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import ComputeOptions, TrainOptions
-from mini_trainer.run.choosing import choose_method
+from mini_trainer.options import ComputeOptions
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.known_values import KnownValues
-from mini_trainer.run.step import TrainState, run_backward, update_weights
+from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
 
 SHARDED = ("weights", "frozen", "gradients", "optimizer")  # --cpu-offload takes these kinds of memory elsewhere
 # Where FSDP's code is entered from the model's and autograd's: memory allocated there is for its collectives.
@@ -107,14 +106,13 @@ class PlannedModel:
     update_flops: int  # of an optimizer step, on all ranks together
 
 
-def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOptions) -> PlannedModel:
+def lay_out_model(options: StepOptions, inputs: RunInputs, compute: ComputeOptions, method: Method) -> PlannedModel:
     """The model on the meta device, as a run on a CPU would lay it out. ValueError for what cannot be trained.
 
-    `compute` without --compile, --float8 and --use-liger-kernels, which need the device itself.
+    `compute` without --compile, --float8 and --use-liger-kernels, which need the device itself. `method`: a new one,
+    whose layers the model gets.
     """
-    method = choose_method(options)
-    source = inputs.source(options.model)
-    meta = make_meta_model(source, compute, family=inputs.family, method=method, device=torch.device("cpu"))
+    meta = make_meta_model(inputs.source, compute, family=inputs.family, method=method, device=torch.device("cpu"))
     model = meta.model
     if options.sharding.context_parallel is not None:
         check_divisible(meta, options.sharding.context_parallel)
@@ -143,7 +141,7 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     )
 
 
-def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, ranks: Ranks) -> StepMemory:
+def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks: Ranks) -> StepMemory:
     """The memory of a step whose largest micro-batch is `load`. Uses `planned` up.
 
     RuntimeError where an operation of the model cannot be simulated.

@@ -12,13 +12,12 @@ from mini_trainer.distributed.devices import describe_duration
 from mini_trainer.distributed.world import World
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.options import TrainOptions
+from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
 from mini_trainer.run.plan.packing import Packing
 from mini_trainer.run.run_model import build_run_model
-from mini_trainer.run.start import open_inputs
-from mini_trainer.run.step import TrainState, run_backward, update_weights
-from mini_trainer.sampler import RunPosition, iterate_batches
+from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
+from mini_trainer.sampler import iterate_batches
 
 NUM_TIMED = 3  # micro-batches that are timed, after one to warm up
 
@@ -32,10 +31,9 @@ class Speed:
     update_seconds: float
 
 
-def measure_speed(options: TrainOptions, world: World) -> Speed:
-    """Times forward, backward and update of the run that the options make. All ranks call this."""
-    inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=RunPosition())
-    model = build_run_model(options, inputs, world, only_measures=True)
+def measure_speed(inputs: RunInputs, options: StepOptions, world: World) -> Speed:
+    """Times forward, backward and update of the run with these inputs. All ranks call this."""
+    model = build_run_model(inputs, options, world, only_measures=True)
     flops = count_flops(model.model)
     state = TrainState(model, inputs.method, build_optimizer(model, options.optimization), world)
     batches = iterate_batches(
