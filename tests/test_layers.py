@@ -177,6 +177,29 @@ def test_nothing_that_these_scripts_import_has_torch(script, some, imports):
     assert not ways, "\n".join(ways)
 
 
+# Where a run or a plan is opened: everything else takes the groups of options that it needs.
+TAKE_ALL_OPTIONS = {
+    "train": {"train"},
+    "run.start": {"open_inputs", "make_data_local"},
+    "run.raw_rows": {"find_data", "make_data_local", "find_local_data"},
+    "run.choosing": {"choose_objective", "choose_settings", "choose_method"},
+    "run.identity": {"flatten_with_urls", "unwrap"},
+    "run.plan.planner": {"plan_run", "look_at_run", "choose_step_options", "list_paths"},
+}
+
+
+def test_functions_take_the_groups_of_options_that_they_need():
+    found: dict[str, set[str]] = {}
+    for name, source in list_modules().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and any(
+                argument.annotation is not None and ast.unparse(argument.annotation) == "TrainOptions"
+                for argument in (*node.args.args, *node.args.kwonlyargs)
+            ):
+                found.setdefault(name.removeprefix(PACKAGE), set()).add(node.name)
+    assert {name: names for name, names in found.items() if not name.startswith("options.")} == TAKE_ALL_OPTIONS
+
+
 def find_shared_tests(sources: dict[str, str]) -> list[str]:
     """Which of the modules in tests/, given by name, import from a module of tests."""
     imports = {name: read_imports(source, set(sources)) for name, source in sources.items()}

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,20 @@ from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.options import TrainOptions, flatten_options, iterate_fields, list_data_sets, replace_options
+from mini_trainer.options import (
+    TeacherOptions,
+    TrainOptions,
+    flatten_options,
+    iterate_fields,
+    list_data_sets,
+    replace_options,
+)
 from mini_trainer.options.option_files import describe_options
 from mini_trainer.options.problems.training import name_random_format
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.identity import unwrap
 
 OPTIONS_FILE = "options.yaml"  # next to the data set: the options that made it
-
-
-def tokenize_rows(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
-    """Replaces rows in the options by --data-path: rank 0 tokenizes them while the others wait."""
-    with control.slow("the tokenization of the rows"):
-        return replace_options(options, **call_on_rank0(world, lambda: find_data(options)))
 
 
 def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
@@ -55,20 +57,20 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
             log.info(f"data: already tokenized, {outputs.data}")
         else:
             log.info(f"data: tokenizing to {outputs.data}")
-            run_process_data(options, outputs.data)
+            run_process_data(flatten_options(options), outputs.data)
     paths = {"data_path": (str(outputs.data),)}
     if outputs.is_split:
         paths["validation_data_path"] = (str(outputs.validation.data),)
     return paths
 
 
-def run_process_data(options: TrainOptions, output_file: Path) -> None:
-    """Runs process_data.py with this run's options, and forwards its output; ValueError with its error message."""
+def run_process_data(values: Mapping[str, Any], output_file: Path) -> None:
+    """Runs process_data.py with this run's options, by name, and forwards its output; ValueError with its message."""
     names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
-    values = {name: value for name, value in flatten_options(options).items() if name in names}
+    own = {name: value for name, value in values.items() if name in names}
     config = output_file.with_name(OPTIONS_FILE)
     whole = {"output_file": str(output_file), "shard": "1/1"}  # not a part of it, as torchrun's processes make
-    config.write_text(describe_options(ProcessDataOptions, values | whole))
+    config.write_text(describe_options(ProcessDataOptions, own | whole))
     child = subprocess.Popen(
         [*name_module("mini_trainer"), "process-data", "--config", str(config)],
         stdin=subprocess.DEVNULL,
@@ -100,10 +102,11 @@ def run_process_data(options: TrainOptions, output_file: Path) -> None:
 
 def make_data_local(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
     """The options with local paths of data sets in place of rows and URLs. All ranks call this."""
-    options = tokenize_rows(options, world, control)
+    with control.slow("the tokenization of the rows"):  # by rank 0, while the others wait
+        options = replace_options(options, **call_on_rank0(world, lambda: find_data(options)))
     with control.slow("the copying of data sets"):
-        beside = list_scores(options)
-        found = download_data_sets(list_data_sets(options), world, cache_dir=options.data_cache_dir, beside=beside)
+        beside, cache_dir = list_scores(options.teacher), options.data_cache_dir
+        found = download_data_sets(list_data_sets(options), world, cache_dir=cache_dir, beside=beside)
     return replace_options(options, **unwrap(found, options))
 
 
@@ -111,12 +114,12 @@ def find_local_data(options: TrainOptions) -> dict[str, Any]:
     """The options that `make_data_local` changes, in a process without others. ValueError if that fails."""
     changes: dict[str, Any] = find_data(options)
     options = replace_options(options, **changes)
-    found: Found = find_sets(list_data_sets(options), beside=list_scores(options))
+    found: Found = find_sets(list_data_sets(options), beside=list_scores(options.teacher))
     fetch_sets(found, options.data_cache_dir)
     return changes | unwrap(locate_sets(found, options.data_cache_dir), options)
 
 
-def list_scores(options: TrainOptions) -> list[str]:
+def list_scores(teacher: TeacherOptions) -> list[str]:
     """Endings of a teacher's files next to data sets."""
-    scores = f".{options.teacher.teacher_scores}.scores"
-    return [scores, f"{scores}.json"] if options.teacher.teacher_weight else []
+    scores = f".{teacher.teacher_scores}.scores"
+    return [scores, f"{scores}.json"] if teacher.teacher_weight else []
