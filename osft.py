@@ -14,54 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.data.stores.contents import verify_file
 from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.distributed.world import World
 from mini_trainer.model.gathering import WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from mini_trainer.model.method import MetaModel, Method
-from mini_trainer.model.methods.osft_bases import (
-    BASES_FILE,
-    NEW,
-    Bases,
-    count_earlier,
-    hash_bases,
-    open_bases,
-    read_bases,
-    restrict,
-    write_bases,
-)
+from mini_trainer.model.methods.osft_bases import BASES_FILE, NEW, Bases, hash_bases, open_bases, write_bases
 from mini_trainer.model.methods.osft_calibration import (
     Statistics,
-    check_statistics,
-    find_block,
     open_calibration_data,
     prepare_statistics,
     read_data_hashes,
 )
+from mini_trainer.model.methods.osft_directions import Directions, needs_statistics
 from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer, shard_rows
-from mini_trainer.model.methods.osft_subspaces import (
-    BASES,
-    count_kept,
-    find_targets,
-    is_on_input,
-    orient,
-    oriented_shape,
-    prepare_subspaces,
-    read_subspace,
-)
+from mini_trainer.model.methods.osft_subspaces import oriented_shape
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import DataOptions, OSFTOptions
 
-ALLOCATIONS = {"uniform": False, "importance": True}  # whether a block's rank follows its importance
 BUCKET_NUMEL = 2**24  # maximum number of elements in one all-reduce of a projection
-MIN_RETENTION = 0.1  # share that every layer keeps with --osft-rank-allocation importance (the paper's mrr)
-UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio that plans assume with --osft-keep-energy
 
 
 class OSFT(Method):
@@ -77,19 +53,12 @@ class OSFT(Method):
 
     def __init__(self, options: OSFTOptions):
         self.options = options
-        self.targets: dict[str, nn.Linear | Conv1D] = {}  # layers of the meta model, by name
+        self.directions: Directions | None = None  # from `choose_layers` on
         self.layers: list[OSFTLinear] = []
-        self.subspace_files: dict[str, Path] = {}  # on rank 0, by layer
         self.calibration_data: TokenizedData | None = None
         self.data_options: DataOptions | None = None
         self.statistics = Statistics()
-        self.shapes: dict[str, tuple[int, int]] = {}  # (L, s) of each target
-        self.num_earlier: dict[str, int] = {}  # directions that --osft-bases keeps in each target; empty without it
         self.bases: dict[str, Bases] = {}  # on rank 0: gathered for an export
-
-    @property
-    def needs_statistics(self) -> bool:
-        return BASES[self.options.osft_basis] or ALLOCATIONS[self.options.osft_rank_allocation]
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
@@ -100,7 +69,7 @@ class OSFT(Method):
 
     def list_data_hashes(self) -> list[str]:
         earlier = [] if self.options.osft_bases in (None, NEW) else [hash_bases(Path(self.options.osft_bases))]
-        if not self.needs_statistics:
+        if not needs_statistics(self.options):
             return earlier
         path = self.options.osft_statistics
         known = read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
@@ -120,7 +89,7 @@ class OSFT(Method):
         return {} if data is None else {"--osft-calibration-data": data.path}
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
-        if self.needs_statistics:
+        if needs_statistics(self.options):
             self.statistics = prepare_statistics(
                 self.options.osft_statistics and Path(self.options.osft_statistics),
                 self.calibration_data,
@@ -131,81 +100,17 @@ class OSFT(Method):
             )
 
     def choose_layers(self, meta: MetaModel) -> None:
-        self.targets = find_targets(meta.model, meta.blocks, self.options.osft_target_patterns)
-        self.shapes = {name: oriented_shape(module, self.options.osft_basis) for name, module in self.targets.items()}
+        self.directions = Directions(meta, self.options)
 
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
-        options, targets = self.options, self.targets
-        warn_of_experts(meta.model, trains=options.osft_train_others)
-        num_columns = {name: columns for name, (_, columns) in self.shapes.items()}
-        uses_weights = not BASES[options.osft_basis]
-        if self.needs_statistics:
-            call_on_rank0(world, lambda: check_statistics(self.statistics, targets, needs_covariances=not uses_weights))
-        self.num_earlier = call_on_rank0(
-            world, lambda: count_earlier(options.osft_bases, self.shapes, options.osft_basis)
-        )
-
-        # Count kept directions first, if possible without decompositions: errors then show before hours of these.
-        num_kept: dict[str, int] = {}
-        if options.osft_keep_energy is None:
-            num_kept = call_on_rank0(world, lambda: self.count_kept_by_ratio(num_columns))
-
-        dtype = meta.compute_dtype if uses_weights else torch.float64
-        dtype = torch.float32 if uses_weights and any(self.num_earlier.values()) else dtype
-
-        def get_matrix(name: str) -> Tensor:
-            matrix = self.read_matrix(name, readers, meta.compute_dtype)
-            earlier = self.read_earlier(name)
-            return matrix if earlier is None else restrict(matrix, earlier, device=world.device)
-
-        self.subspace_files = prepare_subspaces(
-            self.list_free_shapes(),
-            lambda name: get_matrix(name).to(dtype),
-            dtype=dtype,
-            cache_dir=Path(options.osft_cache_dir).expanduser(),
-            world=world,
-            progress=progress,
-        )
-        if not uses_weights:
-            num_kept = call_on_rank0(world, lambda: self.count_kept_by_energy(num_columns, num_kept))
+        warn_of_experts(meta.model, trains=self.options.osft_train_others)
+        num_kept = self.directions.compute(self.statistics, readers, meta.compute_dtype, world=world, progress=progress)
         self.replace_layers(meta, num_kept)
 
-    def list_free_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of what is decomposed of each target that earlier tasks do not keep whole (see `restrict`)."""
-        free = {name: columns - self.num_earlier.get(name, 0) for name, (_, columns) in self.shapes.items()}
-        on_inputs = BASES[self.options.osft_basis]
-        return {
-            name: (number if on_inputs else self.shapes[name][0], number) for name, number in free.items() if number
-        }
-
-    def read_matrix(self, name: str, readers: dict[str, Reader], dtype: torch.dtype) -> Tensor:
-        """The target's weight A, as it is computed with, or the covariance of its inputs. On rank 0."""
-        if BASES[self.options.osft_basis]:
-            return self.statistics.covariance(name)
-        module = self.targets[name]
-        weight = readers[f"{name}.weight"]().to(dtype)
-        return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
-
-    def read_earlier(self, name: str) -> Bases | None:
-        """The layer's directions after earlier tasks; None if these keep nothing of it. On rank 0."""
-        return read_bases(Path(self.options.osft_bases), name) if self.num_earlier.get(name, 0) else None
-
-    def read_directions(self, name: str) -> dict[str, Tensor]:
-        """A layer's subspace as `fill_layer` needs it, with directions of the whole layer. On rank 0."""
-        subspace = read_subspace(self.subspace_files[name])
-        if (earlier := self.read_earlier(name)) is not None:
-            subspace["basis"] = (earlier.V_free.double() @ subspace["basis"].double()).float()
-            subspace["U_earlier"] = earlier.U_kept
-        return subspace
-
     def lay_out(self, meta: MetaModel) -> None:
-        ratio = self.options.osft_unfreeze_rank_ratio
-        ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
-        self.num_earlier = count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
-        kept = {name: count_kept(columns, ratio) for name, (_, columns) in self.shapes.items()}
-        self.replace_layers(meta, {name: max(self.num_earlier.get(name, 0), number) for name, number in kept.items()})
+        self.replace_layers(meta, self.directions.assume())
 
     def replace_layers(self, meta: MetaModel, num_kept: dict[str, int]) -> None:
         """Replaces each target layer that has free directions; freezes everything else unless others train."""
@@ -224,60 +129,12 @@ class OSFT(Method):
             model.set_submodule(name, layer)
             self.layers.append(layer)
 
-    def count_kept_by_ratio(self, num_columns: dict[str, int]) -> dict[str, int]:
-        """Number of directions to keep in each layer; on rank 0. ValueError if nothing would train."""
-        wanted = {name: count_kept(columns, self.choose_ratio(name)) for name, columns in num_columns.items()}
-        num_kept = {name: max(self.num_earlier.get(name, 0), number) for name, number in wanted.items()}
-        self.refuse_nothing(num_kept, num_columns, "--osft-unfreeze-rank-ratio")
-        warn_of_full(self.num_earlier, wanted, ratio=self.options.osft_unfreeze_rank_ratio)
-        return num_kept
-
-    def count_kept_by_energy(self, num_columns: dict[str, int], num_kept: dict[str, int]) -> dict[str, int]:
-        """`num_kept`, or if empty the numbers that hold the requested energy; logs the energy outside. On rank 0."""
-        spectra = {name: self.read_spectrum(name) for name in num_columns}
-        if (wanted := self.options.osft_keep_energy) is not None:
-            shares = {name: spectrum.cumsum(0) / spectrum.sum() for name, spectrum in spectra.items()}
-            num_kept = {
-                name: max(self.num_earlier.get(name, 0), min(columns, int((shares[name] < wanted).sum()) + 1))
-                for name, columns in num_columns.items()
-            }
-            self.refuse_nothing(num_kept, num_columns, "--osft-keep-energy")
-        report_energy(spectra, num_kept)
-        return num_kept
-
-    def read_spectrum(self, name: str) -> Tensor:  # (s,)
-        """The energy of each input direction; that of the earlier ones is summed up in the first."""
-        file, num_earlier = self.subspace_files.get(name), self.num_earlier.get(name, 0)
-        free = torch.zeros(0, dtype=torch.float64) if file is None else read_subspace(file)["singular_values"].square()
-        if num_earlier == 0:
-            return free
-        carried = torch.zeros(num_earlier, dtype=torch.float64)
-        carried[0] = (self.statistics.covariance(name).trace() - free.sum()).clamp(min=0)
-        return torch.cat([carried, free])
-
-    def refuse_nothing(self, num_kept: dict[str, int], num_columns: dict[str, int], flag: str) -> None:
-        """ValueError if nothing is left to train."""
-        if num_kept == num_columns and not self.options.osft_train_others:
-            value = getattr(self.options, flag.removeprefix("--").replace("-", "_"))
-            raise ValueError(f"{flag} {value}: nothing is left to train; keep less")
-
-    def choose_ratio(self, name: str) -> float:
-        """The layer's unfreeze rank ratio: R, or from its block's importance I (the paper's section on adaptive ranks).
-
-        The kept share is mrr + I (trr - mrr), with I of mean 1 over the blocks, mrr `MIN_RETENTION` and trr = 1 - R.
-        """
-        if not ALLOCATIONS[self.options.osft_rank_allocation]:
-            return self.options.osft_unfreeze_rank_ratio
-        block = find_block(name, self.statistics.similarities)
-        target = 1 - self.options.osft_unfreeze_rank_ratio
-        least = min(MIN_RETENTION, target)
-        kept = least + self.statistics.importance(block) * (target - least)
-        return 1 - min(1.0, max(0.0, kept))
-
     def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
         if isinstance(module, OSFTLinear) and module.base.is_meta:
-            subspace = self.read_directions(name) if world.rank == 0 else {}
-            fill_layer(module, name, readers, subspace, num_earlier=self.num_earlier.get(name, 0), world=world)
+            subspace = self.directions.read(name) if world.rank == 0 else {}
+            fill_layer(
+                module, name, readers, subspace, num_earlier=self.directions.num_earlier.get(name, 0), world=world
+            )
 
     def give_memory(self, module: nn.Module, *, world: World) -> None:
         if isinstance(module, OSFTLinear) and module.projects:
@@ -306,7 +163,7 @@ class OSFT(Method):
         )
 
     def count_export_bytes(self, model_bytes: int) -> int:
-        if not self.num_earlier:
+        if not self.directions.num_earlier:
             return model_bytes
         return model_bytes + sum(4 * (layer.V_low.numel() + layer.num_left) for layer in self.layers)
 
@@ -314,34 +171,22 @@ class OSFT(Method):
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)
         trained = f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train instead of {num_weights:,}"
-        if not self.num_earlier:
+        if not self.directions.num_earlier:
             return trained
-        total, earlier = sum(columns for _, columns in self.shapes.values()), sum(self.num_earlier.values())
+        total, earlier = (sum(of.values()) for of in (self.directions.num_columns, self.directions.num_earlier))
         free = sum(layer.num_columns - layer.num_kept for layer in self.layers)
         kept = f"{earlier:,} are kept from earlier tasks, {total - earlier - free:,} newly"
         return f"{trained} (of {total:,} directions, {kept})"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
-        """Merges each OSFT layer into the single weight that it represents."""
-        model, merged, groups = packed_model.model, set(), []
-        if self.num_earlier:
-            self.bases = self.gather_bases(model, world)
-
-        def gather(layer: OSFTLinear) -> Tensor | None:
-            weight = layer.merged_weight(dtype)
-            return copy_to_cpu(weight) if world.rank == 0 else None
-
-        for prefix, layer in model.named_modules():
-            if isinstance(layer, OSFTLinear):
-                name = f"{prefix}.weight"
-                groups.append(gather_one(name, layer.weight_shape, dtype, functools.partial(gather, layer)))
-                merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
-        return groups + gather_parameters(model, dtype, world=world, leave_out=merged)
+        if self.directions.num_earlier:
+            self.bases = self.gather_bases(packed_model.model, world)
+        return gather_merged(packed_model.model, dtype, world=world)
 
     def gather_bases(self, model: PreTrainedModel, world: World) -> dict[str, Bases]:
         """On rank 0, what the model keeps of each target, as it was trained; empty on others. All ranks call this."""
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, OSFTLinear)}
-        bases = {name: Bases(torch.empty(columns, 0)) for name, (_, columns) in self.shapes.items()}
+        bases = {name: Bases(torch.empty(columns, 0)) for name, columns in self.directions.num_columns.items()}
         for name, layer in layers.items():
             bases[name] = layer.gather_bases(world=world)
         return bases if world.rank == 0 else {}
@@ -352,16 +197,20 @@ class OSFT(Method):
         self.bases = {}
 
 
-def warn_of_full(num_earlier: dict[str, int], wanted: dict[str, int], *, ratio: float) -> None:
-    """Warns of the layers whose earlier directions already take what R keeps."""
-    full = [name for name, number in num_earlier.items() if number > 0 and number >= wanted[name]]
-    if full:
-        earlier, room = (sum(numbers[name] for name in full) for numbers in (num_earlier, wanted))
-        log.warning(
-            f"warning: in {len(full)} of {len(wanted)} layers --osft-bases already keeps {earlier:,} directions, and"
-            f" --osft-unfreeze-rank-ratio {ratio} keeps {room:,}: nothing new is kept there of the model that this run"
-            " starts from, so nothing of the last task; lower the ratio from task to task"
-        )
+def gather_merged(model: PreTrainedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
+    """All weights of an export: each OSFT layer as the single weight that it represents. All ranks call this."""
+    merged, groups = set(), []
+
+    def gather(layer: OSFTLinear) -> Tensor | None:
+        weight = layer.merged_weight(dtype)
+        return copy_to_cpu(weight) if world.rank == 0 else None
+
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, OSFTLinear):
+            name = f"{prefix}.weight"
+            groups.append(gather_one(name, layer.weight_shape, dtype, functools.partial(gather, layer)))
+            merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
+    return groups + gather_parameters(model, dtype, world=world, leave_out=merged)
 
 
 def warn_of_experts(model: PreTrainedModel, *, trains: bool) -> None:
@@ -371,20 +220,6 @@ def warn_of_experts(model: PreTrainedModel, *, trains: bool) -> None:
             f"warning: --osft does not cover the {len(experts)} weights ({sum(p.numel() for p in experts):,} numbers)"
             f" of fused experts: they {'train without constraint' if trains else 'are frozen'}"
         )
-
-
-def report_energy(spectra: dict[str, Tensor], num_kept: dict[str, int]) -> None:
-    """Logs how much of the activations' energy is outside the kept directions."""
-    outside = {name: spectrum[num_kept[name] :].sum().item() for name, spectrum in spectra.items()}
-    shares = {name: energy / max(spectra[name].sum().item(), 1e-300) for name, energy in outside.items()}
-    for name, share in shares.items():
-        log.debug(f"OSFT: {name}: {num_kept[name]} of {len(spectra[name])} kept, {share:.2e} of the energy outside")
-    total = sum(outside.values()) / sum(spectrum.sum().item() for spectrum in spectra.values())
-    worst = max(shares, key=shares.get)
-    log.info(
-        f"OSFT: {sum(num_kept.values()):,} of {sum(map(len, spectra.values())):,} input directions kept;"
-        f" {total:.2e} of the activations' energy is outside them, at most {shares[worst]:.2e} ({worst})"
-    )
 
 
 @torch.no_grad()

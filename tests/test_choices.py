@@ -20,6 +20,7 @@ from mini_trainer.generate import generate
 from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.attention import BACKENDS, FUNCTIONS
 from mini_trainer.model.methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS
+from mini_trainer.model.methods.osft_directions import ALLOCATIONS
 from mini_trainer.model.methods.osft_subspaces import BASES
 from mini_trainer.model.optim.averages import AVERAGES
 from mini_trainer.model.optim.muon import SCALES
@@ -48,7 +49,6 @@ from mini_trainer.options.tools import (
     SweepOptions,
     VerifyOptions,
 )
-from mini_trainer.osft import ALLOCATIONS
 from mini_trainer.process_data import process_data
 from mini_trainer.run.start import open_inputs
 from mini_trainer.sampler import RunPosition

@@ -31,8 +31,8 @@ from mini_trainer.model.methods.osft_subspaces import (
 )
 from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.options import DataOptions, OptimizationOptions, OSFTOptions
-from mini_trainer.osft import OSFT, measure_leak, project_gradients, project_updates
+from mini_trainer.options import DataOptions, OptimizationOptions
+from mini_trainer.osft import OSFT, gather_merged, measure_leak, project_gradients, project_updates
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}
@@ -234,7 +234,7 @@ def layers_of(model: nn.Module) -> list[OSFTLinear]:
 
 def gather(model, world) -> dict[str, torch.Tensor]:
     """The weights that an export of the built `model` holds."""
-    return gather_all(OSFT(OSFTOptions()).gather_weights(model, torch.float32, world=world))
+    return gather_all(gather_merged(model.model, torch.float32, world=world))
 
 
 def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[float]:
