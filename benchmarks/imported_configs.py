@@ -17,8 +17,9 @@ import yaml
 ROOT = paths.ROOT
 from mini_trainer.options import TrainOptions, flatten_options, group_options
 from mini_trainer.options.doors import TRAINERS
-from mini_trainer.options.option_files import parse_value, read_yaml
+from mini_trainer.options.option_files import read_yaml
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.settings_files import parse_value
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.tools.import_config import describe_file
 from mini_trainer.tools.importers.conversion import convert, list_differences

@@ -41,11 +41,11 @@ def of_methods(one: Any, **changes: Any) -> dict[str, Any]:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     # Keys and types at the top.
-    (GOOD | {"learning_rate": 1}, "unknown key 'learning_rate'"),
+    (GOOD | {"learning_rate": 1}, "unknown option 'learning_rate'"),
     (drop("model", GOOD), "model: required"),
     (drop("output_dir", GOOD), "output_dir: required"),
     (GOOD | {"model": ["M", "N"]}, "model: given ['M', 'N']"),
-    (GOOD | {"num_processes": 0}, "num_processes: given 0"),
+    (GOOD | {"num_processes": 0}, "num_processes 0: must be at least 1"),
     (GOOD | {"orders": "all"}, "orders cannot be 'all'"),
     (GOOD | {"seeds": [1, 1]}, "seeds: given [1, 1]"),
     (GOOD | {"seeds": []}, "seeds: given []"),
@@ -58,12 +58,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"tasks": {"a": {}}}, "tasks: given {'a': {}}"),
     (GOOD | {"tasks": ["a"]}, "tasks[0]: given 'a'"),
     (GOOD | {"tasks": [drop("name", A)]}, "tasks[0]: name: required"),
-    (change_task(tets="test.jsonl"), "tasks[1]: unknown key 'tets'"),
+    (change_task(tets="test.jsonl"), "tasks[1]: unknown option 'tets'"),
     (change_task(name="../b"), "tasks, probes: name '../b': "),
     (change_task(name="a"), "tasks, probes: name 'a': "),
     (change_task(name="b_held_out"), "name 'b_held_out': "),
     (GOOD | {"probes": [{"name": "a", "test": "t"}]}, "tasks, probes: name 'a': "),
-    (GOOD | {"probes": [A | {"name": "p"}]}, "probes[0]: unknown key 'input_file'"),
+    (GOOD | {"probes": [A | {"name": "p"}]}, "probes[0]: unknown option 'input_file'"),
     (GOOD | {"tasks": [A, drop("input_file", B)]}, "tasks: b: give input_file "),
     (change_task(data_path="b.arrow"), "tasks: b: give input_file "),
     (change_task(lm_eval="gsm8k"), "tasks: b: has test and lm_eval"),
@@ -102,18 +102,27 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"replay": "rows"}, "replay: given 'rows'"),
     (GOOD | {"replay": {"share": 0.1}}, "replay: kind: required"),
     (GOOD | {"replay": {"kind": "row"}}, "replay: kind cannot be 'row'"),
-    (GOOD | {"replay": {"kind": "rows", "num_prompts": 3}}, "replay: num_prompts: no effect"),
-    (GOOD | {"replay": {"kind": "own-answers", "num_prompts": 0}}, "replay: num_prompts: given 0"),
+    (
+        GOOD | {"replay": {"kind": "rows", "num_prompts": 3}},
+        "replay: num_prompts has no effect with kind rows, only with own-answers",
+    ),
+    (GOOD | {"replay": {"kind": "own-answers", "num_prompts": 0}}, "replay: num_prompts 0: must be at least 1"),
     (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": TAUGHT}, "train of a, b has a teacher_weight"),
     (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect"),
     (GOOD | {"replay": {"kind": "own-answers"}, "generate": {"top_p": 0.5}}, "generate: --top-p, --top-k, "),
     # Self-distillation.
-    (GOOD | {"self_distillation": {"round": 3}}, "self_distillation: unknown key 'round'"),
-    (GOOD | {"self_distillation": {"rounds": 0}}, "self_distillation: rounds: given 0"),
-    (GOOD | {"self_distillation": {"top_k": 0}}, "self_distillation: top_k: given 0"),
-    (GOOD | {"self_distillation": {"divergence": "jsd", "top_k": 8}}, "self_distillation: top_k: no effect"),
+    (GOOD | {"self_distillation": {"round": 3}}, "self_distillation: unknown option 'round'"),
+    (GOOD | {"self_distillation": {"rounds": 0}}, "self_distillation: rounds 0: must be at least 1"),
+    (GOOD | {"self_distillation": {"top_k": 0}}, "self_distillation: top_k 0: must be from 1 to 256"),
+    (
+        GOOD | {"self_distillation": {"divergence": "jsd", "top_k": 8}},
+        "self_distillation: top_k has no effect with divergence jsd, ",
+    ),
     (GOOD | {"self_distillation": {"divergence": "masked-kl"}}, "divergence cannot be 'masked-kl'"),
-    (GOOD | {"self_distillation": {"average_decay": 0.9}}, "average_decay: no effect"),
+    (
+        GOOD | {"self_distillation": {"average_decay": 0.9}},
+        "average_decay has no effect with teacher start, only with average",
+    ),
     (GOOD | {"self_distillation": {"demonstration": "x"}}, "{prompt} and {demonstration}"),
     (GOOD | {"self_distillation": {}, "train": {"max_steps": 3}}, "self_distillation: a: the end"),
     (GOOD | {"self_distillation": {}, "train": TAUGHT}, "self_distillation: a: has its own"),
@@ -138,6 +147,28 @@ def test_wrong_settings_are_refused_by_file_and_key(settings: dict[str, Any], me
         read_settings(path)
     assert str(refused.value).startswith(f"{path}: ") and message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_all_problems_of_a_form_are_found_at_once_each_with_its_place(tmp_path: Path):
+    (path := tmp_path / "tasks.yaml").write_text(
+        yaml.safe_dump(change_task(tets="x", train={"lr": 1}) | {"seeds": 0.5})
+    )
+    with pytest.raises(ValueError) as refused:
+        read_settings(path)
+    assert str(refused.value).split("\n  ") == [
+        f"{path}: seeds cannot be 0.5, allowed: a list of int",
+        f"{path}: tasks[1]: unknown option 'tets'; did you mean 'test'?",
+        f"{path}: tasks[1]: train: unknown option 'lr'; did you mean 'learning_rate'?",
+    ]
+
+
+def test_words_of_names_may_be_joined_by_dashes(tmp_path: Path):
+    methods = {"one": {"train": {"batch_size": 8}, "keep-osft-bases": False}, "two": None}
+    given = drop("output_dir", GOOD) | {"train": {"max-epochs": 1, "batch-size": 4}, "methods": methods}
+    (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(given | {"output-dir": "before"}))
+    one, two = read_settings(path, output_dir="out")
+    assert (one.train, two.train) == ({"max_epochs": 1, "batch_size": 8}, {"max_epochs": 1, "batch_size": 4})
+    assert (one.keep_osft_bases, two.keep_osft_bases, one.root.parent.name) == (False, True, "out")
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "tasks: [a\n", "model: a\nmodel: b\n", "\x00", "\tmodel: a\n"])

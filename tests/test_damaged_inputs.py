@@ -31,9 +31,10 @@ from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
 from mini_trainer.model.methods.lora_layers import list_others
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.class_scores import choose_class_weights
-from mini_trainer.options.option_files import check_yaml, read_yaml
+from mini_trainer.options.option_files import read_yaml
 from mini_trainer.run.checkpoint_files import chunk_range, find_shards
 from mini_trainer.run.checkpoint_tensors import group_state
+from mini_trainer.use.evaluation.task_files import read_config
 
 HOST = socket.gethostname()
 DEEP = "[" * 100_000
@@ -130,7 +131,7 @@ BAD_YAML = [
     ("seed: *nope\n", "line 1: .*'nope'"),
     ("a: 1\na: 2\n", "line 2: .*repeated: a"),
     ("a: !!python/object/apply:os.getcwd []\n", r"line 1: .*os\.getcwd"),
-    ("- a\n", "'option: value' .*list"),
+    ("- a\n", "'key: value' .*list"),
 ]
 
 
@@ -151,12 +152,12 @@ def test_good_yaml_is_as_pyyaml_reads_it_and_dates_stay_texts(tmp_path):
     assert read_yaml(tmp_path / "a.yaml", named="a") == expected
 
 
-def test_yaml_of_the_harness_may_have_its_tags_and_is_checked_otherwise(tmp_path):
-    (tmp_path / "task.yaml").write_text("task: x\nprocess_docs: !function utils.process\n")
-    check_yaml(tmp_path / "task.yaml", named="--lm-eval task.yaml")
-    (tmp_path / "task.yaml").write_text(LAUGHS)
-    with pytest.raises(ValueError, match=r"--lm-eval task\.yaml: line"):
-        check_yaml(tmp_path / "task.yaml", named="--lm-eval task.yaml")
+def test_yaml_of_the_harness_may_have_its_tag_and_is_checked_otherwise(tmp_path):
+    (path := tmp_path / "task.yaml").write_text("task: x\nprocess_docs: !function utils.process\n")
+    assert read_config(path) == ({"task": "x", "process_docs": {"!function": "utils.process"}}, [path])
+    path.write_text(LAUGHS)
+    with pytest.raises(ValueError, match=r"task\.yaml: line"):
+        read_config(path)
 
 
 def test_a_path_that_is_not_utf8_is_refused(capfd):

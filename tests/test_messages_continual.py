@@ -37,7 +37,7 @@ def compare(directory: Path) -> None:
 
 # Settings that differ from good ones, text.
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"modle": "M"}, "unknown key 'modle'; did you mean 'model'?"),
+    ({"modle": "M"}, "unknown option 'modle'; did you mean 'model'?"),
     ({"orders": 3}, "orders: given 3, allowed: 1 to 2, the orders of the tasks"),
     ({"tasks": []}, "tasks: none is given; give a list of tasks, each with a name and rows"),
     ({"tasks": [A, A]}, "tasks, probes: name 'a': is given twice"),
@@ -48,7 +48,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "tasks: a: train: no end is given; give max_epochs, max_steps, max_samples or max_tokens",
     ),
     ({"train": {"max_epochs": 1, "batch_size": 0}}, "tasks: a: train: --batch-size 0: must be at least 1"),
-    ({"replay": {"kind": "rows", "share": 1}}, "replay: share: given 1.0, allowed: above 0 and below 1"),
+    ({"replay": {"kind": "rows", "share": 1}}, "replay: share 1.0: must be above 0 and below 1"),
     ({"methods": ["full"]}, "methods: given ['full'], allowed: two or more names, each with its settings"),
 ]
 # Name, what fails in a directory, text.

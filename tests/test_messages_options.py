@@ -74,7 +74,7 @@ FILES = [
     ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is repeated: seed"),
     (
         "optimization:\n  seed: 1",
-        "unknown option 'optimization'; the file has no groups: write the options below it without it",
+        "optimization: the file has no groups: write the options below it without it",
     ),
     (
         "output_dir: ${OTHER}",

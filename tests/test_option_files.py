@@ -21,7 +21,7 @@ from mini_trainer.continual.settings_file import read_settings as read_continual
 from mini_trainer.options import TrainOptions, environment, flatten_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.completion import complete_options
-from mini_trainer.options.option_files import check_yaml, describe_options, read_option_file, read_yaml
+from mini_trainer.options.option_files import describe_options, read_option_file, read_yaml
 from mini_trainer.options.tools import (
     ContinualOptions,
     ImportConfigOptions,
@@ -32,6 +32,7 @@ from mini_trainer.options.tools import (
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.sweep.settings import read_settings as read_sweep
+from mini_trainer.use.evaluation.task_files import read_config
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d", "--output-dir", "o", "--max-steps", "1"]
 MODEL = ["--data-path", "d", "--output-dir", "o", "--max-steps", "1"]
@@ -50,7 +51,7 @@ def write(tmp_path: Path) -> Callable[[Any], str]:
 
 READERS = {
     "options": lambda path: read_option_file(path, named=str(path)),
-    "the harness": lambda path: check_yaml(path, named=str(path)),
+    "the harness": read_config,
     "sweep": read_sweep,
     "continual": read_continual,
     "import-config": lambda path: import_config(ImportConfigOptions(config_file=str(path), output_dir="never")),

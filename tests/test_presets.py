@@ -52,9 +52,7 @@ def test_batch_tokens_take_the_place_of_a_presets_batch_size_and_of_none_that_is
     sizes = dict(batch_size=None, batch_tokens=512)
     assert parse("--preset", "sanity", "--batch-tokens", "512").items() >= sizes.items()
     assert parse("--batch_tokens=512", "--max-steps", "1").items() >= sizes.items()
-    assert (
-        read_train("train", dict(preset="sanity", batch_tokens=512), allowed=()).get("batch_size") is None
-    )  # a sweep's
+    assert read_train(dict(preset="sanity", batch_tokens=512)).get("batch_size") is None  # a sweep's
     config = tmp_path / "c.yaml"
     config.write_text("batch_size: 128\nmax_steps: 1\n")
     given = ["--config", str(config), "--batch-tokens", "512"]

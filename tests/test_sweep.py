@@ -307,7 +307,7 @@ def test_more_devices_than_there_are_are_refused(pool_of, devices, settings, mes
 
 def test_the_cpu_runs_one_trial_unless_told_otherwise(pool_of):
     assert pool_of([]).environments == [{}]
-    settings = dict(output_dir="D", train={}, num_parallel=3)
+    settings = dict(output_dir="D", train={}, parameters=(), num_parallel=3)
     assert divide_devices(SweepSettings(**settings), []) == [{}, {}, {}]
 
 

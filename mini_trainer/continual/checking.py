@@ -6,7 +6,7 @@ from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
 from mini_trainer.continual.settings import ContinualSettings, Task, Values, complete_options
-from mini_trainer.continual.settings_file import CHOICE_METRICS, LATER
+from mini_trainer.continual.settings_file import CHOICE_METRICS, SECTIONS
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.tasks import open_task
@@ -32,7 +32,9 @@ def find_test_problems(settings: ContinualSettings, prepared: dict[str, Prepared
     problems = []
     for own in group_tests([*settings.probes, *settings.tasks], settings):
         metrics = tuple(sorted({one.metric for one in own} - {None, *CHOICE_METRICS}))
-        values = LATER["evaluate"] | settings.evaluate | own[0].evaluate | ({"metrics": metrics} if metrics else {})
+        values = (
+            SECTIONS["evaluate"].later | settings.evaluate | own[0].evaluate | ({"metrics": metrics} if metrics else {})
+        )
         options = group_options(EvaluateOptions, **values)
         for one in own:
             try:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mini_trainer.options import OptimizationOptions, TeacherOptions
+from mini_trainer.options.fields import option
 from mini_trainer.options.problems.methods import LORA_ADAPTER_SAYS
+from mini_trainer.options.tools import MOST_TOP_K
 
 Values = dict[str, Any]  # options by name
 
@@ -56,13 +58,13 @@ class Replay:
     kind: Literal["rows", "own-answers"]
     """rows: rows of the earlier tasks; own-answers: the model's own answers to their prompts, before the new task, if
     they pass the task's metric (arXiv 2605.29495)."""
-    share: float = 0.1
+    share: float = option(0.1, above=0, below=1)
     """Share of the samples drawn that are replayed, of all earlier tasks together."""
-    num_prompts: int | None = None
+    num_prompts: int | None = option(None, at_least=1, only_with=("kind", ("own-answers",)))
     """own-answers: number of prompts of each earlier task to answer, drawn at random. Default: all."""
-    min_score: float = 1.0
+    min_score: float = option(1.0, only_with=("kind", ("own-answers",)))
     """own-answers: least score of an answer by the task's metric."""
-    teacher_weight: float | None = None
+    teacher_weight: float | None = option(None, above=0, at_most=1)
     """Weight of the divergence from the model before the new task, on replayed rows alone (train --teacher-weight)."""
 
 
@@ -70,16 +72,16 @@ class Replay:
 class SelfDistillation:
     """Self-distillation in rounds (SDFT, arXiv 2601.19897), instead of training on the rows themselves."""
 
-    rounds: int = 4
+    rounds: int = option(4, at_least=1)
     """Number of rounds over a task. In each, the model answers a part of the prompts and learns from the answers."""
     teacher: Literal["start", "average"] = "start"
     """start: the model before the task; average: a moving average of the models after each round."""
-    average_decay: float = 0.5
+    average_decay: float = option(0.5, above=0, below=1, only_with=("teacher", ("average",)))
     """average: share of the previous average that is kept at each round."""
     divergence: Literal["forward-kl", "reverse-kl", "jsd"] = "forward-kl"
     """forward-kl: KL(teacher || model), from files of the teacher's most probable tokens; reverse-kl (KL(model ||
     teacher)) and jsd: from a teacher that reads in every step of train, over all tokens."""
-    top_k: int = 32
+    top_k: int = option(32, at_least=1, at_most=MOST_TOP_K, only_with=("divergence", ("forward-kl",)))
     """forward-kl: number of the teacher's most probable tokens, as in score-data."""
     demonstration: str = "{prompt}\n\nOne good answer to this is:\n\n{demonstration}\n\nNow give your own answer."
     """The teacher's prompt: the last user message, from that of the row and its answer."""
@@ -100,7 +102,7 @@ class ContinualSettings:
     """Directory of the experiment."""
     name: str | None = None
     """Name in results. Default: that of the output directory."""
-    num_processes: int = 1
+    num_processes: int = option(1, at_least=1)
     """Processes of each program, one for each GPU."""
     orders: int = 1
     """Number of orders of the tasks: the given one, then others drawn at random."""

@@ -4,16 +4,16 @@ Options of the programs are checked by the programs' own rules, except for value
 """
 
 import dataclasses
-import difflib
+import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any
 
 from mini_trainer.continual.settings import (
     ContinualSettings,
-    Replay,
     SelfDistillation,
     SetSettings,
     Task,
@@ -21,69 +21,66 @@ from mini_trainer.continual.settings import (
     complete_options,
     splits_off,
 )
-from mini_trainer.options import TrainOptions, group_options, list_types
-from mini_trainer.options.option_files import parse_value, parse_values, read_option_file
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.option_files import convert_each, name_values, naming_place, read_option_file, refuse
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.tools import (
-    MOST_TOP_K,
-    EvaluateOptions,
-    GenerateOptions,
-    MergeModelsOptions,
-    ProcessDataOptions,
-    ScoreDataOptions,
-)
+from mini_trainer.options.settings_files import make_settings, read_options, read_values
+from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions, ScoreDataOptions
 from mini_trainer.options.urls import hide_credentials, is_url
 from mini_trainer.use.evaluation.metrics import MEASURES, SARI
 
-Group = TypeVar("Group")
-PROGRAMS = {
-    "process-data": ProcessDataOptions,
-    "train": TrainOptions,
-    "evaluate": EvaluateOptions,
-    "generate": GenerateOptions,
-    "score-data": ScoreDataOptions,
-    "merge-models": MergeModelsOptions,
-}
+OWN_CODE = {"model_revision", "trust_remote_code"}  # of hub models with own code, which are not supported
 
-# Options that the experiment sets itself, by the key of the program in the file.
-OWN_CODE = ("model_revision", "trust_remote_code")  # of hub models with own code, which are not supported
-RESERVED = {
-    "train": {
-        *OWN_CODE,
-        *("config", "model_name_or_path", "output_dir", "data_path", "data_weights", "data_weights_by", "seed"),
-        *("resume", "continue_from", "schedule_steps", "export_name", "lora_adapter", "lora_export"),
-        *(
-            "osft_statistics",
-            "osft_bases",
-            "validation_data_path",
-            "input_file",
-            "input_dataset",
-            "mock_data",
-            "dry_run",
-        ),
-        *("print_config", "preset", "push_to_hub", "upload_to", "allow_changed_options", "keep_exports"),
-        "save_final_checkpoint",
-    },
-    "process_data": {
-        *OWN_CODE,
-        *("config", "input_file", "output_file", "model_name_or_path", "preview_html", "shard", "join"),
-    },
-    "evaluate": {*OWN_CODE, "config", "output_dir", "model", "run", "data", "task", "lm_eval", "metrics"},
-    "generate": {*OWN_CODE, "config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
-    "score_data": {*OWN_CODE, "config", "model_name_or_path", "data_path", "teacher_data", "name"},
-}
 
-# Stand-ins for these options, to check the others.
-LATER = {
-    "process_data": {"input_file": ("rows.jsonl",), "output_file": "data.arrow", "model_name_or_path": "M"},
-    "evaluate": {"model": ("M",), "output_dir": "D", "task": ("test.jsonl",)},
-    "generate": {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
-    "score_data": {"model_name_or_path": "M", "data_path": ("data.arrow",)},
-}
+@dataclass(frozen=True)
+class Section:
+    """A program's options in the file."""
+
+    options: type
+    reserved: set[str]  # options that the experiment sets itself
+    later: Values = dataclasses.field(default_factory=dict)  # stand-ins for some of these, to check the others
+
+
+SECTIONS = {
+    "train": Section(
+        TrainOptions,
+        {
+            *("config", "model_name_or_path", "output_dir", "data_path", "data_weights", "data_weights_by", "seed"),
+            *("resume", "continue_from", "schedule_steps", "export_name", "lora_adapter", "lora_export"),
+            *("osft_statistics", "osft_bases", "validation_data_path", "input_file", "input_dataset", "mock_data"),
+            *("dry_run", "print_config", "preset", "push_to_hub", "upload_to", "allow_changed_options"),
+            *("keep_exports", "save_final_checkpoint"),
+        },
+    ),
+    "process_data": Section(
+        ProcessDataOptions,
+        {"config", "input_file", "output_file", "model_name_or_path", "preview_html", "shard", "join"},
+        {"input_file": ("rows.jsonl",), "output_file": "data.arrow", "model_name_or_path": "M"},
+    ),
+    "evaluate": Section(
+        EvaluateOptions,
+        {"config", "output_dir", "model", "run", "data", "task", "lm_eval", "metrics"},
+        {"model": ("M",), "output_dir": "D", "task": ("test.jsonl",)},
+    ),
+    "generate": Section(
+        GenerateOptions,
+        {"config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
+        {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
+    ),
+    "score_data": Section(
+        ScoreDataOptions,
+        {"config", "model_name_or_path", "data_path", "teacher_data", "name"},
+        {"model_name_or_path": "M", "data_path": ("data.arrow",)},
+    ),
+}  # fmt: skip
 OF_TEACHER = ("teacher_weight", "teacher_model", "teacher_data", "teacher_scores")  # who the teacher of train is
 CHOICE_METRICS = ("choice", "choice_normalised")  # of tests with choices
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
-NESTED = {"replay": Replay, "self_distillation": SelfDistillation}
+
+SHARED_FOLDERS = ("data", "start")
+
+# What a method may set: how tasks are learnt, and neither data nor measurements, which all methods share.
+OF_METHODS = ("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data")
 
 
 def read_settings(
@@ -95,184 +92,129 @@ def read_settings(
     key.
     """
     given = read_option_file(path, named=str(path), allowed=allowed)
-    given |= {} if output_dir is None else {"output_dir": output_dir}
-    methods = given.pop("methods", None)
-    try:
-        shared = read_group(ContinualSettings, given, where="")
+    with naming_place(str(path)):
+        given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
+        methods = given.pop("methods", None)
+        shared = make_settings(given, ContinualSettings, READERS)
         if methods is None:
             return [check_settings(shared)]
-        given["output_dir"] = shared.output_dir  # a text, also of a number
-        return [read_method(name, values, given) for name, values in check_methods(methods).items()]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        with naming_place("methods"):
+            return read_methods(methods, shared)
 
 
-SHARED_FOLDERS = ("data", "start")
-
-# What a method may set: how tasks are learnt, and neither data nor measurements, which all methods share.
-OF_METHODS = ("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data")
-
-
-def check_methods(methods: Any) -> dict[str, Values]:
-    """The methods' settings by name; ValueError unless there are several, each with keys of `OF_METHODS`."""
-    if not isinstance(methods, dict) or len(methods) < 2:
-        raise ValueError(f"methods: given {methods!r}, allowed: two or more names, each with its settings")
-    found = {str(name): {} if values is None else values for name, values in methods.items()}
-    check_names(list(found), where="methods:")
-    for name, values in found.items():
-        if name in SHARED_FOLDERS:
-            raise ValueError(f"methods: {name}: is a folder that all methods share; choose another name")
-        unknown = [key for key in values if key not in OF_METHODS] if isinstance(values, dict) else values
-        if unknown or not isinstance(values, dict):
-            raise ValueError(f"methods: {name}: given {unknown!r}, allowed: {', '.join(OF_METHODS)}")
-        for key in RESERVED.keys() & values:
-            if not isinstance(values[key], dict):
-                raise ValueError(f"methods: {name}: {key}: given {values[key]!r}, allowed: 'option: value' lines")
-    return found
+def read_methods(given: Any, shared: ContinualSettings) -> list[ContinualSettings]:
+    """The settings of every method; ValueError for a single one, and for names that folders cannot have."""
+    if not isinstance(given, dict) or len(given) < 2:
+        raise ValueError(f"given {given!r}, allowed: two or more names, each with its settings")
+    methods = {str(name): {} if values is None else values for name, values in given.items()}
+    check_names(list(methods))
+    for name in methods.keys() & SHARED_FOLDERS:
+        raise ValueError(f"{name}: is a folder that all methods share; choose another name")
+    return list(convert_each(methods, functools.partial(read_method, shared=shared)).values())
 
 
-def read_method(name: str, values: Values, given: Values) -> ContinualSettings:
+def read_method(name: str, given: Any, shared: ContinualSettings) -> ContinualSettings:
     """The settings of one method: its options of a program are added to those of all methods."""
-    own = {key: given.get(key, {}) | value if key in RESERVED else value for key, value in values.items()}
-    root = Path(given["output_dir"]) / name
-    try:
-        return check_settings(
-            read_group(ContinualSettings, given | own | {"output_dir": str(root), "name": name}, where="")
-        )
-    except ValueError as error:
-        raise ValueError(f"methods: {name}: {error}") from None
+    with naming_place(name):
+        unknown = [key for key in name_values(given) if key not in OF_METHODS]
+        if unknown:
+            raise ValueError(f"given {unknown}, allowed: {', '.join(OF_METHODS)}")
+        own = read_values(given, ContinualSettings, READERS)
+        own |= {key: vars(shared)[key] | own[key] for key in SECTIONS.keys() & own}
+        root = str(Path(shared.output_dir) / name)
+        return check_settings(dataclasses.replace(shared, **own, output_dir=root, name=name))
 
 
-def read_group(group: type[Group], given: Any, *, where: str) -> Group:
-    """Makes a group of settings from a mapping; ValueError for unknown keys, missing ones, and values of other types.
-    `where` is the group's place in the file, with a colon."""
-    fields = {one.name: one for one in dataclasses.fields(group)}
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} given {given!r}, allowed: 'key: value' lines of {', '.join(fields)}".strip())
-    for key in given:
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(fields)}"
-            raise ValueError(f"{where} unknown key {key!r}; {hint}".strip())
-    needed = [name for name, one in fields.items() if is_required(one) and name not in given]
-    if needed:
-        raise ValueError(f"{where} {', '.join(needed)}: required".strip())
-    return group(**{key: read_entry(group, key, value, where=where) for key, value in given.items()})
-
-
-def is_required(entry: dataclasses.Field) -> bool:
-    return entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-
-
-def read_entry(group: type, key: str, value: Any, *, where: str) -> Any:
-    """Converts one value of a group."""
-    kind, place = list_types(group)[key], f"{where} {key}".strip()
-    if key in NESTED:
-        return read_group(NESTED[key], value, where=f"{place}:")
-    if key in ("tasks", "probes"):
-        if not isinstance(value, list):
-            raise ValueError(f"{key}: given {value!r}, allowed: a list")
-        made = Task if key == "tasks" else SetSettings
-        return tuple(read_group(made, one, where=f"{key}[{i}]:") for i, one in enumerate(value))
-    if kind == Values:
-        if not isinstance(value, dict):
-            raise ValueError(f"{place}: given {value!r}, allowed: 'option: value' lines")
-        return check_options(key, value, where=f"{place}:")
-    try:
-        return parse_value(key, list(value) if get_origin(kind) is tuple and isinstance(value, list) else value, group)
-    except ValueError as error:
-        raise ValueError(f"{where} {error}".strip()) from None
-
-
-def check_options(program: str, given: Mapping[str, Any], *, where: str) -> Values:
+def read_section(given: Any, section: Section) -> Values:
     """Converts options of a program by its own rules; ValueError for unknown ones, and for those set here."""
-    reserved = dict.fromkeys(RESERVED[program], "is set for each task by the experiment itself; leave it out")
-    values = parse_values(given, PROGRAMS[program.replace("_", "-")], where=where, reserved=reserved)
+    reason = "is set for each task by the experiment itself; leave it out"
+    values = read_options(given, section.options, dict.fromkeys(section.reserved | OWN_CODE, reason))
     for name, value in values.items():  # the option files of the programs hold them
         if isinstance(value, str) and (shown := hide_credentials(value)) != value:
-            raise ValueError(
-                f"{where} {name}: given {shown}, with a password or key, which files would hold; remove it"
-            )
+            raise ValueError(f"{name}: given {shown}, with a password or key, which files would hold; remove it")
     return values
+
+
+READERS = {name: functools.partial(read_section, section=section) for name, section in SECTIONS.items()}
 
 
 def check_settings(settings: ContinualSettings) -> ContinualSettings:
     """Returns the settings; ValueError if they contradict each other or say too little."""
     if not settings.tasks:
         raise ValueError("tasks: none is given; give a list of tasks, each with a name and rows")
-    check_names([one.name for one in settings.tasks] + [one.name for one in settings.probes], where="tasks, probes:")
-    if settings.num_processes < 1:
-        raise ValueError(f"num_processes: given {settings.num_processes}, allowed: at least 1")
+    with naming_place("tasks, probes"):
+        check_names([one.name for one in (*settings.tasks, *settings.probes)])
     most = math.factorial(len(settings.tasks))
     if not 1 <= settings.orders <= most:
         raise ValueError(f"orders: given {settings.orders}, allowed: 1 to {most}, the orders of the tasks")
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise ValueError(f"seeds: given {list(settings.seeds)}, allowed: one or more different numbers")
     for task in settings.tasks:
-        check_task(task, settings)
+        with naming_place(f"tasks: {task.name}"):
+            check_task(task, settings)
     for probe in settings.probes:
-        check_set(probe, where="probes:")
-        check_program("evaluate", settings.evaluate | probe.evaluate, where=f"probes: {probe.name}: ")
-    check_replay(settings)
-    check_rounds(settings)
+        with naming_place(f"probes: {probe.name}"):
+            check_set(probe)
+            check_program("evaluate", settings.evaluate | probe.evaluate)
+    with naming_place("replay"):
+        check_replay(settings)
+    with naming_place("self_distillation"):
+        check_rounds(settings)
     uses_lora = [bool(settings.train_options(task).get("lora")) for task in settings.tasks]
     if settings.adapters != "merged" and not all(uses_lora):
         raise ValueError(f"adapters: {settings.adapters}: has no effect without train: {{lora: true}} for every task")
     return settings
 
 
-def check_program(key: str, values: Values, *, where: str = "") -> None:
+def check_program(name: str, values: Values) -> None:
     """ValueError for options of a program that it would refuse."""
-    problems = find_problems(group_options(PROGRAMS[key.replace("_", "-")], **LATER[key] | values))
-    if problems:
-        raise ValueError(f"{where}{key}: " + "\n  ".join(problems))
+    section = SECTIONS[name]
+    with naming_place(name):
+        refuse(find_problems(group_options(section.options, **section.later | values)))
 
 
-def check_names(names: list[str], *, where: str) -> None:
+def check_names(names: list[str]) -> None:
     for name in names:
         if not NAME.fullmatch(name):
-            raise ValueError(f"{where} name {name!r}: allowed: letters, digits, _ and -, since folders have it")
+            raise ValueError(f"name {name!r}: allowed: letters, digits, _ and -, since folders have it")
         if name.endswith("_held_out"):
-            raise ValueError(f"{where} name {name!r}: allowed: names without the ending _held_out")
+            raise ValueError(f"name {name!r}: allowed: names without the ending _held_out")
         if names.count(name) > 1:
-            raise ValueError(f"{where} name {name!r}: is given twice")
+            raise ValueError(f"name {name!r}: is given twice")
 
 
-def check_set(one: SetSettings, *, where: str) -> None:
+def check_set(one: SetSettings) -> None:
     if one.test is not None and one.lm_eval is not None:
-        raise ValueError(f"{where} {one.name}: has test and lm_eval; give one of them")
+        raise ValueError("has test and lm_eval; give one of them")
     if one.test is None and one.lm_eval is None and one.held_out is None:
-        raise ValueError(f"{where} {one.name}: nothing to measure by; give test, lm_eval or held_out")
+        raise ValueError("nothing to measure by; give test, lm_eval or held_out")
     if one.metric is not None and one.test is None and one.lm_eval is None:
-        raise ValueError(f"{where} {one.name}: metric has no effect without test or lm_eval")
+        raise ValueError("metric has no effect without test or lm_eval")
     if one.metric is not None and one.test is not None and one.metric not in (*MEASURES, SARI, *CHOICE_METRICS):
-        allowed = ", ".join((*MEASURES, SARI))
-        raise ValueError(f"{where} {one.name}: metric: given {one.metric!r}, allowed: {allowed}")
+        raise ValueError(f"metric: given {one.metric!r}, allowed: {', '.join((*MEASURES, SARI))}")
 
 
 def check_task(task: Task, settings: ContinualSettings) -> None:
-    check_set_of_task = task if not splits_off(task, settings) else dataclasses.replace(task, held_out="split off")
-    check_set(check_set_of_task, where="tasks:")
-    where = f"tasks: {task.name}:"
+    splits = splits_off(task, settings)
+    check_set(dataclasses.replace(task, held_out="split off") if splits else task)
     if bool(task.input_file) == (task.data_path is not None):
-        raise ValueError(f"{where} give input_file (rows) or data_path (a data set of process-data), and only one")
+        raise ValueError("give input_file (rows) or data_path (a data set of process-data), and only one")
     if task.data_path is not None and is_url(task.data_path):
-        raise ValueError(f"{where} data_path {task.data_path}: must be local: copy the data set, with its .meta.json")
+        raise ValueError(f"data_path {task.data_path}: must be local: copy the data set, with its .meta.json")
     if task.data_path is not None and task.process_data:
-        raise ValueError(f"{where} process_data has no effect on data_path, which is tokenized already")
-    if splits_off(task, settings) and task.held_out is not None:
-        raise ValueError(f"{where} held_out is given, and validation_share splits off another; give one of them")
-    check_program("process_data", settings.process_data | task.process_data, where=f"{where} ")
-    check_program("evaluate", settings.evaluate | task.evaluate, where=f"{where} ")
+        raise ValueError("process_data has no effect on data_path, which is tokenized already")
+    if splits and task.held_out is not None:
+        raise ValueError("held_out is given, and validation_share splits off another; give one of them")
+    check_program("process_data", settings.process_data | task.process_data)
+    check_program("evaluate", settings.evaluate | task.evaluate)
     values = settings.train_options(task)
-    if not {"max_epochs", "max_steps", "max_samples", "max_tokens"} & {k for k, v in values.items() if v is not None}:
-        raise ValueError(f"{where} train: no end is given; give max_epochs, max_steps, max_samples or max_tokens")
-    complete = complete_options(settings, task)
-    problems = dict.fromkeys(line for own in complete for line in find_problems(group_options(TrainOptions, **own)))
-    if problems:
-        raise ValueError(f"{where} train: " + "\n  ".join(problems))
+    if all(values.get(f"max_{end}") is None for end in ("epochs", "steps", "samples", "tokens")):
+        raise ValueError("train: no end is given; give max_epochs, max_steps, max_samples or max_tokens")
+    complete = [group_options(TrainOptions, **own) for own in complete_options(settings, task)]
+    with naming_place("train"):
+        refuse(dict.fromkeys(problem for own in complete for problem in find_problems(own)))
     if settings.export == "best" and task.validation is None:
-        raise ValueError(f"{where} export: best needs validation data for every task")
+        raise ValueError("export: best needs validation data for every task")
 
 
 def check_replay(settings: ContinualSettings) -> None:
@@ -280,36 +222,27 @@ def check_replay(settings: ContinualSettings) -> None:
     if replay is None:
         return
     if len(settings.tasks) < 2:
-        raise ValueError("replay: has no effect with one task")
-    if not 0 < replay.share < 1:
-        raise ValueError(f"replay: share: given {replay.share}, allowed: above 0 and below 1")
-    if replay.num_prompts is not None and replay.num_prompts < 1:
-        raise ValueError(f"replay: num_prompts: given {replay.num_prompts}, allowed: at least 1")
-    if replay.teacher_weight is not None and not 0 < replay.teacher_weight <= 1:
-        raise ValueError(f"replay: teacher_weight: given {replay.teacher_weight}, allowed: above 0, at most 1")
+        raise ValueError("has no effect with one task")
     for name in OF_TEACHER:
         taught = [task.name for task in settings.tasks if name in settings.train_options(task)]
         if replay.teacher_weight is not None and taught:
-            raise ValueError(f"replay: teacher_weight: train of {', '.join(taught)} has a {name}, too; give one")
+            raise ValueError(f"teacher_weight: train of {', '.join(taught)} has a {name}, too; give one")
     if replay.kind == "own-answers":
         check_program("generate", settings.generate)
-        check_answerable(settings, settings.tasks[:-1], "replay: own-answers", needs_test=True)
-    else:
-        given = [name for name in ("num_prompts",) if getattr(replay, name) is not None]
-        given += ["min_score"] if replay.min_score != Replay.min_score else []
-        if given:
-            raise ValueError(f"replay: {', '.join(given)}: no effect with kind: rows")
+        check_answerable(settings, settings.tasks[:-1])
+        unscored = [task.name for task in settings.tasks[:-1] if task.metric not in MEASURES]
+        if unscored:
+            allowed = ", ".join(MEASURES)
+            raise ValueError(f"own-answers: {', '.join(unscored)}: needs a metric that scores answers, of {allowed}")
 
 
-def check_answerable(settings: ContinualSettings, tasks: Iterable[Task], what: str, *, needs_test: bool) -> None:
-    """Refuses tasks whose prompts a model cannot answer, or whose answers cannot be scored."""
+def check_answerable(settings: ContinualSettings, tasks: Iterable[Task]) -> None:
+    """Refuses tasks whose prompts a model cannot answer."""
     if settings.generate.get("engine") == "openai":
-        raise ValueError(f"{what}: generate: engine: openai: a server has another model; use hf or vllm")
+        raise ValueError("generate: engine: openai: a server has another model; use hf or vllm")
     for task in tasks:
         if not task.input_file:
-            raise ValueError(f"{what}: {task.name} has data_path, but the prompts are read from rows: give input_file")
-        if needs_test and task.metric not in MEASURES:
-            raise ValueError(f"{what}: {task.name} needs a metric that scores answers, of {', '.join(MEASURES)}")
+            raise ValueError(f"{task.name} has data_path, but the prompts are read from rows: give input_file")
 
 
 def check_rounds(settings: ContinualSettings) -> None:
@@ -317,45 +250,39 @@ def check_rounds(settings: ContinualSettings) -> None:
     if rounds is None:
         return
     if settings.export == "best":
-        raise ValueError("self_distillation: not together with export: best; leave it out")
-    check_answerable(settings, settings.tasks, "self_distillation", needs_test=False)
+        raise ValueError("not together with export: best; leave it out")
+    if settings.replay is not None:
+        raise ValueError("not together with replay; give one of them")
+    if settings.adapters != "merged":
+        raise ValueError(f"not together with adapters: {settings.adapters}; leave it out")
+    check_answerable(settings, settings.tasks)
     check_program("generate", {"temperature": 1.0} | settings.generate)
     check_program("score_data", settings.score_data)
-    if rounds.rounds < 1:
-        raise ValueError(f"self_distillation: rounds: given {rounds.rounds}, allowed: at least 1")
-    if rounds.teacher != "average" and rounds.average_decay != SelfDistillation.average_decay:
-        raise ValueError("self_distillation: average_decay: no effect without teacher: average")
-    if rounds.is_online and rounds.top_k != SelfDistillation.top_k:
-        raise ValueError(f"self_distillation: top_k: no effect with divergence: {rounds.divergence}")
-    if not 1 <= rounds.top_k <= MOST_TOP_K:
-        raise ValueError(f"self_distillation: top_k: given {rounds.top_k}, allowed: 1 to {MOST_TOP_K}")
-    if not 0 < rounds.average_decay < 1:
-        raise ValueError(f"self_distillation: average_decay: given {rounds.average_decay}, allowed: between 0 and 1")
     if "{prompt}" not in rounds.demonstration or "{demonstration}" not in rounds.demonstration:
-        raise ValueError("self_distillation: demonstration: must contain {prompt} and {demonstration}")
+        raise ValueError("demonstration: must contain {prompt} and {demonstration}")
     for task in settings.tasks:
-        values = settings.train_options(task)
-        if values.get("max_epochs") is None or any(values.get(f"max_{end}") for end in ("steps", "samples", "tokens")):
-            raise ValueError(f"self_distillation: {task.name}: the end of train must be given by max_epochs alone")
-        if values.get("batch_tokens") is not None:
-            raise ValueError(
-                f"self_distillation: {task.name}: not together with train: batch_tokens, as answers have no length"
-                " before they are generated; give batch_size"
-            )
-        given = [*OF_TEACHER, *(["teacher_divergence"] if rounds.is_online else [])]
-        given = [name for name in given if values.get(name) is not None]
-        if given:
-            raise ValueError(f"self_distillation: {task.name}: has its own teacher; leave out train: {given[0]}")
-        temperatures = [values.get("teacher_temperature", 1.0), settings.score_data.get("temperature", 1.0)]
-        if not rounds.is_online and temperatures[0] != temperatures[1]:
-            raise ValueError(
-                f"self_distillation: {task.name}: train: teacher_temperature is {temperatures[0]}, score_data:"
-                f" temperature {temperatures[1]}; give the same"
-            )
-    if settings.replay is not None:
-        raise ValueError("self_distillation: not together with replay; give one of them")
-    if settings.adapters != "merged":
-        raise ValueError(f"self_distillation: not together with adapters: {settings.adapters}; leave it out")
+        with naming_place(task.name):
+            check_rounds_of(rounds, settings.train_options(task), settings.score_data)
+
+
+def check_rounds_of(rounds: SelfDistillation, values: Values, scoring: Values) -> None:
+    """Refuses options of train, `values`, and of score-data that contradict the rounds over a task."""
+    if values.get("max_epochs") is None or any(values.get(f"max_{end}") for end in ("steps", "samples", "tokens")):
+        raise ValueError("the end of train must be given by max_epochs alone")
+    if values.get("batch_tokens") is not None:
+        raise ValueError(
+            "not together with train: batch_tokens, as answers have no length before they are generated; give"
+            " batch_size"
+        )
+    of_teacher = [*OF_TEACHER, *(["teacher_divergence"] if rounds.is_online else [])]
+    given = [name for name in of_teacher if values.get(name) is not None]
+    if given:
+        raise ValueError(f"has its own teacher; leave out train: {given[0]}")
+    temperatures = [values.get("teacher_temperature", 1.0), scoring.get("temperature", 1.0)]
+    if not rounds.is_online and temperatures[0] != temperatures[1]:
+        raise ValueError(
+            f"train: teacher_temperature is {temperatures[0]}, score_data: temperature {temperatures[1]}; give the same"
+        )
 
 
 def check_statistics(settings: ContinualSettings, order: list[str]) -> None:

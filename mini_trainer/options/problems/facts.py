@@ -1,14 +1,14 @@
 """Problems that follow from the facts of single options, and queries about a group of options."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from mini_trainer.options import RowOptions, flag_name, flatten_options, iterate_fields, list_facts
 from mini_trainer.options.fields import Facts, list_groups
 
 
-def find_single_problems(options: Any) -> list[str]:
+def find_single_problems(options: Any, *, name_option: Callable[[str], str] = flag_name) -> list[str]:
     """Values out of range, texts that cannot be read, and options without effect beside another one's value."""
     values, idle, facts, problems = flatten_options(options), find_idle(options), list_facts(type(options)), []
     for switch, names in idle.items():
@@ -16,7 +16,7 @@ def find_single_problems(options: Any) -> list[str]:
     useless = {name for names in idle.values() for name in names}
     for option, _ in iterate_fields(type(options)):
         if values[option.name] != option.default and option.name not in useless:
-            problems += check_value(option, values, facts[option.name])
+            problems += check_value(option, values, facts[option.name], name_option=name_option)
     return problems
 
 
@@ -28,9 +28,11 @@ def find_idle(options: Any) -> dict[str, list[str]]:
     return {switch: names for switch, names in found.items() if names and switch not in names}
 
 
-def check_value(option: dataclasses.Field, values: dict[str, Any], facts: Facts) -> Iterator[str]:
+def check_value(
+    option: dataclasses.Field, values: dict[str, Any], facts: Facts, *, name_option: Callable[[str], str]
+) -> Iterator[str]:
     """The problems of one option that is not at its default."""
-    flag, value = flag_name(option.name), values[option.name]
+    flag, value = name_option(option.name), values[option.name]
     has_range = (facts.at_least, facts.above) != (None, None)
     if has_range and isinstance(value, int | float) and not facts.allows(value):
         turns_off = option.default is not None and type(None) in get_args(option.type)
@@ -43,7 +45,7 @@ def check_value(option: dataclasses.Field, values: dict[str, Any], facts: Facts)
     if facts.only_with is not None:
         other, fitting = facts.only_with
         if values[other] not in fitting:
-            yield f"{flag} has no effect with {flag_name(other)} {values[other]}, only with {', '.join(fitting)}"
+            yield f"{flag} has no effect with {name_option(other)} {values[other]}, only with {', '.join(fitting)}"
 
 
 def list_given(group: Any) -> list[str]:

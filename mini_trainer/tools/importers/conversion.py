@@ -7,8 +7,8 @@ import numpy as np
 
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.doors import TRAINERS
-from mini_trainer.options.option_files import parse_value
 from mini_trainer.options.problems.finding import find_wrong_options
+from mini_trainer.options.settings_files import parse_value
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.tools.importers.batches import count_batch, count_epochs
 from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, PREFERENCES

@@ -1,19 +1,27 @@
 """Settings of a sweep: the YAML file of `mini-trainer sweep`, checked before anything runs."""
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import PRESETS, TrainOptions, group_options, iterate_fields, list_preset_values
-from mini_trainer.options.option_files import parse_value, parse_values, read_option_file
+from mini_trainer.options import PRESETS, TrainOptions, group_options, list_preset_values
+from mini_trainer.options.fields import option
+from mini_trainer.options.option_files import (
+    convert_each,
+    convert_known,
+    name_values,
+    naming_place,
+    read_option_file,
+    refuse,
+)
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.settings_files import list_missing, make_settings, parse_value, read_options
 from mini_trainer.options.urls import is_url
 
 Values = dict[str, Any]  # options by name
@@ -33,7 +41,7 @@ RESERVED = {
 RESERVED_IN_HALVING = ("max_epochs", "max_samples", "max_tokens", "schedule_steps", "continue_from")
 UNEXPORTED = {"export_best": False, "save_final_checkpoint": False}  # unless the file says otherwise
 FILE_OPTIONS = ("data_path", "validation_data_path", "input_file")  # whose contents decide a trial's result
-KEYS_OF_RANGE = ("low", "high", "log", "step")
+KEYS_OF_RANGE = ("low", "high", "step", "log")
 MOST_TRIALS = 10_000  # checking the options of each takes a millisecond
 
 
@@ -74,21 +82,21 @@ class SweepSettings:
     search: Literal["grid", "random", "halving"] = "grid"
     """grid: all combinations; random: num_trials of them, drawn at random; halving: as many trials as the other two,
     of which the best continue at each rung (synchronous successive halving, arXiv 1502.07943)."""
-    num_trials: int | None = None
+    num_trials: int | None = option(None, at_least=1, at_most=MOST_TRIALS, only_with=("search", ("random", "halving")))
     """random, halving: number of trials to draw."""
     seed: int = 0
     """Random seed of the draws."""
-    min_steps: int | None = None
+    min_steps: int | None = option(None, at_least=1, only_with=("search", ("halving",)))
     """halving: steps of the first rung; each next one has reduction_factor times as many, up to max_steps."""
-    reduction_factor: int = 3
+    reduction_factor: int = option(3, at_least=2, only_with=("search", ("halving",)))
     """halving: one of so many trials continues after a rung."""
-    num_processes: int = 1
+    num_processes: int = option(1, at_least=1)
     """Processes of each trial, one for each GPU."""
-    num_parallel: int | Literal["auto"] = "auto"
+    num_parallel: int | Literal["auto"] = option("auto", at_least=1)
     """Trials at the same time; auto: as many as the GPUs allow, one on a CPU."""
-    train: Values = field(default_factory=dict)
+    train: Values
     """Options of train.py that all trials share."""
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[Parameter, ...]
     """Options that differ."""
 
     @property
@@ -128,141 +136,90 @@ def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collect
     `allowed`: environment variables to fill in.
     """
     given = read_option_file(path, named=str(path), allowed=allowed)
-    readers = READERS | {"train": functools.partial(read_train, allowed=allowed)}
-    given |= {} if output_dir is None else {"output_dir": output_dir}
-    fields = {one.name: one for one in dataclasses.fields(SweepSettings)}
-    found, problems = {}, []
-    for key, value in given.items():
-        try:
-            if key not in fields:
-                close = difflib.get_close_matches(str(key), fields, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(fields)}"
-                raise ValueError(f"unknown key {key!r}; {hint}")
-            found[key] = readers.get(key, read_plain)(key, value)
-        except ValueError as error:
-            problems.append(str(error))
-    problems += [f"{name}: required" for name in ("output_dir", "train", "parameters") if name not in given]
-    if not problems:
-        names = {one.name for one in found["parameters"]}
-        problems = [f"{name}: in train and in parameters; give one of them" for name in find_own(given) & names]
-        shared = {name: value for name, value in found["train"].items() if name not in names}  # files are overridden
-        settings = SweepSettings(**found | {"train": shared})
-        problems += find_setting_problems(settings, given)
-    if problems:
-        raise ValueError(f"{path}: " + "\n  ".join(problems))
+    readers = {"train": functools.partial(read_train, allowed=allowed), "parameters": read_parameters}
+    with naming_place(str(path)):
+        given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
+        settings = make_settings(given, SweepSettings, readers)
+        names, own = [one.name for one in settings.parameters], name_values(given["train"])
+        problems = [f"{name}: in train and in parameters; give one of them" for name in names if name in own]
+        shared = {name: value for name, value in settings.train.items() if name not in names}  # files are overridden
+        settings = dataclasses.replace(settings, train=shared)
+        refuse(problems + find_setting_problems(settings))
     return settings
 
 
-def find_own(given: Mapping[str, Any]) -> set[str]:
-    """The options of `train` that the sweep's own file gives."""
-    return {str(name).replace("-", "_") for name in given["train"]}
-
-
-def read_plain(key: str, value: Any) -> Any:
-    return parse_value(key, value, SweepSettings)
-
-
-def read_train(key: str, given: Any, *, allowed: Collection[str]) -> Values:
+def read_train(given: Any, *, allowed: Collection[str] = ()) -> Values:
     """The options that all trials share: of `config`, of `preset`, and the file's own, which win over both."""
-    values = dict(as_mapping(key, given, "'option: value' lines"))
-    files = {}
+    values, of_files = name_values(given), {}
     for path in parse_value("config", values.pop("config", []), TrainOptions):
-        of_file = read_option_file(Path(path), named=f"{key}: config: {path}", allowed=allowed)
+        of_file = name_values(read_option_file(Path(path), named=f"config: {path}", allowed=allowed))
         of_file.pop("output_dir", None)  # as a flag would win over it, the trial's own directory does
-        files |= {str(name).replace("-", "_"): value for name, value in of_file.items()}
-    merged = files | values
+        of_files |= of_file
+    merged = of_files | values
     preset = merged.pop("preset", None)
     if preset is not None and str(preset) not in PRESETS:  # it may be a list
-        raise ValueError(f"{key}: preset: given {preset!r}, allowed: {', '.join(PRESETS)}")
-    values = parse_values(merged, TrainOptions, where=f"{key}:", reserved=RESERVED)
+        raise ValueError(f"preset: given {preset!r}, allowed: {', '.join(PRESETS)}")
+    values = read_options(merged, TrainOptions, RESERVED)
     return list_preset_values(preset, values) | values
 
 
-def read_parameters(key: str, given: Any) -> tuple[Parameter, ...]:
-    given = as_mapping(key, given, "'option: [value, ...]' or 'option: {low: ..., high: ...}' lines")
-    found = parse_values(given, TrainOptions, where=f"{key}:", reserved=RESERVED, parse=read_parameter)
-    return tuple(found.values())
+def read_parameters(given: Any) -> tuple[Parameter, ...]:
+    """The options that differ between trials; ValueError if there are none."""
+    if not given:
+        raise ValueError(f"given {given!r}, allowed: 'option: [value, ...]' or 'option: {{low: ..., high: ...}}' lines")
+    return tuple(read_options(given, TrainOptions, RESERVED, parse=read_parameter).values())
 
 
-def read_parameter(option: str, given: Any, options_class: type) -> Parameter:
-    read = read_range if isinstance(given, dict) else read_choices
-    return read(option, given, options_class)
-
-
-def as_mapping(key: str, given: Any, allowed: str) -> Mapping[Any, Any]:
-    if not isinstance(given, dict) or not given:
-        raise ValueError(f"{key}: given {given!r}, allowed: {allowed}")
-    return given
-
-
-READERS = {"parameters": read_parameters}
-
-
-def read_choices(option: str, given: Any, options_class: type) -> Parameter:
+def read_parameter(name: str, given: Any, options_class: type) -> Parameter:
+    if isinstance(given, dict):
+        with naming_place(name):
+            return read_range(name, given, options_class)
     if not isinstance(given, list) or len(given) < 2:
-        raise ValueError(f"{option}: given {given!r}, allowed: a list of several values, or {{low: ..., high: ...}}")
-    values, problems = [], []
-    for value in given:
-        try:
-            values.append(parse_value(option, value, options_class))
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError(f"{name}: given {given!r}, allowed: a list of several values, or {{low: ..., high: ...}}")
+    values = convert_each(dict(enumerate(given)), lambda _, value: parse_value(name, value, options_class)).values()
     if len(set(map(repr, values))) < len(values):
-        raise ValueError(f"{option}: given {given!r}, in which a value is repeated")
-    return Parameter(name=option, choices=tuple(values))
+        raise ValueError(f"{name}: given {given!r}, in which a value is repeated")
+    return Parameter(name=name, choices=tuple(values))
 
 
-def read_range(option: str, given: dict[Any, Any], options_class: type) -> Parameter:
-    unknown = [str(key) for key in given if key not in KEYS_OF_RANGE]
-    missing = [key for key in ("low", "high") if key not in given]
-    if unknown or missing:
-        what = f"unknown {', '.join(unknown)}" if unknown else f"without {' and '.join(missing)}"
-        raise ValueError(f"{option}: a range {what}; allowed: low, high, and log: true or step")
-    numbers = {key: parse_value(option, given[key], options_class) for key in ("low", "high", "step") if key in given}
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in numbers.values()):
-        raise ValueError(f"{option}: takes no numbers; give a list of values")
-    log, step = given.get("log", False), numbers.get("step")
-    if not isinstance(log, bool):
-        raise ValueError(f"{option}: log: given {log!r}, allowed: true or false")
-    if not -math.inf < numbers["low"] < numbers["high"] < math.inf:
-        raise ValueError(f"{option}: low {numbers['low']}, high {numbers['high']}: low must be below high")
-    if log and (step is not None or numbers["low"] <= 0):
-        raise ValueError(f"{option}: log: true needs low above 0, and takes no step")
-    if step is not None and not 0 < step <= numbers["high"] - numbers["low"]:
-        raise ValueError(f"{option}: step: given {step}, allowed: above 0, at most high - low")
-    return Parameter(name=option, **numbers, log=log)
+def read_range(name: str, given: dict[Any, Any], options_class: type) -> Parameter:
+    def read(key: str, value: Any) -> Any:
+        return parse_value(key, value, Parameter) if key == "log" else parse_value(name, value, options_class)
+
+    found = convert_known(given, KEYS_OF_RANGE, read)
+    missing = [key for key in ("low", "high") if key not in found]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: required; or give a list of values")
+    low, high, step, log = (found.get(key) for key in KEYS_OF_RANGE)
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (low, high, step or 0)):
+        raise ValueError("takes no numbers; give a list of values")
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"low {low}, high {high}: low must be below high")
+    if log and (step is not None or low <= 0):
+        raise ValueError("log: true needs low above 0, and takes no step")
+    if step is not None and not 0 < step <= high - low:
+        raise ValueError(f"step: given {step}, allowed: above 0, at most high - low")
+    return Parameter(name=name, **found)
 
 
-def find_setting_problems(settings: SweepSettings, given: Mapping[str, Any]) -> list[str]:
-    """Keys without effect, missing ones, numbers out of range."""
-    s, problems = settings, []
-    for name in ("num_trials", "min_steps", "num_processes", "num_parallel"):
-        value = getattr(s, name)
-        if value not in (None, "auto") and value < 1:
-            problems.append(f"{name}: given {value}, allowed: at least 1")
-    if s.reduction_factor < 2:
-        problems.append(f"reduction_factor: given {s.reduction_factor}, allowed: at least 2")
-    if s.search == "grid" and s.is_drawn:
-        problems.append("num_trials has no effect with search: grid, which has all combinations; use search: random")
+def find_setting_problems(s: SweepSettings) -> list[str]:
+    """Settings that contradict each other or say too little."""
+    problems = []
     if s.search == "random" and not s.is_drawn:
         problems.append("search: random needs num_trials")
-    if "seed" in given and not s.is_drawn:
+    if s.seed != SweepSettings.seed and not s.is_drawn:
         problems.append("seed has no effect without num_trials; the seed of training is train: {seed: ...}")
-    problems += find_halving_problems(s, given) + find_space_problems(s)
-    return problems
+    return problems + find_halving_problems(s) + find_space_problems(s)
 
 
-def find_halving_problems(s: SweepSettings, given: Mapping[str, Any]) -> list[str]:
+def find_halving_problems(s: SweepSettings) -> list[str]:
     if s.search != "halving":
-        useless = [name for name in ("min_steps", "reduction_factor") if name in given]
-        return [f"{', '.join(useless)}: no effect with search: {s.search}, only with halving"] if useless else []
+        return []
     names = {one.name for one in s.parameters}
+    ends = [name for name in RESERVED_IN_HALVING if name in names or s.train.get(name) is not None]
     problems = [
         f"{name}: not with search: halving, whose trials all have the steps of train: {{max_steps: ...}}"
-        for name in (*RESERVED_IN_HALVING, *(["max_steps"] if "max_steps" in names else []))
-        if name in names or s.train.get(name) is not None
+        for name in (*ends, *(names & {"max_steps"}))
     ]
     most = s.train.get("max_steps")
     if most is None:
@@ -292,8 +249,6 @@ def find_space_problems(s: SweepSettings) -> list[str]:
         return [f"a grid of {most:,} trials, allowed: at most {MOST_TRIALS:,}; give shorter lists, or num_trials"]
     if s.is_drawn and s.num_trials > most:
         return [f"num_trials: given {s.num_trials}, allowed: at most {most}, all combinations"]
-    if s.is_drawn and s.num_trials > MOST_TRIALS:
-        return [f"num_trials: given {s.num_trials}, allowed: at most {MOST_TRIALS}"]
     return []
 
 
@@ -316,11 +271,7 @@ def check_trials(settings: SweepSettings, trials: Sequence[Values]) -> None:
 
 def find_trial_problems(options: Values) -> list[str]:
     complete = {"output_dir": "D"} | options
-    missing = [
-        option.name
-        for option, _ in iterate_fields(TrainOptions)
-        if option.default is option.default_factory is dataclasses.MISSING and option.name not in complete
-    ]
+    missing = list_missing(TrainOptions, complete)
     if missing:
         return [f"train: {', '.join(missing)}: required"]
     grouped = group_options(TrainOptions, **complete)
@@ -355,20 +306,10 @@ def list_files(settings: SweepSettings, trials: Sequence[Values]) -> list[Path]:
     named: dict[str, str] = {}
     for values in trials:
         options = settings.options_of(values)
-        named |= {path: name for name in FILE_OPTIONS for path in as_tuple(options.get(name))}
-    elsewhere = [f"{name} {path}: must be local for a sweep" for path, name in named.items() if is_url(path)]
-    if elsewhere:
-        raise ValueError("\n  ".join(elsewhere))
-    missing = [f"{name}: {path} does not exist" for path, name in named.items() if not Path(path).exists()]
-    if missing:
-        raise ValueError("\n  ".join(missing))
+        named |= {path: name for name in FILE_OPTIONS for path in options.get(name, ())}
+    refuse(f"{name} {path}: must be local for a sweep" for path, name in named.items() if is_url(path))
+    refuse(f"{name}: {path} does not exist" for path, name in named.items() if not Path(path).exists())
     return [Path(path) for path in named]
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def describe_settings(settings: SweepSettings) -> Values:

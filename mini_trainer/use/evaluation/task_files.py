@@ -9,21 +9,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mini_trainer.data.stores.disk import hash_file
-from mini_trainer.options.option_files import check_yaml
+from mini_trainer.options.option_files import Loader, read_yaml
 
 FUNCTION = "!function"
 DATA_KEYS = ("dataset_path", "dataset_name", "dataset_kwargs")  # their values may be paths
 IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}  # the harness ignores them
 
 
-class Loader(yaml.SafeLoader):
+class TaskLoader(Loader):
     """Reads `!function a.b` as {"!function": "a.b"}."""
 
 
-Loader.add_constructor(FUNCTION, lambda loader, node: {FUNCTION: loader.construct_scalar(node)})
+TaskLoader.add_constructor(FUNCTION, lambda loader, node: {FUNCTION: loader.construct_scalar(node)})
 
 
 def is_file(task: str) -> bool:
@@ -35,13 +33,7 @@ def read_config(path: Path, including: tuple[Path, ...] = ()) -> tuple[dict[str,
     path = path.resolve()
     if path in including:
         raise ValueError(f"{path}: includes itself")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    check_yaml(path, named=str(path))
-    try:
-        config = yaml.load(path.read_bytes(), Loader=Loader)
-    except (yaml.YAMLError, ValueError) as error:  # an unknown tag, an invalid date or number
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    config = read_yaml(path, named=str(path), loader=TaskLoader)
     included = config.pop("include", [])
     merged: dict[str, Any] = {}
     files = [path]
