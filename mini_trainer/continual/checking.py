@@ -74,7 +74,7 @@ def lacks_user(question: Prompt) -> bool:
 
 def find_problems(settings: ContinualSettings, task: Task, prepared: dict[str, Prepared]) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
-    from mini_trainer.run.plan.findings import Findings  # with torch: seconds to import
+    from mini_trainer.run.plan.parts import Findings  # with torch: seconds to import
     from mini_trainer.run.plan.planner import choose_step_options, find_target, look_at_run
 
     findings = Findings()

@@ -25,8 +25,7 @@ from mini_trainer.run.auto_choice import (
     refuse_longest,
 )
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.plan.findings import Findings, PlannedRun, Target
-from mini_trainer.run.plan.packing import Packing, pack_batches
+from mini_trainer.run.plan.parts import Findings, Packing, PlannedRun, Target, pack_batches
 from mini_trainer.run.plan.simulation import (
     Load,
     PlannedModel,
