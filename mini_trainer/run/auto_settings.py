@@ -20,7 +20,7 @@ from mini_trainer.distributed.world import call_on_rank0
 from mini_trainer.model.activation_checkpointing import MODES, set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
 from mini_trainer.model.sharding import choose_resharding, count_gathered_bytes, prepare_backward
-from mini_trainer.options import flag_name, flatten_options
+from mini_trainer.options import flag_name
 from mini_trainer.run.auto_choice import (
     Probe,
     Room,
@@ -161,7 +161,7 @@ def measure_auto_options(
     All ranks call this and agree. What was chosen before the run was resumed, `previous`, is kept on as many of the
     same devices: it decides the rounding. ValueError if not even the longest sample has room.
     """
-    values, world = flatten_options(options), state.world
+    values, world = inputs.values, state.world
     place = dict(
         device=describe_device(world.device),
         world_size=world.world_size,
