@@ -22,7 +22,7 @@ from mini_trainer.run.identity import check_continues, check_same_run, check_unu
 from mini_trainer.run.inputs import Errors
 from mini_trainer.run.origin import read_origin
 from mini_trainer.run.start_checks import check_schedule, find_oddities
-from mini_trainer.run.trackers import Trackers
+from mini_trainer.run.trackers import TrackedRun, Trackers
 from mini_trainer.run.training_log import MetricsFile
 from mini_trainer.run.uploads import REGULAR, Hub, Uploads
 from mini_trainer.run.validation import start_progress
@@ -108,10 +108,11 @@ def lose_metrics(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def track_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
-    def fail(run: object) -> None:
+    def fail(*args: object) -> None:
         raise OSError("no network")
 
-    Trackers({"wandb": SimpleNamespace(start=fail)}, lambda title: None).close()
+    run = TrackedRun("name", None, path, 0, options={}, facts={})
+    Trackers({"wandb": SimpleNamespace(start=fail)}, run).close()
 
 
 def upload_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:

@@ -222,8 +222,8 @@ def test_secrets_are_hidden(monkeypatch):
 class Standin:
     """A tracker that fails, hangs or is slow where the test says so."""
 
-    def __init__(self, **troubles: object):
-        self.troubles, self.logged, self.calls = troubles, [], 0
+    def __init__(self, first_lacking: dict[str, int] | None = None, **troubles: object):
+        self.troubles, self.logged, self.calls, self.first_lacking = troubles, [], 0, first_lacking or {}
 
     def meet(self, where: str) -> None:
         trouble = self.troubles.get(where)
@@ -234,17 +234,14 @@ class Standin:
         elif trouble is not None:
             raise trouble
 
-    def start(self, run: TrackedRun) -> tuple[str, int | None]:
+    def start(self, run: TrackedRun, ids: dict, keep: object) -> tuple[str, dict[str, int]]:
         self.meet("start")
-        return "here", None
+        return "here", self.first_lacking
 
     def log(self, entries: list) -> None:
         self.calls += 1
         self.meet("log" if self.calls > 1 else "first log")
         self.logged += entries
-
-    def flush(self) -> None:
-        self.meet("flush")
 
     def finish(self) -> None:
         self.meet("finish")
@@ -255,13 +252,12 @@ def follow(tmp_path, monkeypatch, caplog):
     """Reports steps to stand-ins; returns the warnings, and the seconds that reporting and the end took."""
     monkeypatch.setattr(trackers, "SECONDS_TO_COLLECT", 0.01)
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.5)
-    run = TrackedRun("name", None, tmp_path, 0, options={}, facts={}, read_earlier=lambda step: iter(()), known={},
-                     keep=lambda known: None)  # fmt: skip
+    run = TrackedRun("name", None, tmp_path, 0, options={}, facts={})
 
     def follow(*standins: Standin, num_steps: int) -> tuple[list[str], float, float]:
         caplog.clear()
         with caplog.at_level("INFO", logger="mini_trainer"):
-            sink = Trackers({f"t{i}": standin for i, standin in enumerate(standins)}, lambda title: run)
+            sink = Trackers({f"t{i}": standin for i, standin in enumerate(standins)}, run)
             start = time.monotonic()
             for step in range(1, num_steps + 1):
                 sink.write(dict(step=step, loss=1.0))
@@ -285,7 +281,7 @@ def follow(tmp_path, monkeypatch, caplog):
         (dict(start="hangs"), "not finished 0 s"),
         (dict(log=ValueError("first\nsecond")), "ValueError: first;"),
         (dict(log="hangs"), "not finished 0 s"),
-        (dict(flush=RuntimeError()), "RuntimeError: ;"),
+        (dict(log=RuntimeError()), "RuntimeError: ;"),
         (dict(finish=RuntimeError("x")), "RuntimeError: x"),
         (dict(finish="hangs"), "not finished 0 s"),
     ],
@@ -315,12 +311,37 @@ def test_a_queue_that_is_full_leaves_out_what_comes_and_says_so_once(follow, mon
     assert seconds < 0.5 and 0 < len(slow.logged) < 100
 
 
+@pytest.mark.parametrize(
+    ("first_lacking", "expected"),
+    [
+        ({}, [(4, "train"), (4, "validation")]),
+        ({trackers.STEP: 0, trackers.VALIDATION: 0}, [(0, "validation"), *((i, "train") for i in (1, 2, 3)),
+                                                      (2, "validation"), (4, "train"), (4, "validation")]),
+        ({trackers.STEP: 4, trackers.VALIDATION: 2}, [(2, "validation"), (4, "train"), (4, "validation")]),
+        ({trackers.STEP: 5, trackers.VALIDATION: 4}, [(4, "validation")]),
+    ],
+)  # fmt: skip
+def test_a_resumed_tracker_has_each_step_and_validation_once(first_lacking, expected, tmp_path, monkeypatch):
+    """Resumed after step 3; the files already have what this start queues."""
+    monkeypatch.setattr(trackers, "SECONDS_TO_COLLECT", 0.01)
+    for name, steps in (("training", (1, 2, 3, 4)), ("validation", (0, 2, 4))):
+        rows = (json.dumps(dict(step=step, loss=1.0)) + "\n" for step in steps)
+        (tmp_path / f"{name}_metrics_0.jsonl").write_text("".join(rows))
+    tracker = Standin(first_lacking)
+    sink = Trackers({"t": tracker}, TrackedRun("name", None, tmp_path, 3, options={}, facts={}))
+    sink.write(dict(step=4, loss=1.0))
+    sink.write_validation(dict(step=4, loss=1.0))
+    sink.close()
+    found = [(step, name.partition("/")[0]) for step, values in tracker.logged for name in values]
+    assert sorted(found) == sorted(expected) and [step for step, _ in found] == sorted(step for step, _ in found)
+
+
 @pytest.mark.slow
 def test_a_run_with_a_tracker_that_hangs_ends_as_it_would_without(world, tracked, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.2)
     troubles = dict(wandb=dict(start="hangs"), trackio={"first log": "hangs"}, mlflow=dict(start=OSError()))
     standins = {name: functools.partial(Standin, **trouble) for name, trouble in troubles.items()}
-    monkeypatch.setattr("mini_trainer.run.tracker_packages.TRACKERS", standins)
+    monkeypatch.setattr("mini_trainer.run.trackers.TRACKERS", standins)
     options = tracked.options | dict(output_dir=str(tmp_path / "run"), track=tuple(troubles), max_steps=2)
     train_here(world, **options)
     assert json.loads((tmp_path / "run" / "training_params.json").read_text())["finished"]

@@ -55,9 +55,7 @@ TRACKERS = Doors(
         "trackio": "mini_trainer.run.tracker_packages:Trackio",
     }
 )
-TRACKER_PACKAGES = {  # modules that each needs
-    "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
-}  # fmt: skip
+TRACKER_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy")}  # of trackers that need more modules than their namesake
 
 # Formats of rows that are detected by their keys, the first that fits; and those that are named.
 TEXT_FORMATS = Doors(

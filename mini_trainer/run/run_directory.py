@@ -191,7 +191,7 @@ class RunDirectory:
             open_console(time_left, shown=tuple(inputs.objective.metrics)),
         ]
         if tracking.track:
-            from mini_trainer.run.tracker_packages import open_trackers
+            from mini_trainer.run.trackers import open_trackers
 
             sinks.append(open_trackers(tracking, self.path, self.values))
         return sinks

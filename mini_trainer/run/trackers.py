@@ -9,16 +9,21 @@ import itertools
 import json
 import queue
 import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from mini_trainer.data.stores.disk import read_metrics, read_object, written_aside
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import describe_error, hide_secrets
+from mini_trainer.options import TrackingOptions
+from mini_trainer.options.doors import TRACKERS
+from mini_trainer.run.identity import read_params
 from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, Sink
 
 TRACKERS_FILE = "trackers.json"  # in the run's directory: the ids of its runs in trackers
@@ -27,6 +32,8 @@ SECONDS_TO_COLLECT = 1.0  # between calls of a tracker, since logging many steps
 SECONDS_TO_FINISH = 60.0  # at the end of the run, for all trackers together
 MAX_NAME = 100  # maximum characters of a data set's name in a metric's name
 FALLEN_BEHIND, FAILED = "fallen behind", "failed"
+FACTS = ("started", "first_step", "resumed_from", "continued_from", "changed_options", "world_size", "device",
+         "versions", "git_commit")  # fmt: skip
 
 # Groups of step metrics; all others are in train/, such as a method's own metrics.
 DATA = ("num_samples", "num_loss_counted_tokens", "num_total_tokens", "total_samples_accumulated",
@@ -34,7 +41,7 @@ DATA = ("num_samples", "num_loss_counted_tokens", "num_total_tokens", "total_sam
 PERFORMANCE = ("tokens_per_second", "samples_per_second", "time_per_batch", "data_wait_seconds", "mfu",
                "peak_memory_usage_GB", "rank_balance", "grad_accum")  # fmt: skip
 GROUPS = dict.fromkeys(DATA, "data") | dict.fromkeys(PERFORMANCE, "performance")
-
+STEP, VALIDATION = "train/loss", "validation/loss"  # a metric of every step, and one of every validation
 
 Entry = tuple[int, dict[str, float]]  # a step, and its numbers by grouped names
 
@@ -49,51 +56,71 @@ class TrackedRun:
     first_step: int  # steps completed before this start
     options: dict[str, Any]  # by name, JSON
     facts: dict[str, Any]  # host, directory, versions, devices: JSON
-    read_earlier: Callable[[int], Iterator[Entry]]  # reads earlier starts' metrics from a step on
-    known: dict[str, str]  # argument of `keep` in an earlier start; empty in the first
-    keep: Callable[[dict[str, str]], None]  # stores what the next start needs to resume the tracker's run
+
+
+Ids = dict[str, str]  # what the next start needs to resume a tracker's run
+Keep = Callable[[Ids], None]  # stores them
 
 
 class Tracker(Protocol):
     """One tracker package. All methods are called in this tracker's thread, and may raise or block."""
 
-    def start(self, run: TrackedRun) -> tuple[str, int | None]:
-        """Creates the tracker's run, or resumes the earlier one.
+    def start(self, run: TrackedRun, ids: Ids, keep: Keep) -> tuple[str, dict[str, int]]:
+        """Creates the tracker's run, or resumes the earlier one. `ids`: kept by an earlier start; empty in the first.
 
-        Returns its location, and the first step that it does not have; None if that is unknown.
+        Returns its location, and the first steps that it does not have, by `STEP` and `VALIDATION`; empty if unknown.
         """
         ...
 
     def log(self, entries: list[Entry]) -> None:
-        """Logs the numbers of some steps, in order; skips steps that the tracker has from an earlier start."""
+        """Logs the numbers of some steps, in order."""
         ...
 
-    def flush(self) -> None: ...
-
     def finish(self) -> None: ...
+
+
+class KnownRuns:
+    """trackers.json: what each tracker needs to resume its run. Trackers' threads write it atomically, in turn."""
+
+    def __init__(self, output_dir: Path):
+        self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()
+        try:
+            self.runs: dict[str, Ids] = read_object(self.path) if self.path.exists() else {}
+            if not all(isinstance(ids, dict) for ids in self.runs.values()):
+                raise ValueError(f"{self.path}: its entries are not valid")
+        except ValueError as error:
+            log.warning(f"warning: {error}: trackers start new runs")
+            self.runs = {}
+
+    def keep(self, title: str, ids: Ids) -> None:
+        with self.lock:
+            self.runs[title] = ids
+            with written_aside(self.path) as (aside,):
+                aside.write_text(json.dumps(self.runs, indent=2) + "\n")
 
 
 class TrackerThread:
     """A tracker, its queue, and the thread that calls it."""
 
-    def __init__(self, title: str, tracker: Tracker, run: TrackedRun):
-        self.title, self.tracker, self.run = title, tracker, run
-        self.queue: queue.Queue[Entry | None] = queue.Queue(QUEUE_LENGTH)
+    def __init__(self, title: str, tracker: Tracker, run: TrackedRun, known: KnownRuns):
+        self.title, self.tracker, self.run, self.known = title, tracker, run, known
+        self.queue: queue.Queue[Entry] = queue.Queue(QUEUE_LENGTH)
         self.told: set[str] = set()  # kinds of problems that have been reported
         self.num_lost = 0  # steps and validations that were not logged
+        self.first_lacking: dict[str, int] = {}  # by `STEP` and `VALIDATION`: earlier steps are in the tracker
         self.is_dead = False
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"tracker {title}", daemon=True)
         self.thread.start()
 
-    def put(self, entry: Entry | None) -> None:
-        """Queues an entry, or None to flush. Never blocks: entries are dropped if the queue is full."""
+    def put(self, entry: Entry) -> None:
+        """Never blocks: entries are dropped if the queue is full."""
         try:
             if not self.is_dead:
                 return self.queue.put_nowait(entry)
         except queue.Full:
             self.tell(FALLEN_BEHIND, f"is {QUEUE_LENGTH} entries behind; further entries are dropped")
-        self.num_lost += entry is not None
+        self.num_lost += 1
 
     def tell(self, kind: str, what: str) -> None:
         """Logs a warning, once per kind of problem."""
@@ -104,52 +131,64 @@ class TrackerThread:
             )
 
     def _work(self) -> None:
-        try:
-            where, first_lacking = self.tracker.start(self.run)
-            log.info(f"tracking: {self.title}: {hide_secrets(where)}")
-        except (Exception, SystemExit) as error:
-            self.is_dead = True
-            return self.tell(FAILED, f"could not be started: {describe_error(error)}")
-        if first_lacking is not None:
-            earlier = self.run.read_earlier(first_lacking)
+        self.is_dead = not self._succeeds(self._start, "could not be started")
+        if self.is_dead:
+            return
+        if self.first_lacking:
+            earlier = read_earlier(self.run.output_dir, last_step=self.run.first_step)
             while entries := list(itertools.islice(earlier, QUEUE_LENGTH)):
-                self._take(entries)
+                self._log(entries)
         is_over = False
         while not is_over:
             is_over = self.ending.wait(SECONDS_TO_COLLECT)  # before the queue is emptied for the last time
-            self._take([self.queue.get() for _ in range(self.queue.qsize())])
-        try:
-            self.tracker.finish()
-        except (Exception, SystemExit) as error:
-            self.tell(FAILED, f"could not be finished: {describe_error(error)}")
+            self._log([self.queue.get() for _ in range(self.queue.qsize())])
+        self._succeeds(self.tracker.finish, "could not be finished")
 
-    def _take(self, taken: list[Entry | None]) -> None:
-        entries = [entry for entry in taken if entry is not None]
+    def _succeeds(self, call: Callable[[], None], failure: str) -> bool:
         try:
-            if entries:
-                self.tracker.log(entries)
-            if len(entries) < len(taken):
-                self.tracker.flush()
-        except (Exception, SystemExit) as error:  # later calls may succeed, when the network is back
-            self.num_lost += len(entries)
-            self.tell(FAILED, f"failed: {describe_error(error)}")
+            call()
+        except (Exception, SystemExit) as error:
+            self.tell(FAILED, f"{failure}: {describe_error(error)}")
+            return False
+        return True
+
+    def _start(self) -> None:
+        ids, keep = self.known.runs.get(self.title, {}), partial(self.known.keep, self.title)
+        where, self.first_lacking = self.tracker.start(self.run, ids, keep)
+        log.info(f"tracking: {self.title}: {hide_secrets(where)}")
+
+    def _log(self, entries: list[Entry]) -> None:
+        """Logs those that the tracker lacks; after a failure, later ones may succeed, when the network is back."""
+        lacking = [entry for entry in entries if self._lacks(entry)]
+        if lacking and not self._succeeds(partial(self.tracker.log, lacking), "failed"):
+            self.num_lost += len(lacking)
+
+    def _lacks(self, entry: Entry) -> bool:
+        """Whether the tracker lacks an entry. From then on it does not: a validation before the first step can be both
+        queued and in the file."""
+        step, values = entry
+        kind = VALIDATION if any(name.startswith("validation/") for name in values) else STEP
+        is_lacking = step >= self.first_lacking.get(kind, 0)
+        if is_lacking:
+            self.first_lacking[kind] = step + 1
+        return is_lacking
 
 
 class Trackers(Sink):
-    """Passes steps and validations to every tracker (see `run.training_log.Sink`)."""
+    """Passes steps and validations to every tracker (see `run.training_log.Sink`).
 
-    def __init__(self, trackers: dict[str, Tracker], describe_run: Callable[[str], TrackedRun]):
-        self.threads = [TrackerThread(title, tracker, describe_run(title)) for title, tracker in trackers.items()]
+    A checkpoint does not wait for them: it needs only the metrics files.
+    """
+
+    def __init__(self, trackers: dict[str, Tracker], run: TrackedRun):
+        known = KnownRuns(run.output_dir)
+        self.threads = [TrackerThread(title, tracker, run, known) for title, tracker in trackers.items()]
 
     def write(self, metrics: dict[str, Any]) -> None:
         self._put((metrics["step"], name_step_metrics(metrics)))
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
         self._put((metrics["step"], name_validation_metrics(metrics)))
-
-    def flush_to_disk(self) -> None:
-        """Requests a flush without waiting: a checkpoint needs only the metrics files."""
-        self._put(None)
 
     def close(self) -> None:
         """Waits at most `SECONDS_TO_FINISH` for all trackers to log their entries."""
@@ -163,54 +202,54 @@ class Trackers(Sink):
             if thread.num_lost:
                 log.info(f"tracking: {thread.title} is missing {thread.num_lost:,} entries")
 
-    def _put(self, entry: Entry | None) -> None:
+    def _put(self, entry: Entry) -> None:
         for thread in self.threads:
             thread.put(entry)
 
 
+def open_trackers(options: TrackingOptions, output_dir: Path, values: Mapping[str, Any]) -> Trackers:
+    """The sink of --track, of a run with these `values` of options; training_params.json has recorded this start."""
+    start, place = read_params(output_dir), output_dir.absolute()
+    run = TrackedRun(
+        name=options.track_name or place.name,
+        project=options.track_project,
+        output_dir=output_dir,
+        first_step=start["first_step"],
+        options=json.loads(json.dumps(values)),
+        facts={"host": socket.gethostname(), "output_dir": str(place)} | {name: start[name] for name in FACTS},
+    )
+    return Trackers({title: TRACKERS[title]() for title in options.track}, run)
+
+
+def read_earlier(output_dir: Path, *, last_step: int) -> Iterator[Entry]:
+    """Yields steps and validations up to `last_step` from the metrics files, in order, without damaged lines."""
+    files = {METRICS_FILE: name_step_metrics, VALIDATION_FILE: name_validation_metrics}
+    parts = (read_entries(output_dir / name, name_metrics) for name, name_metrics in files.items())
+    entries = heapq.merge(*parts, key=lambda entry: entry[0])
+    return itertools.takewhile(lambda entry: entry[0] <= last_step, entries)
+
+
+def read_entries(path: Path, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
+    return ((metrics["step"], name_metrics(metrics)) for _, _, metrics in read_metrics(path) if metrics is not None)
+
+
 def name_step_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     """A line of training_metrics_0.jsonl by grouped names, such as train/loss, without nulls."""
-    plain = {name: value for name, value in metrics.items() if name not in ("step", "sources")}
-    named = keep_numbers({f"{GROUPS.get(name, 'train')}/{name}": value for name, value in plain.items()})
-    for source, values in metrics.get("sources", {}).items():
-        named |= name_parts(f"source/{clean_name(source)}", values)
-    return named
+    named = {f"{GROUPS.get(name, 'train')}/{name}": value for name, value in metrics.items() if name != "step"}
+    return keep_numbers(named | name_parts("source", metrics.get("sources", {})))
 
 
 def name_validation_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     """A validation's metrics by their names in trackers; if there are several sets, also those of each."""
-    named = name_parts("validation", {name: value for name, value in metrics.items() if name not in ("step", "sets")})
+    named = {f"validation/{name}": value for name, value in metrics.items() if name != "step"}
     sets = metrics.get("sets", {})
-    for name, values in sets.items() if len(sets) > 1 else ():
-        named |= name_parts(f"validation/{clean_name(name)}", values)
-    return named
+    return keep_numbers(named | (name_parts("validation", sets) if len(sets) > 1 else {}))
 
 
-def name_parts(group: str, values: dict[str, Any]) -> dict[str, float]:
-    return keep_numbers({f"{group}/{name}": value for name, value in values.items()})
-
-
-class EarlierSteps:
-    """Metrics in the files when the run starts; the metrics that this start adds go through the queue."""
-
-    def __init__(self, output_dir: Path):
-        paths = {output_dir / METRICS_FILE: name_step_metrics, output_dir / VALIDATION_FILE: name_validation_metrics}
-        self.parts = [(path, path.stat().st_size, naming) for path, naming in paths.items() if path.exists()]
-
-    def read(self, first_step: int) -> Iterator[Entry]:
-        """Yields steps and validations from `first_step` on, in order."""
-        entries = heapq.merge(*(read_entries(*part) for part in self.parts), key=lambda entry: entry[0])
-        return (entry for entry in entries if entry[0] >= first_step)
-
-
-def read_entries(path: Path, size: int, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
-    """Yields the lines of the first `size` bytes, but not damaged ones."""
-    for _, line, metrics in read_metrics(path):
-        size -= len(line)
-        if size < 0:
-            return
-        if metrics is not None:
-            yield metrics["step"], name_metrics(metrics)
+def name_parts(group: str, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Metrics of data sets by their names in trackers."""
+    pairs = ((clean_name(part), values) for part, values in parts.items())
+    return {f"{group}/{part}/{name}": value for part, values in pairs for name, value in values.items()}
 
 
 def keep_numbers(values: dict[str, Any]) -> dict[str, float]:
@@ -227,23 +266,3 @@ def clean_name(name: str) -> str:
     if clean == name != "":
         return clean
     return f"{clean}_{hashlib.sha256(name.encode()).hexdigest()[:6]}".lstrip("_")
-
-
-class KnownRuns:
-    """trackers.json: what each tracker needs to resume its run. Trackers' threads write it atomically, in turn."""
-
-    def __init__(self, output_dir: Path):
-        self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()
-        try:
-            self.runs: dict[str, dict[str, str]] = read_object(self.path) if self.path.exists() else {}
-            if not all(isinstance(known, dict) for known in self.runs.values()):
-                raise ValueError(f"{self.path}: its entries are not valid")
-        except ValueError as error:
-            log.warning(f"warning: {error}: trackers start new runs")
-            self.runs = {}
-
-    def keep(self, title: str, known: dict[str, str]) -> None:
-        with self.lock:
-            self.runs[title] = known
-            with written_aside(self.path) as (aside,):
-                aside.write_text(json.dumps(self.runs, indent=2) + "\n")

@@ -41,7 +41,7 @@ def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
     if not isinstance(options, TrainOptions):
         return
     for name in dict.fromkeys(options.tracking.track):
-        yield f"--track {name}", TRACKER_PACKAGES[name]
+        yield f"--track {name}", TRACKER_PACKAGES.get(name, (name,))
     if options.exports.upload_to is not None:
         yield f"--upload-to {options.exports.upload_to}", list_readers(options.exports.upload_to)
     if options.validation.is_asked or options.rows.validation_share:
