@@ -15,14 +15,13 @@ from stock_templates import TEMPLATES, TRL, make_tokenizer
 
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import takes_calls_as_text, takes_text
-from mini_trainer.data.rows.feedback_rows import FeedbackFields
 from mini_trainer.data.rows.feedback_rows import read_row as read_feedback
 from mini_trainer.data.rows.formats import read_example
-from mini_trainer.data.rows.labelled import FieldNames
 from mini_trainer.data.rows.labelled import read_row as read_labelled
 from mini_trainer.data.rows.pictured import take_images
-from mini_trainer.data.rows.preference_rows import PreferenceFields, read_preference
+from mini_trainer.data.rows.preference_rows import read_preference
 from mini_trainer.data.rows.values import read_message
+from mini_trainer.options import RowOptions
 from mini_trainer.use.inference.prompts import encode_prompt, read_prompt
 
 USER, ANSWER = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "It is 20."}
@@ -109,7 +108,7 @@ def test_a_form_that_cannot_be_read_back_is_not_taken():
 
 
 def read_pair(row: dict):
-    return read_preference(row, PreferenceFields(), Counter())
+    return read_preference(row, RowOptions(), Counter())
 
 
 READERS = {
@@ -120,8 +119,8 @@ READERS = {
     "an answer of a preference": lambda messages: read_pair(
         {"prompt": messages[:1], "chosen": messages[1:], "rejected": [{"role": "assistant", "content": "No."}]}
     ),
-    "feedback": lambda messages: read_feedback({"messages": messages, "label": True}, FeedbackFields(), Counter()),
-    "classification": lambda messages: read_labelled({"messages": messages, "label": "a"}, FieldNames(), is_cell=False),
+    "feedback": lambda messages: read_feedback({"messages": messages, "label": True}, RowOptions(), Counter()),
+    "classification": lambda messages: read_labelled({"messages": messages, "label": "a"}, RowOptions(), is_cell=False),
     "images": lambda messages: read_example(
         take_images({"messages": messages})[0], "messages", is_given=False, takes_images=True
     ),

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.labelled import FieldNames
 from mini_trainer.data.rows.survey import survey_rows
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -107,7 +106,7 @@ def read_all(data: TokenizedData) -> list[tuple]:
 def find_task(path: Path, **options) -> DataTask:
     """What the labels of a file are taken for, without anything being tokenized."""
     given = RowOptions(format="classification", **options)
-    return survey_rows(find_sources([str(path)]), FieldNames(), given, num_workers=1).labels.task
+    return survey_rows(find_sources([str(path)]), given, num_workers=1).labels.task
 
 
 # --- what is right

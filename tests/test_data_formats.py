@@ -5,6 +5,9 @@ import hashlib
 import io
 import json
 import tracemalloc
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +20,10 @@ from mini_trainer.data.chat.conversation import Chat, Completion, Document
 from mini_trainer.data.rows import files as data_files
 from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.files import Chunk, find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import UnknownFormat, detect_format, parse_row, read_example, read_examples
+from mini_trainer.data.rows.formats import FieldPaths, UnknownFormat, detect_format, read_example, read_text_row
+from mini_trainer.data.rows.lines import parse_row
+from mini_trainer.data.rows.pictured import ImageFolders
+from mini_trainer.data.rows.preparation import read_rows
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
@@ -67,6 +73,11 @@ READ_AS = [
 ]
 
 
+def read_detected(chunk: Chunk, data_format: str | None) -> list:
+    """The chunk's rows and examples, read in this format."""
+    return list(read_rows(replace(chunk, format=data_format), partial(read_text_row, is_given=False), Counter()))
+
+
 def read_line(line: bytes, data_format: str, *, is_given: bool = False):
     fields = parse_row(line, "json")
     return None if fields is None else read_example(fields, data_format, is_given=is_given)
@@ -75,10 +86,18 @@ def read_line(line: bytes, data_format: str, *, is_given: bool = False):
 @pytest.mark.parametrize(("row", "example"), READ_AS, ids=[json.dumps(row)[:60] for row, _ in READ_AS])
 def test_rows_and_what_they_become(row, example):
     chunk = Chunk("in.jsonl", 1, "json", [(1, b"\n"), (2, b"{"), (3, json.dumps(row).encode())], b"", 0)
-    data_format = detect_format(chunk)
-    (_, blank), (_, broken), (_, read) = read_examples(chunk, data_format, is_given=False)
+    (_, blank), (_, broken), (_, read) = read_detected(chunk, detect_format(chunk))
     assert read == example
     assert blank is None and isinstance(broken, ValueError)
+
+
+@pytest.mark.parametrize("folders", [None, ImageFolders({}, Path())], ids=["text", "images"])
+def test_completions_become_chats_on_request_also_where_rows_may_have_images(folders):
+    paths, row = FieldPaths(data_format="completion", as_chat=True), {"prompt": "a", "completion": "b"}
+    chunk = Chunk("in.jsonl", 1, "json", [(1, json.dumps(row).encode())], b"", 0, "completion")
+    read = partial(read_text_row, is_given=True, paths=paths, folders=folders)
+    ((_, example),) = read_rows(chunk, read, Counter())
+    assert example == Chat([USER, ANSWER])
 
 
 HOSTILE = [  # a row, and what its error names
@@ -204,8 +223,7 @@ def read_all(*paths: Path) -> list:
         data_format = None
         for chunk in read_chunks(source):
             data_format = data_format or detect_format(chunk)
-            examples = read_examples(chunk, data_format, is_given=False)
-            read += [(f"{chunk.file}:{row.place}", example) for row, example in examples]
+            read += [(f"{chunk.file}:{row.place}", example) for row, example in read_detected(chunk, data_format)]
         assert source.sha256 == hashlib.sha256(source.path.read_bytes()).hexdigest()
     return read
 

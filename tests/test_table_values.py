@@ -23,14 +23,14 @@ from trait_templates import TRAITS
 
 from mini_trainer.data.rows.chat_rows import build_chat
 from mini_trainer.data.rows.column_names import RefusedColumn
-from mini_trainer.data.rows.feedback_rows import FeedbackFields
 from mini_trainer.data.rows.feedback_rows import read_row as read_feedback
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import OWN_NAMES, parse_row, read_example, read_fields
-from mini_trainer.data.rows.labelled import FieldNames, check_values
+from mini_trainer.data.rows.formats import OWN_NAMES, read_example, read_fields
+from mini_trainer.data.rows.labelled import check_values
+from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.pictured import read_column
-from mini_trainer.data.rows.preference_rows import PreferenceFields, read_preference
-from mini_trainer.options import group_options
+from mini_trainer.data.rows.preference_rows import read_preference
+from mini_trainer.options import RowOptions, group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.inference.prompts import read_prompts
@@ -297,21 +297,24 @@ def test_messages_as_json_text_in_tables(name, model, tmp_path):
         assert tokenize(model, tmp_path / f"in.{ending}", **options) == expected
 
 
-def read_pair(row: dict, *names: str):
-    return read_preference(row, PreferenceFields(*names), Counter())
+def read_pair(row: dict, **columns: str):
+    return read_preference(row, RowOptions(**columns), Counter())
 
 
 def test_messages_as_json_text_for_the_other_readers(tmp_path):
     rows = [
         (read_pair, {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": NO}),
         (read_pair, {"chosen": CHAT, "rejected": [USER, *NO]}),
-        (lambda row: read_pair(row, "p", "c", "r"), {"p": CHAT[:1], "c": CHAT[1:], "r": NO}),
-        (lambda row: read_feedback(row | {"label": True}, FeedbackFields(), Counter()), {"messages": CHAT}),
         (
-            lambda row: read_feedback(row | {"label": True}, FeedbackFields(), Counter()),
+            lambda row: read_pair(row, prompt_field="p", chosen_field="c", rejected_field="r"),
+            {"p": CHAT[:1], "c": CHAT[1:], "r": NO},
+        ),
+        (lambda row: read_feedback(row | {"label": True}, RowOptions(), Counter()), {"messages": CHAT}),
+        (
+            lambda row: read_feedback(row | {"label": True}, RowOptions(), Counter()),
             {"prompt": CHAT[:1], "completion": CHAT[1:]},
         ),
-        (lambda row: check_values(row, FieldNames(), Counter()), {"messages": CHAT, "label": "a"}),
+        (lambda row: check_values(row, RowOptions(), Counter()), {"messages": CHAT, "label": "a"}),
     ]
     for read, row in rows:
         assert read(in_cells(row)) == read(row)
@@ -383,12 +386,12 @@ def test_lists_as_python_prints_them_are_refused(model, tmp_path):
         (read_pair, {"prompt": "a", "chosen": printed, "rejected": "b"}),
         (read_pair, {"prompt": printed, "chosen": "a", "rejected": "b"}),
         (
-            lambda row: read_feedback(row, FeedbackFields(), Counter()),
+            lambda row: read_feedback(row, RowOptions(), Counter()),
             {"prompt": printed, "completion": "a", "label": True},
         ),
-        (lambda row: check_values(row, FieldNames(), Counter()), {"messages": printed, "label": "a"}),
-        (lambda row: check_values(row, FieldNames(), Counter()), {"tokens": "['a', 'b']", "labels": "[1, 0]"}),
-        (lambda row: check_values(row, FieldNames(), Counter()), {"text": "a", "labels": "['a']"}),
+        (lambda row: check_values(row, RowOptions(), Counter()), {"messages": printed, "label": "a"}),
+        (lambda row: check_values(row, RowOptions(), Counter()), {"tokens": "['a', 'b']", "labels": "[1, 0]"}),
+        (lambda row: check_values(row, RowOptions(), Counter()), {"text": "a", "labels": "['a']"}),
     ):
         with pytest.raises(ValueError, match=r"Python .*JSON"):
             read(row)
@@ -396,7 +399,7 @@ def test_lists_as_python_prints_them_are_refused(model, tmp_path):
 
 def test_words_labels_and_images_as_json_text():
     def read(row: dict):
-        return check_values(row, FieldNames(), Counter())
+        return check_values(row, RowOptions(), Counter())
 
     for row in (
         {"tokens": ["Lima", "is"], "labels": ["B", "O"]},

@@ -2,8 +2,10 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion
 from mini_trainer.data.columns.base import CAUSAL_LM
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS
 from mini_trainer.data.rows.files import find_sources
-from mini_trainer.data.rows.formats import Example, FieldPaths, read_examples
+from mini_trainer.data.rows.formats import Example, FieldPaths, read_text_row
+from mini_trainer.data.rows.preparation import read_rows
 from mini_trainer.data.rows.rows import read_formatted_chunks
 from mini_trainer.data.rows.split import falls_into_validation
 from mini_trainer.data.stores.disk import read_fields, read_object, written_aside
@@ -111,8 +114,9 @@ def read_questions(task: Task, settings: ContinualSettings) -> Iterator[Prompt]:
     names = ("messages_field", "prompt_field", "completion_field", "text_field")
     paths = FieldPaths(*(options.get(name) for name in names), ignored=options.get("ignore_columns", ()))
     given, share = options.get("format"), options.get("validation_share")
-    for chunk, data_format in read_formatted_chunks(find_sources(list(task.input_file)), given, paths):
-        for row, example in read_examples(chunk, data_format, is_given=given is not None, paths=paths):
+    read = partial(read_text_row, is_given=given is not None, paths=paths)
+    for chunk in read_formatted_chunks(find_sources(list(task.input_file)), given, paths):
+        for row, example in read_rows(chunk, read, Counter()):
             if example is None or isinstance(example, ValueError):
                 continue  # process-data has counted or refused it
             if share is None or not falls_into_validation(example, share):

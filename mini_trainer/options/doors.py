@@ -57,7 +57,8 @@ TRACKERS = Doors(
 )
 TRACKER_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy")}  # of trackers that need more modules than their namesake
 
-# Formats of rows that are detected by their keys, the first that fits; and those that are named.
+# Formats of rows that are detected by their keys, the first that fits; and those that are named, of which
+# classification's rows have no loss mask.
 TEXT_FORMATS = Doors(
     {
         "messages": "mini_trainer.data.rows.formats:MESSAGES",
@@ -67,7 +68,13 @@ TEXT_FORMATS = Doors(
         "document": "mini_trainer.data.rows.formats:DOCUMENT",
     }
 )
-NAMED_FORMATS = ("classification", "preference", "feedback")
+MASKED_FORMATS = Doors(
+    {
+        "preference": "mini_trainer.data.rows.preference_rows:prepare_preferences",
+        "feedback": "mini_trainer.data.rows.feedback_rows:prepare_feedback",
+    }
+)
+NAMED_FORMATS = ("classification", *MASKED_FORMATS)
 RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
 
 ENGINES = Doors(

@@ -102,6 +102,25 @@ def says_nothing(value: Any) -> bool:
     return value is None or value in ("", [], {})
 
 
+def look_up(row: Fields, path: str) -> Any:
+    """The row's value under the name `path`, or else under its dot-separated names, nested; None if missing."""
+    if path in row:
+        return row[path]
+    value = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def list_paths(row: Fields) -> list[str]:
+    """The paths by which `look_up` finds a row's values."""
+    paths = []
+    for name, value in row.items():
+        paths.append(name)
+        paths += [f"{name}.{path}" for path in list_paths(value)] if isinstance(value, dict) else []
+    return paths
+
+
 def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, Any]]:
     """The unread columns; for an object that a path leads into, its unread keys, by their paths."""
     for name, value in row.items():

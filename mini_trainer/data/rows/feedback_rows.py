@@ -11,55 +11,39 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import catch_error
 from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedFeedback, add_mismatched
+from mini_trainer.data.columns.base import FEEDBACK, DataTask
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS, build_chat, read_system, require_text
-from mini_trainer.data.rows.column_names import (
-    ASKING,
-    PROMPTING,
-    TURNS,
-    VISION_MODELS,
-    WEIGHING,
-    Fields,
-    RefusedColumn,
-    check_columns,
-    drop_ignored,
-)
-from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import look_up, parse_row, refuse_images
+from mini_trainer.data.rows.column_names import TURNS, Fields, look_up
+from mini_trainer.data.rows.files import Chunk
+from mini_trainer.data.rows.formats import refuse_images
 from mini_trainer.data.rows.preference_rows import (
     BESIDE,
     PROMPTS,
-    PreferenceFields,
+    check_beside,
     find_name,
     read_answer,
     read_messages,
     read_number,
-    read_preferences,
+    read_plain_prompt,
+    read_preference,
     read_prompt,
-    refuse_unread,
+    read_turns,
 )
-from mini_trainer.data.rows.turn_texts import ANSWERS, check_ends, leave_untrained, parse_turns
-from mini_trainer.data.stores.json_lines import Row, quote
+from mini_trainer.data.rows.preparation import Preparation
+from mini_trainer.data.rows.turn_texts import check_ends, leave_untrained
+from mini_trainer.data.stores.json_lines import quote
+from mini_trainer.options import RowOptions
 
-FEEDBACK = "feedback"  # the format of rows with an answer that is good or bad
 LABELS = ("label", "kto_tag")
-
-
-@dataclass(frozen=True)
-class FeedbackFields:
-    """Names of the columns; None: those of the table above."""
-
-    prompt: str | None = None
-    completion: str | None = None
-    label: str | None = None
-    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,68 +55,53 @@ class Feedback:
     is_good: bool
     weight: float | None = None  # of the sample in the mean loss
 
-
-def read_feedback(
-    chunk: Chunk, fields: FeedbackFields, tally: Counter[str]
-) -> Iterator[tuple[Row, Feedback | ValueError | None]]:
-    """Yields the chunk's rows, as `read_preferences` does."""
-    for row in iterate_rows(chunk):
-        try:
-            values = parse_row(row.value, chunk.encoding)
-            yield row, None if values is None else read_row(values, fields, tally)
-        except RefusedColumn as error:
-            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
-        except ValueError as error:
-            yield row, error
+    @property
+    def identity(self) -> str | list[Message]:
+        return self.prompt
 
 
-def read_pairs(
-    chunk: Chunk, fields: PreferenceFields, tally: Counter[str]
-) -> Iterator[tuple[Row, Feedback | ValueError | None]]:
-    """Yields both answers of each preference, each as a row of its own."""
-    for row, pair in read_preferences(chunk, fields, tally):
-        if pair is None or isinstance(pair, ValueError):
-            yield row, pair
-        elif pair.margin is not None:
-            yield row, ValueError("'margin' has no meaning for single answers (--feedback-from-pairs)")
-        else:
-            yield row, Feedback(pair.prompt, pair.chosen, True, pair.weight)
-            yield row, Feedback(pair.prompt, pair.rejected, False, pair.weight)
+def prepare_feedback(masker: ChatMasker, options: RowOptions) -> Preparation[Feedback]:
+    """How rows with a good or bad answer, or preferences as two such rows, become samples."""
+    read = partial(read_pairs if options.feedback_from_pairs else read_feedback, options=options)
+    return Preparation(DataTask(FEEDBACK), read, partial(mask_feedback, masker), masker.stop_token_ids)
 
 
-def read_row(values: Fields, fields: FeedbackFields, tally: Counter[str]) -> Feedback:
+def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
+    return [read_row(values, options, tally)]
+
+
+def read_pairs(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
+    """Both answers of a preference."""
+    pair = read_preference(values, options, tally)
+    if pair.margin is not None:
+        raise ValueError("'margin' has no meaning for single answers (--feedback-from-pairs)")
+    sides = ((pair.chosen, True), (pair.rejected, False))
+    return [Feedback(pair.prompt, answer, is_good, pair.weight) for answer, is_good in sides]
+
+
+def read_row(values: Fields, options: RowOptions, tally: Counter[str]) -> Feedback:
     """The row's feedback. Raises ValueError for a missing prompt, answer or label."""
-    named = [name for name in (fields.prompt, fields.completion) if name is not None]
-    values = parse_turns(drop_ignored(values, fields.ignored, tally), (*ANSWERS, *named))
-    label_name = find_name(values, fields.label, LABELS, option="--label-field")
+    ignored, prompt_field, answer_field = options.ignore_columns, options.prompt_field, options.completion_field
+    values = read_turns(values, (prompt_field, answer_field), ignored, tally)
+    label_name = find_name(values, options.label_field, LABELS, option="--label-field")
     is_good = look_up(values, label_name)
     if not isinstance(is_good, bool):
         raise ValueError(f"{label_name!r} is {quote(is_good)}, allowed: true, false")
-    prompt_name = find_name(values, fields.prompt, PROMPTS, option="--prompt-field")
-    is_whole = prompt_name in TURNS and fields.completion is None and values.get("completion") is None
-    name = None if is_whole else find_name(values, fields.completion, ("completion",), option="--completion-field")
+    prompt_name = find_name(values, prompt_field, PROMPTS, option="--prompt-field")
+    is_whole = prompt_name in TURNS and answer_field is None and values.get("completion") is None
+    name = None if is_whole else find_name(values, answer_field, ("completion",), option="--completion-field")
     read = {label_name, prompt_name, name, *BESIDE} - {None, "margin"}
-    check_columns(
-        values,
-        read=read,
-        paths=read,
-        ignored=fields.ignored,
-        why="Feedback does not read such columns",
-        meanings=(WEIGHING, PROMPTING, ASKING, VISION_MODELS),
-        tally=tally,
-    )
-    weight, prompt = read_number(values, "weight"), look_up(values, prompt_name)
-    answer = None if name is None else look_up(values, name)
-    if isinstance(answer, str) and isinstance(prompt, str) and prompt_name == (fields.prompt or "prompt"):
-        refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
-        texts = require_text({"prompt": prompt}, "prompt"), require_text({name: answer}, name)
-        return Feedback(prompt, Completion(*texts), is_good, weight)
+    check_beside(values, read, ignored, tally, why="Feedback does not read such columns")
+    weight, answer = read_number(values, "weight"), None if name is None else look_up(values, name)
+    if isinstance(answer, str) and (prompt := read_plain_prompt(values, prompt_name, prompt_field)) is not None:
+        return Feedback(prompt, Completion(prompt, require_text({name: answer}, name)), is_good, weight)
     if is_whole:
-        messages = [*read_system(values), *read_messages(prompt, prompt_name, tally, fields.ignored)]
+        whole = read_messages(look_up(values, prompt_name), prompt_name, tally, ignored)
+        messages = [*read_system(values), *whole]
         num_prompt = len(messages) - 1
     else:
-        beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, fields.ignored)]
-        messages, num_prompt = [*beginning, *read_answer(answer, name, tally, fields.ignored)], len(beginning)
+        beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
+        messages, num_prompt = [*beginning, *read_answer(answer, name, tally, ignored)], len(beginning)
     return Feedback(*build_answer(messages, num_prompt, values), is_good, weight)
 
 

@@ -58,6 +58,7 @@ class Chunk:
     lines: list[Line]  # the rows, unless the encoding is "arrow"
     table: bytes  # the rows as an Arrow stream, if the encoding is "arrow"
     num_bytes: int  # bytes of the file on disk that were read for it
+    format: str | None = None  # None until a row of the file has one
 
     @property
     def size(self) -> int:

@@ -14,8 +14,8 @@ import contextlib
 import difflib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, list_parts
@@ -41,13 +41,16 @@ from mini_trainer.data.rows.column_names import (
     check_columns,
     check_messages,
     drop_ignored,
+    list_paths,
+    look_up,
     quote_names,
 )
 from mini_trainer.data.rows.files import Chunk, iterate_rows
 from mini_trainer.data.rows.layout import describe_wrapper, find_wrapped
-from mini_trainer.data.rows.lines import Encoding
+from mini_trainer.data.rows.lines import parse_row
+from mini_trainer.data.rows.pictured import IMAGE_COLUMNS, ImageFolders, take_images
 from mini_trainer.data.rows.turn_texts import check_prompt, leave_untrained, parse_turns
-from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, BadRow, Row, TooLong, parse_json, quote
+from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options.doors import TEXT_FORMATS
 
 MOST_PATHS = 40  # most paths listed in a message
@@ -90,45 +93,45 @@ class UnknownFormat(ValueError):
     """A row without the keys of its file's format, or of any."""
 
 
-def read_examples(
+def read_text_row(
+    values: Fields,
     chunk: Chunk,
-    data_format: str | None,
+    tally: Counter[str],
     *,
     is_given: bool,
     paths: FieldPaths = OWN_NAMES,
-    tally: Counter[str] | None = None,
-) -> Iterator[tuple[Row, Example | ValueError | None]]:
-    """Yields the chunk's rows, each with its example, the error that makes it unusable, or None for a blank line.
+    folders: ImageFolders | None = None,
+) -> list[Example]:
+    """The row's example. `is_given`: the user has set the chunk's format, and may know better. With `folders`, chats
+    have images.
 
-    `data_format` is the file's, None if not known yet; `is_given`: set by the user, who may know better. Unread columns
-    are counted in `tally`; one that changes the objective raises RefusedColumn.
+    Raises RefusedColumn for an unread column that changes the objective; counts the others in `tally`.
     """
-    tally = Counter() if tally is None else tally
-    for row in iterate_rows(chunk):
-        try:
-            fields = read_fields(parse_row(row.value, chunk.encoding), data_format, paths=paths, tally=tally)
-            example = None if fields is None else read_example(fields, data_format, is_given=is_given)
-            yield row, build_dialogue(example, fields) if paths.as_chat and isinstance(example, Completion) else example
-        except RefusedColumn as error:
-            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
-        except UnknownFormat as error:
-            yield row, error if paths.given else ValueError(f"{error}; --messages-field and the like take other names")
-        except ValueError as error:
-            yield row, error
+    also_read = IMAGE_COLUMNS if folders is not None else ()
+    fields, found = read_fields(values, chunk.format, paths=paths, tally=tally, also_read=also_read), []
+    if folders is not None:
+        fields, found = take_images(fields)
+    try:
+        example = read_example(fields, chunk.format, is_given=is_given, takes_images=folders is not None)
+    except UnknownFormat as error:
+        raise error if paths.given else ValueError(f"{error}; --messages-field and the like take other names") from None
+    if folders is not None and isinstance(example, Chat):
+        return [replace(example, images=tuple(folders.find_path(value, chunk.file) for value in found))]
+    if found:
+        raise ValueError("has images but is not a conversation: write its text as a user's message")
+    return [build_dialogue(example, fields) if paths.as_chat and isinstance(example, Completion) else example]
 
 
 def read_fields(
-    row: Fields | None,
+    row: Fields,
     data_format: str | None,
     *,
     paths: FieldPaths,
     tally: Counter[str],
     also_read: tuple[str, ...] = (),
-) -> Fields | None:
+) -> Fields:
     """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
     changes the objective."""
-    if row is None:
-        return None
     refuse_ignored(row, data_format, paths)
     row = drop_ignored(row, paths.ignored, tally)
     answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
@@ -193,34 +196,13 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
             )
 
 
-def look_up(row: Fields, path: str) -> Any:
-    """The row's value under the name `path`, or else under its dot-separated names, nested; None if missing."""
-    if path in row:
-        return row[path]
-    value = row
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def list_paths(row: Fields) -> list[str]:
-    """The paths by which `look_up` finds a row's values."""
-    paths = []
-    for name, value in row.items():
-        paths.append(name)
-        paths += [f"{name}.{path}" for path in list_paths(value)] if isinstance(value, dict) else []
-    return paths
-
-
-def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields | None:
+def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields:
     """The row with the values at `paths` under the names of its format. Of its other columns, only those that this
     format reads and `also_read` are kept.
 
     Raises ValueError if the row lacks a path.
     """
     given = paths.given
-    if row is None:
-        return None
     if not given:
         return parse_turns(row, ())
     found = parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
@@ -289,29 +271,6 @@ def refuse_images(chat: Chat) -> None:
 
 def describe_keys(name: str) -> str:
     return " and ".join(" or ".join(choices) for choices in TEXT_FORMATS[name].keys)
-
-
-def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fields | None:
-    """A row as an object; None for a blank line. Raises ValueError for malformed rows."""
-    if isinstance(raw, TooLong):
-        raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {MAX_ROW_BYTES:,}; it was skipped")
-    if isinstance(raw, BadRow):
-        raise ValueError(raw.reason)
-    if isinstance(raw, dict):
-        return raw
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.object[error.start : error.end]!r} at byte {error.start + 1}") from None
-    if encoding == "text":
-        return {"text": text} if text.strip() else None
-    text = text.lstrip("\ufeff")  # a byte-order mark, where files were joined
-    if not text or text.isspace():
-        return None
-    row = parse_json(text)
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object, got {quote(row)}")
-    return row
 
 
 def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ The kinds and classes of labels are determined over all rows (`data.rows.labels`
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +23,21 @@ from mini_trainer.data.rows.chat_rows import build_chat, require_list
 from mini_trainer.data.rows.column_names import (
     WEIGHING,
     Fields,
-    RefusedColumn,
     check_columns,
     check_messages,
     drop_ignored,
+    look_up,
 )
-from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import look_up, parse_row
+from mini_trainer.data.rows.files import Chunk
 from mini_trainer.data.rows.turn_texts import parse_lists, parse_turns
-from mini_trainer.data.stores.json_lines import Row, quote
+from mini_trainer.data.stores.json_lines import quote
+from mini_trainer.options import RowOptions
 
 NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and ends of lines
 
 Label = str | int | float  # as in the row: a name, an integer, or a number
 
 CLASSIFICATION = "classification"  # the format of rows for classifiers
-
-
-@dataclass(frozen=True)
-class FieldNames:
-    """Names of the columns with content and label; None: those of the table above."""
-
-    text: str | None = None
-    text_pair: str | None = None
-    label: str | None = None
-    label_separator: str | None = None  # splits several labels in one text
-    ignored: tuple[str, ...] = ()  # columns to ignore
 
 
 @dataclass(frozen=True)
@@ -79,66 +67,53 @@ class Labelled:
     label: Label | list[Label]
     is_cell: bool = False
 
-
-def read_labelled(
-    chunk: Chunk, fields: FieldNames, tally: Counter[str] | None = None
-) -> Iterator[tuple[Row, Labelled | ValueError | None]]:
-    """Yields the chunk's rows, each with its content, the error that makes it unusable, or None for a blank line.
-
-    Unread columns are counted in `tally`; one that weights the row raises RefusedColumn.
-    """
-    tally = Counter() if tally is None else tally
-    for row in iterate_rows(chunk):
-        try:
-            values = parse_row(row.value, chunk.encoding)
-            if values is not None:
-                values = check_values(values, fields, tally)
-            yield row, None if values is None else read_row(values, fields, is_cell=chunk.encoding == "table")
-        except RefusedColumn as error:
-            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
-        except ValueError as error:
-            yield row, error
+    @property
+    def identity(self) -> Content:
+        return self.content
 
 
-def check_values(values: Fields, fields: FieldNames, tally: Counter[str]) -> Fields:
+def read_labelled(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Labelled]:
+    """The row's content and label. Counts unread columns; one that weights the row raises RefusedColumn."""
+    return [read_row(check_values(values, options, tally), options, is_cell=chunk.encoding == "table")]
+
+
+def check_values(values: Fields, options: RowOptions, tally: Counter[str]) -> Fields:
     """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much is
     trained. Unread labels and scores are treated like any other column."""
-    values = parse_turns(drop_ignored(values, fields.ignored, tally), ())
-    labels = ("label", "labels") if fields.label is None else (fields.label,)
-    values = parse_lists(values, (*(("tokens",) if fields.text is None else ()), *labels))
-    read = {"tools"}
-    read |= {"text", "tokens", "messages"} if fields.text is None else {fields.text}
-    read |= {"text_pair"} if fields.text_pair is None else {fields.text_pair}
-    read |= {"label", "labels"} if fields.label is None else {fields.label}
-    ignored, meanings, why = fields.ignored, (WEIGHING,), "Classification does not read such columns"
+    values = parse_turns(drop_ignored(values, options.ignore_columns, tally), ())
+    labels = ("label", "labels") if options.label_field is None else (options.label_field,)
+    values = parse_lists(values, (*(("tokens",) if options.text_field is None else ()), *labels))
+    texts = ("text", "tokens", "messages") if options.text_field is None else (options.text_field,)
+    read = {"tools", *texts, options.text_pair_field or "text_pair", *labels}
+    ignored, meanings, why = options.ignore_columns, (WEIGHING,), "Classification does not read such columns"
     check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
     return check_messages(values, ignored, tally, marks=(), meanings=meanings)
 
 
-def read_row(values: Fields, fields: FieldNames, *, is_cell: bool) -> Labelled:
+def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
     """The row's content and label. Raises ValueError if one is missing or there are two contents."""
-    content = read_content(values, fields)
-    name = find_name(values, fields.label, ("label", "labels"), what="label", option="--label-field")
+    content = read_content(values, options)
+    name = find_name(values, options.label_field, ("label", "labels"), what="label", option="--label-field")
     given = look_up(values, name)
     if isinstance(content, Words):
         labels = [read_label(label, f"{name!r}, word {i}") for i, label in enumerate(require_items(given, name), 1)]
         if len(labels) != len(content.words):
             raise ValueError(f"{len(labels)} labels for {len(content.words)} words: each word needs one")
         return Labelled(content, labels)
-    if isinstance(given, str) and fields.label_separator is not None:
-        given = given.split(fields.label_separator)
+    if isinstance(given, str) and options.label_separator is not None:
+        given = given.split(options.label_separator)
     if not isinstance(given, list):
         return Labelled(content, read_label(given, repr(name)), is_cell)
     labels = [read_label(label, f"{name!r}, entry {i}") for i, label in enumerate(given, start=1)]
     return Labelled(content, labels)
 
 
-def read_content(values: Fields, fields: FieldNames) -> Content:
+def read_content(values: Fields, options: RowOptions) -> Content:
     """The content to classify."""
-    choices = ("text", "tokens", "messages") if fields.text is None else ()
-    name = find_name(values, fields.text, choices, what="text", option="--text-field")
-    pair = fields.text_pair or "text_pair"
-    is_pair = fields.text_pair is not None or look_up(values, pair) is not None
+    choices = ("text", "tokens", "messages") if options.text_field is None else ()
+    name = find_name(values, options.text_field, choices, what="text", option="--text-field")
+    pair = options.text_pair_field or "text_pair"
+    is_pair = options.text_pair_field is not None or look_up(values, pair) is not None
     value = look_up(values, name)
     if is_pair:
         return TextPair(read_text(value, name), read_text(look_up(values, pair), pair))

@@ -21,7 +21,7 @@ from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask,
 from mini_trainer.data.columns.kinds import describe_task, read_task
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.rows.files import Source
-from mini_trainer.data.rows.labelled import FieldNames, Label, Labelled, Words, is_ignored
+from mini_trainer.data.rows.labelled import Label, Labelled, Words, is_ignored
 from mini_trainer.data.stores.disk import read_object
 
 INTEGER = re.compile(r"[+-]?\d{1,18}")
@@ -252,13 +252,13 @@ def read_known_labels(path: str) -> DataTask:
     return task
 
 
-def find_declared_names(sources: Sequence[Source], fields: FieldNames) -> tuple[str, ...]:
+def find_declared_names(sources: Sequence[Source], label_field: str | None) -> tuple[str, ...]:
     """The names that the package datasets stored in Parquet files for the label's integers; () if there are none.
     Raises ValueError if files disagree."""
     declared: dict[tuple[str, ...], Source] = {}
     for source in sources:
         if source.ending == ".parquet" and source.compression is None:
-            names = find_class_label(read_metadata(source), fields)
+            names = find_class_label(read_metadata(source), label_field)
             if names:
                 declared.setdefault(names, source)
     if len(declared) > 1:
@@ -280,9 +280,9 @@ def read_metadata(source: Source) -> dict[str, Any]:
         return {}
 
 
-def find_class_label(features: dict[str, Any], fields: FieldNames) -> tuple[str, ...]:
+def find_class_label(features: dict[str, Any], label_field: str | None) -> tuple[str, ...]:
     """The names of the label column's `ClassLabel`, or of the one of its lists' entries; empty if there is none."""
-    for name in (fields.label,) if fields.label is not None else ("label", "labels"):
+    for name in ("label", "labels") if label_field is None else (label_field,):
         feature = features.get(name)
         while isinstance(feature, dict | list):
             feature = feature[0] if isinstance(feature, list) else feature

@@ -6,10 +6,18 @@ Rows are not parsed. One longer than MAX_ROW_BYTES is skipped, and only its begi
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from mini_trainer.data.rows.tables import DELIMITERS, split_table
-from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, Line, TooLong
+from mini_trainer.data.stores.json_lines import (
+    MAX_ROW_BYTES,
+    NUM_BYTES_SHOWN,
+    BadRow,
+    Line,
+    TooLong,
+    parse_json,
+    quote,
+)
 
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -155,3 +163,26 @@ class ElementBuffer:
             yield self.line, bytes(self.held).rstrip() or when_blank
         self.line += self.num_newlines
         self.clear()
+
+
+def parse_row(raw: bytes | TooLong | BadRow | dict[str, Any], encoding: Encoding) -> dict[str, Any] | None:
+    """A row as an object; None for a blank line. Raises ValueError for malformed rows."""
+    if isinstance(raw, TooLong):
+        raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {MAX_ROW_BYTES:,}; it was skipped")
+    if isinstance(raw, BadRow):
+        raise ValueError(raw.reason)
+    if isinstance(raw, dict):
+        return raw
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.object[error.start : error.end]!r} at byte {error.start + 1}") from None
+    if encoding == "text":
+        return {"text": text} if text.strip() else None
+    text = text.lstrip("\ufeff")  # a byte-order mark, where files were joined
+    if not text or text.isspace():
+        return None
+    row = parse_json(text)
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {quote(row)}")
+    return row

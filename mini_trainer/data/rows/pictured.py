@@ -10,56 +10,39 @@ X is the path of a file, relative to the row's file; a data: URL; a web URL; {"p
 """
 
 import os
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.conversation import IMAGE_PART, Chat
+from mini_trainer.data.chat.conversation import IMAGE_PART
 from mini_trainer.data.chat.pictures import as_data_url
-from mini_trainer.data.rows.column_names import Fields, RefusedColumn
-from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import Example, FieldPaths, parse_row, read_example, read_fields
+from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.turn_texts import parse_lists
-from mini_trainer.data.stores.json_lines import Row, quote
+from mini_trainer.data.stores.json_lines import quote
 
 MARKER = "<image>"  # LLaVA's marker
-COLUMNS = ("images", "image")
+IMAGE_COLUMNS = ("images", "image")
 TURNS = {"messages": "content", "conversations": "value"}
 
 
-def read_pictured(
-    formatted_chunk: tuple[Chunk, str | None],
-    tally: Counter[str],
-    *,
-    is_given: bool,
-    paths: FieldPaths,
-    directories: dict[str, Path],
-    output_dir: Path,
-) -> Iterator[tuple[Row, Example | ValueError | None]]:
-    """`data.rows.formats.read_examples` with images. Their paths are relative to `directories` (by file name), and
-    become relative to `output_dir`."""
-    chunk, data_format = formatted_chunk
-    for row in iterate_rows(chunk):
-        try:
-            parsed = parse_row(row.value, chunk.encoding)
-            fields = read_fields(parsed, data_format, paths=paths, tally=tally, also_read=COLUMNS)
-            if fields is None:
-                yield row, None
-                continue
-            fields, found = take_images(fields)
-            example = read_example(fields, data_format, is_given=is_given, takes_images=True)
-            if isinstance(example, Chat):
-                images = [find_path(value, directories[chunk.file], output_dir) for value in found]
-                example = replace(example, images=tuple(images))
-            elif found:
-                raise ValueError("has images but is not a conversation: write its text as a user's message")
-            yield row, example
-        except RefusedColumn as error:
-            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
-        except ValueError as error:
-            yield row, error
+@dataclass(frozen=True)
+class ImageFolders:
+    """Directories of images: of each file of rows, by its name, and of the data set."""
+
+    of_files: dict[str, Path]
+    of_data: Path
+
+    def find_path(self, value: Any, file: str) -> str:
+        """An image as stored in the data set: a path relative to its directory, a web URL, or a data: URL."""
+        if isinstance(value, dict):
+            value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
+        if isinstance(value, bytes):
+            return as_data_url(value)
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"an image is {quote(value)}, expected a path, a data: URL or bytes")
+        if value.startswith("data:") or "://" in value:
+            return value
+        return os.path.relpath(self.of_files[file] / value, self.of_data)
 
 
 def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
@@ -80,7 +63,7 @@ def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
 
 def read_column(fields: Fields) -> list[Any]:
     """The values of the row's column of images."""
-    columns = parse_lists({name: fields[name] for name in COLUMNS if name in fields}, COLUMNS)
+    columns = parse_lists({name: fields[name] for name in IMAGE_COLUMNS if name in fields}, IMAGE_COLUMNS)
     given = columns.get("images", columns.get("image"))
     if given is None:
         return []
@@ -113,16 +96,3 @@ def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *,
         found.append(waiting.pop(0) if value is None else value)
         parts.append(IMAGE_PART)
     return {**turn, key: parts}
-
-
-def find_path(value: Any, directory: Path, output_dir: Path) -> str:
-    """An image as stored in a data set: a path relative to its directory, a web URL, or a data: URL."""
-    if isinstance(value, dict):
-        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
-    if isinstance(value, bytes):
-        return as_data_url(value)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"an image is {quote(value)}, expected a path, a data: URL or bytes")
-    if value.startswith("data:") or "://" in value:
-        return value
-    return os.path.relpath(directory / value, output_dir)

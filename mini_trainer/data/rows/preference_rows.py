@@ -14,13 +14,15 @@ Answers may also be called chosen_response and rejected_response. Optional: tool
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedPair, pair_up
+from mini_trainer.data.columns.base import PREFERENCE, DataTask
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS, build_chat, read_system, read_turn, require_text
 from mini_trainer.data.rows.column_names import (
     ASKING,
@@ -29,17 +31,18 @@ from mini_trainer.data.rows.column_names import (
     VISION_MODELS,
     WEIGHING,
     Fields,
-    RefusedColumn,
     check_columns,
     check_keys,
     drop_ignored,
+    look_up,
 )
-from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.formats import look_up, parse_row, refuse_images
+from mini_trainer.data.rows.files import Chunk
+from mini_trainer.data.rows.formats import refuse_images
+from mini_trainer.data.rows.preparation import Preparation
 from mini_trainer.data.rows.turn_texts import ANSWERS, check_ends, leave_untrained, parse_turns
-from mini_trainer.data.stores.json_lines import Row, quote
+from mini_trainer.data.stores.json_lines import quote
+from mini_trainer.options import RowOptions
 
-PREFERENCE = "preference"  # the format of rows with a chosen and a rejected answer
 PROMPTS = ("prompt", "question", "instruction", *TURNS)
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
@@ -47,16 +50,6 @@ NUMBERS = ("margin", "weight")
 BESIDE = ("system", "tools", "input", TEMPLATE_ARGS, *NUMBERS)  # columns that are read beside prompt and answers
 SPEAKERS = re.compile(r"\n\n(Human|Assistant):")  # of a whole chat in one text
 ROLES = {"Human": "user", "Assistant": ASSISTANT}
-
-
-@dataclass(frozen=True)
-class PreferenceFields:
-    """Names of the columns; None: those of the table above."""
-
-    prompt: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,65 +62,71 @@ class Preference:
     margin: float | None = None  # by which the chosen answer is to be better
     weight: float | None = None  # of the pair in the mean loss
 
-
-def read_preferences(
-    chunk: Chunk, fields: PreferenceFields, tally: Counter[str]
-) -> Iterator[tuple[Row, Preference | ValueError | None]]:
-    """Yields the chunk's rows, each with its preference, the error that makes it unusable, or None for a blank line.
-
-    Unread columns are counted in `tally`; one that weights the row or belongs to the prompt raises RefusedColumn.
-    """
-    for row in iterate_rows(chunk):
-        try:
-            values = parse_row(row.value, chunk.encoding)
-            yield row, None if values is None else read_preference(values, fields, tally)
-        except RefusedColumn as error:
-            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
-        except ValueError as error:
-            yield row, error
+    @property
+    def identity(self) -> str | list[Message]:
+        return self.prompt
 
 
-def read_preference(values: Fields, fields: PreferenceFields, tally: Counter[str]) -> Preference:
+def prepare_preferences(masker: ChatMasker, options: RowOptions) -> Preparation[Preference]:
+    """How rows with a chosen and a rejected answer become samples."""
+    read, mask = partial(read_preferences, options=options), partial(mask_preferences, masker)
+    return Preparation(DataTask(PREFERENCE), read, mask, masker.stop_token_ids)
+
+
+def read_preferences(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Preference]:
+    return [read_preference(values, options, tally)]
+
+
+def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) -> Preference:
     """The row's preference. Raises ValueError for missing or equal answers, and answers to different prompts."""
-    named = [name for name in (fields.prompt, fields.chosen, fields.rejected) if name is not None]
-    values = parse_turns(drop_ignored(values, fields.ignored, tally), (*ANSWERS, *named))
-    chosen_name = find_name(values, fields.chosen, CHOSEN, option="--chosen-field")
-    rejected_name = find_name(values, fields.rejected, REJECTED, option="--rejected-field")
-    chosen, rejected = look_up(values, chosen_name), look_up(values, rejected_name)
-    is_whole = is_whole_chat(chosen) and is_whole_chat(rejected)
-    prompt_name = None if is_whole else find_name(values, fields.prompt, PROMPTS, option="--prompt-field")
-    # With whole chats, `prompt` and `messages` repeat what is in them.
-    read = {chosen_name, rejected_name, *BESIDE, *((*PROMPTS, fields.prompt) if is_whole else (prompt_name,))} - {None}
-    check_columns(
-        values,
-        read=read,
-        paths=read,
-        ignored=fields.ignored,
-        why="Preferences do not read such columns",
-        meanings=(WEIGHING, PROMPTING, ASKING, VISION_MODELS),
-        tally=tally,
+    ignored, prompt_field = options.ignore_columns, options.prompt_field
+    values = read_turns(values, (prompt_field, options.chosen_field, options.rejected_field), ignored, tally)
+    names = (
+        find_name(values, options.chosen_field, CHOSEN, option="--chosen-field"),
+        find_name(values, options.rejected_field, REJECTED, option="--rejected-field"),
     )
+    answers = [look_up(values, name) for name in names]
+    is_whole = all(map(is_whole_chat, answers))
+    prompt_name = None if is_whole else find_name(values, prompt_field, PROMPTS, option="--prompt-field")
+    # With whole chats, `prompt` and `messages` repeat what is in them.
+    read = {*names, *BESIDE, *((*PROMPTS, prompt_field) if is_whole else (prompt_name,))} - {None}
+    check_beside(values, read, ignored, tally, why="Preferences do not read such columns")
     numbers = {name: read_number(values, name) for name in NUMBERS}
-    if (
-        isinstance(chosen, str)
-        and isinstance(rejected, str)
-        and not is_whole
-        and prompt_name == (fields.prompt or "prompt")
-    ):
-        prompt = values if prompt_name == "prompt" else {"prompt": look_up(values, prompt_name)}
-        if isinstance(prompt["prompt"], str):
-            refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
-            return read_texts(require_text(prompt, "prompt"), chosen, rejected, numbers)
+    has_texts = not is_whole and all(isinstance(answer, str) for answer in answers)
+    if has_texts and (prompt := read_plain_prompt(values, prompt_name, prompt_field)) is not None:
+        return read_texts(prompt, *answers, numbers)
     if is_whole:
         refuse_unread(values, ("input",), "whole chats")
-        beginning = read_system(values)
-        sides = [[*beginning, *read_whole_chat(side, name, tally, fields.ignored)]
-                 for side, name in ((chosen, chosen_name), (rejected, rejected_name))]  # fmt: skip
-    else:
-        beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, fields.ignored)]
-        sides = [[*beginning, *read_answer(side, name, tally, fields.ignored)]
-                 for side, name in ((chosen, chosen_name), (rejected, rejected_name))]  # fmt: skip
+    beginning = [*read_system(values), *([] if is_whole else read_prompt(values, prompt_name, tally, ignored))]
+    read_side = read_whole_chat if is_whole else read_answer
+    sides = [
+        [*beginning, *read_side(answer, name, tally, ignored)] for answer, name in zip(answers, names, strict=True)
+    ]
     return build_preference(*sides, values, numbers)
+
+
+def read_turns(values: Fields, given: Sequence[str | None], ignored: Collection[str], tally: Counter[str]) -> Fields:
+    """The row without ignored columns, and with messages for their JSON texts, also in the columns `given`."""
+    named = [name for name in given if name is not None]
+    return parse_turns(drop_ignored(values, ignored, tally), (*ANSWERS, *named))
+
+
+def check_beside(
+    values: Fields, read: Collection[str], ignored: Collection[str], tally: Counter[str], *, why: str
+) -> None:
+    """RefusedColumn, with the reason `why`, for a column not in `read` that weights the row or belongs to the prompt;
+    counts other unread columns."""
+    meanings = (WEIGHING, PROMPTING, ASKING, VISION_MODELS)
+    check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
+
+
+def read_plain_prompt(values: Fields, name: str, given: str | None) -> str | None:
+    """The prompt as one text, which is trained on without a chat template; None if it becomes messages."""
+    prompt = look_up(values, name)
+    if name != (given or "prompt") or not isinstance(prompt, str):
+        return None
+    refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
+    return require_text({"prompt": prompt}, "prompt")
 
 
 def find_name(values: Fields, given: str | None, choices: Sequence[str], *, option: str) -> str:

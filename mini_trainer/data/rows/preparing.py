@@ -2,33 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.chat.masking import ChatMasker, Contents
 from mini_trainer.data.chat.pictures import ImageExpander, load_processor
 from mini_trainer.data.chat.templates import change_tokenizer
-from mini_trainer.data.rows.feedback_rows import FEEDBACK, FeedbackFields
+from mini_trainer.data.columns.base import FEEDBACK, VISION, DataTask
 from mini_trainer.data.rows.files import Source
-from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths
-from mini_trainer.data.rows.labelled import CLASSIFICATION, FieldNames
+from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, read_text_row
+from mini_trainer.data.rows.labelled import CLASSIFICATION, Labelled, read_labelled
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, describe_pairs
 from mini_trainer.data.rows.labels import describe_similar
-from mini_trainer.data.rows.preference_rows import PREFERENCE, PreferenceFields
+from mini_trainer.data.rows.pictured import ImageFolders
+from mini_trainer.data.rows.preparation import Preparation
 from mini_trainer.data.rows.random_rows import prepare_random
-from mini_trainer.data.rows.rows import (
-    Preparation,
-    prepare_chats,
-    prepare_feedback,
-    prepare_labelled,
-    prepare_pictured,
-    prepare_preferences,
-)
 from mini_trainer.data.rows.survey import describe_repeats, survey_rows
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.stores.tokenizers import load_stop_token_ids, load_tokenizer
 from mini_trainer.distributed.process import without_collector
 from mini_trainer.options import RowOptions, parse_template_args
+from mini_trainer.options.doors import MASKED_FORMATS, NAMED_FORMATS
 from mini_trainer.options.tools import ProcessDataOptions
 
 BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
@@ -42,7 +37,7 @@ class Prepared:
     model_dir: str
     tokenizer: Any
     added_tokens: dict[str, int]
-    preparation: Preparation
+    preparation: Preparation[Any]
     stop_token_id: int | None
     open_turns: set[str]
     notes: list[str]
@@ -80,7 +75,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
 def choose_paths(options: ProcessDataOptions) -> FieldPaths:
     """Paths to the tokenized values of rows; formats that are never detected have readers of their own."""
     rows, contents = options.rows, options.contents
-    if rows.format in (CLASSIFICATION, PREFERENCE, FEEDBACK):
+    if rows.format in NAMED_FORMATS:
         return OWN_NAMES
     return FieldPaths(
         rows.messages_field,
@@ -118,37 +113,26 @@ def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander 
     return ImageExpander(processor, directory=directory, may_download=options.rows.allow_downloads)
 
 
-def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
+def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation[Any]:
     """How rows of conversations, preferences, feedback, completions and documents become samples."""
-    rows = options.rows
-    if rows.format == PREFERENCE:
-        fields = PreferenceFields(rows.prompt_field, rows.chosen_field, rows.rejected_field, rows.ignore_columns)
-        return (prepare_feedback if rows.feedback_from_pairs else prepare_preferences)(masker, fields)
-    if rows.format == FEEDBACK:
-        names = (rows.prompt_field, rows.completion_field, rows.label_field)
-        return prepare_feedback(masker, FeedbackFields(*names, ignored=rows.ignore_columns))
-    paths, is_given = choose_paths(options), rows.format is not None
-    if not rows.images:
-        return prepare_chats(masker, paths, format_is_given=is_given)
-    directories = {source.name: source.path.resolve().parent for source in sources}
-    if len(directories) < len(sources):
-        raise ValueError("--images: two input files have the same name: pass their common directory instead")
-    return prepare_pictured(
-        masker,
-        paths,
-        format_is_given=is_given,
-        directories=directories,
-        output_dir=Path(options.output_file).resolve().parent,
-    )
+    rows, folders = options.rows, None
+    if rows.format in MASKED_FORMATS:
+        return MASKED_FORMATS[FEEDBACK if rows.feedback_from_pairs else rows.format](masker, rows)
+    if rows.images:
+        of_files = {source.name: source.path.resolve().parent for source in sources}
+        if len(of_files) < len(sources):
+            raise ValueError("--images: two input files have the same name: pass their common directory instead")
+        folders = ImageFolders(of_files, Path(options.output_file).resolve().parent)
+    read = partial(read_text_row, is_given=rows.format is not None, paths=choose_paths(options), folders=folders)
+    task = DataTask(VISION) if rows.images else DataTask()
+    return Preparation(task, read, masker.mask, masker.stop_token_ids)
 
 
 def prepare_classification(
     tokenizer: Any, sources: Sequence[Source], options: RowOptions
-) -> tuple[Preparation, list[str]]:
+) -> tuple[Preparation[Labelled], list[str]]:
     """Reads all rows for their labels; returns the preparation of rows, and notes on them."""
-    names = (options.text_field, options.text_pair_field, options.label_field, options.label_separator)
-    fields = FieldNames(*names, ignored=options.ignore_columns)
-    survey = survey_rows(sources, fields, options, num_workers=count_workers(sources, options))
+    survey = survey_rows(sources, options, num_workers=count_workers(sources, options))
     labelled_tokenizer = LabelledTokenizer(
         tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
     )
@@ -157,7 +141,8 @@ def prepare_classification(
         *describe_similar(survey.labels.task.label_names),
         *describe_pairs(tokenizer, has_pairs=survey.has_pairs),
     ]
-    return prepare_labelled(labelled_tokenizer, fields), notes
+    read = partial(read_labelled, options=options)
+    return Preparation(survey.labels.task, read, labelled_tokenizer.tokenize), notes
 
 
 def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:

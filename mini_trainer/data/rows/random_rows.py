@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,15 @@ import numpy as np
 
 from mini_trainer.data.columns.base import CAUSAL_LM, Columns, DataTask
 from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
-from mini_trainer.data.rows.rows import FormattedChunk, Preparation
-from mini_trainer.data.stores.json_lines import Row
+from mini_trainer.data.rows.preparation import Preparation
 from mini_trainer.options import RowOptions
 
 DEFAULT_LENGTH = 2048
 SEED = 42
 BYTES_PER_TOKEN = 4
 NAME = "random tokens"
-
-
-@dataclass(frozen=True)
-class RandomRow:
-    """The number of a sample."""
-
-    number: int
 
 
 def make_random_source(options: RowOptions) -> Source:
@@ -38,13 +30,13 @@ def make_random_source(options: RowOptions) -> Source:
     def read(source: Source) -> Iterator[Chunk]:
         for first in range(1, options.mock_data + 1, num_rows):
             numbers = range(first, min(first + num_rows, options.mock_data + 1))
-            lines = [(number, b"") for number in numbers]
+            lines = [(number, {"number": str(number)}) for number in numbers]
             yield Chunk(NAME, first, "text", lines, b"", num_bytes * len(lines))
 
     return Source(Path(NAME), NAME, num_bytes * options.mock_data, format="mock", read=read)
 
 
-def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
+def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation[int]:
     """Prepares samples drawn by their number from the vocabulary's ordinary tokens, of the kind that --format names."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
@@ -56,10 +48,9 @@ def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
     return Preparation(DataTask(kind), read_numbers, draw)
 
 
-def read_numbers(formatted_chunk: FormattedChunk, _: Counter[str]) -> Iterator[tuple[Row, RandomRow]]:
-    for number, _ in formatted_chunk[0].lines:
-        yield Row(number, number, b""), RandomRow(number)
+def read_numbers(values: Fields, chunk: Chunk, tally: Counter[str]) -> list[int]:
+    return [int(values["number"])]
 
 
-def draw_samples(rows: Sequence[RandomRow], *, columns: Columns, token_ids: np.ndarray, length: int) -> list[Any]:
-    return [columns.make_random(np.random.default_rng([SEED, row.number]), token_ids, length) for row in rows]
+def draw_samples(numbers: Sequence[int], *, columns: Columns, token_ids: np.ndarray, length: int) -> list[Any]:
+    return [columns.make_random(np.random.default_rng([SEED, number]), token_ids, length) for number in numbers]

@@ -2,47 +2,19 @@
 
 import json
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Document
-from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
-from mini_trainer.data.columns.base import FEEDBACK as FEEDBACK_DATA
-from mini_trainer.data.columns.base import PREFERENCE as PREFERENCE_DATA
-from mini_trainer.data.columns.base import VISION, DataTask
-from mini_trainer.data.rows.feedback_rows import (
-    Feedback,
-    FeedbackFields,
-    mask_feedback,
-    read_feedback,
-    read_pairs,
-)
 from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import (
-    OWN_NAMES,
-    Example,
-    FieldPaths,
-    check_paths,
-    detect_format,
-    read_examples,
-)
-from mini_trainer.data.rows.labelled import FieldNames, Labelled, read_labelled
-from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, TokenizedText
+from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, check_paths, detect_format
+from mini_trainer.data.rows.labelled_tokens import TokenizedText
 from mini_trainer.data.rows.lines import Encoding
-from mini_trainer.data.rows.pictured import read_pictured
-from mini_trainer.data.rows.preference_rows import (
-    Preference,
-    PreferenceFields,
-    mask_preferences,
-    read_preferences,
-)
+from mini_trainer.data.rows.preparation import Preparation, read_rows
 from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
 from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
@@ -51,71 +23,6 @@ from mini_trainer.distributed.messages import one_line
 
 NUM_REASONS_SHOWN = 10
 PRINTED_AS_MISSING = {"nan", "NaN", "None", "NaT", "<NA>"}  # missing values of pandas and Python, printed
-
-FormattedChunk = tuple[Chunk, str | None]  # the format is None until a row of the file has one
-AnyExample = Example | Labelled | Preference | Feedback
-ReadRow = tuple[Row, AnyExample | ValueError | None]
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """How rows become samples of a task."""
-
-    task: DataTask
-    # Each row's example, or the error that makes it unusable; None: a blank line. Counts unread columns.
-    read: Callable[[FormattedChunk, Counter[str]], Iterator[ReadRow]]
-    tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
-    stop_token_ids: frozenset[int] | None = None  # tokens that end turns; None: not counted
-
-
-def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
-    """Preparation of chats, completions and documents."""
-    read = partial(read_formatted, is_given=format_is_given, paths=paths)
-    return Preparation(DataTask(), read, masker.mask, masker.stop_token_ids)
-
-
-def prepare_pictured(
-    masker: ChatMasker, paths: FieldPaths, *, format_is_given: bool, directories: dict[str, Path], output_dir: Path
-) -> Preparation:
-    """Preparation of chats with images, and of any rows that `prepare_chats` takes."""
-    read = partial(read_pictured, is_given=format_is_given, paths=paths, directories=directories, output_dir=output_dir)
-    return Preparation(DataTask(VISION), read, masker.mask, masker.stop_token_ids)
-
-
-def read_formatted(
-    formatted_chunk: FormattedChunk, tally: Counter[str], *, is_given: bool, paths: FieldPaths
-) -> Iterator[ReadRow]:
-    chunk, data_format = formatted_chunk
-    return read_examples(chunk, data_format, is_given=is_given, paths=paths, tally=tally)
-
-
-def prepare_labelled(tokenizer: LabelledTokenizer, fields: FieldNames) -> Preparation:
-    """Preparation of rows for classifiers."""
-    return Preparation(tokenizer.labels.task, partial(read_labelled_rows, fields=fields), tokenizer.tokenize)
-
-
-def read_labelled_rows(
-    formatted_chunk: FormattedChunk, tally: Counter[str], *, fields: FieldNames
-) -> Iterator[ReadRow]:
-    return read_labelled(formatted_chunk[0], fields, tally)
-
-
-def prepare_preferences(masker: ChatMasker, fields: PreferenceFields) -> Preparation:
-    """Preparation of rows with a chosen and a rejected answer."""
-    read = partial(read_chunk, read_preferences, fields)
-    return Preparation(DataTask(PREFERENCE_DATA), read, partial(mask_preferences, masker), masker.stop_token_ids)
-
-
-def prepare_feedback(masker: ChatMasker, fields: FeedbackFields | PreferenceFields) -> Preparation:
-    """Preparation of rows with a good or bad answer, or of preferences as two such rows."""
-    read = partial(read_chunk, read_feedback if isinstance(fields, FeedbackFields) else read_pairs, fields)
-    return Preparation(DataTask(FEEDBACK_DATA), read, partial(mask_feedback, masker), masker.stop_token_ids)
-
-
-def read_chunk(
-    read: Callable[..., Iterator[ReadRow]], fields: Any, formatted_chunk: FormattedChunk, tally: Counter[str]
-) -> Iterator[ReadRow]:
-    return read(formatted_chunk[0], fields, tally)
 
 
 @dataclass
@@ -139,7 +46,7 @@ class ChunkResult:
 
 def read_formatted_chunks(
     sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
-) -> Iterator[FormattedChunk]:
+) -> Iterator[Chunk]:
     """Yields the chunks of all sources' sections, with the given format or that of the file's first row. ValueError if
     files of a folder differ in it."""
     firsts: dict[Folder, Source] = {}
@@ -153,18 +60,18 @@ def read_formatted_chunks(
             if source.format is None:
                 source.format = detect_format(chunk, paths)
             check_folder(source, firsts)
-            yield chunk, source.format
+            yield replace(chunk, format=source.format)
 
 
 def detect_at_beginning(source: Source, data_format: str | None, paths: FieldPaths) -> str | None:
     """The format, given or detected, that the rows before the source's sections have made the file's."""
     beginning = replace(source, sections=Sections(0, source.sections.start))
-    found = (found for _, found in read_formatted_chunks([beginning], data_format, paths))
-    return next((one for one in found if one is not None), data_format)
+    chunks = read_formatted_chunks([beginning], data_format, paths)
+    return next((chunk.format for chunk in chunks if chunk.format is not None), data_format)
 
 
 def process_chunk(
-    formatted_chunk: FormattedChunk,
+    chunk: Chunk,
     *,
     preparation: Preparation,
     ending: str,
@@ -174,12 +81,12 @@ def process_chunk(
     validation_share: float | None,
 ) -> ChunkResult:
     """Reads, tokenizes and masks the rows of a chunk. Raises ValueError for problems that affect more than a row."""
-    chunk, rejected = formatted_chunk[0], {}
+    rejected: dict[int, str] = {}
     sides = [Side(name, Totals(num_shown)) for name in (SIDES[:1] if validation_share is None else SIDES)]
     training = sides[0]
     # Rows become examples, or are refused.
     rows, examples = [], []
-    for row, example in preparation.read(formatted_chunk, training.totals.columns):
+    for row, example in read_rows(chunk, preparation.read, training.totals.columns):
         if cuts_blocks and not isinstance(example, Document | ValueError | None):
             example = ValueError("not a document: --block-size cuts only documents")
         if isinstance(example, ValueError):

@@ -12,17 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import REASONING_KEYS, Chat, Completion, Document
+from mini_trainer.data.chat.conversation import REASONING_KEYS, Chat, Completion, Document, Message
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.rows.chat_rows import join_parts
-from mini_trainer.data.rows.feedback_rows import Feedback
 from mini_trainer.data.rows.formats import Example
-from mini_trainer.data.rows.labelled import Labelled, TextPair, Words
-from mini_trainer.data.rows.preference_rows import Preference
+from mini_trainer.data.rows.labelled import TextPair, Words
 from mini_trainer.data.rows.report import SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_samples
 from mini_trainer.data.stores.json_lines import parse_json
@@ -33,6 +31,17 @@ HASH_BYTES = 8
 CANONICAL_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=repr)
 
 
+class Identified(Protocol):
+    """An example whose side is that of a part of it: its prompt without the answers, or its content without the
+    label."""
+
+    @property
+    def identity(self) -> Example | str | TextPair | Words | list[Message]: ...
+
+
+AnyExample = Example | Identified
+
+
 @dataclass(frozen=True)
 class SideResult:
     """A worker's result for a chunk's rows on one side."""
@@ -41,40 +50,37 @@ class SideResult:
     totals: Totals
 
 
-def falls_into_validation(example: Example | Labelled | Preference | Feedback, share: float) -> bool:
+def falls_into_validation(example: AnyExample, share: float) -> bool:
     return hash_example(example) < share * 256**HASH_BYTES
 
 
-def hash_example(example: Example | Labelled | Preference | Feedback) -> int:
+def hash_example(example: AnyExample) -> int:
     """A number from 0 to 256**HASH_BYTES, the same for examples with the same texts."""
     said = CANONICAL_JSON.encode(list_said(example))
     digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
 
-def list_said(example: Example | Labelled | Preference | Feedback) -> Any:
+def list_said(example: AnyExample | str | TextPair | Words | list[Message]) -> Any:
     """The example's texts in canonical form. Omissions can only put more rows on the same side, so chats are just
-    roles and texts, without weights, ids or offered tools, labelled rows have no label, and
-    preferences and feedback no answers."""
+    roles and texts, without weights, ids or offered tools."""
     match example:
-        case Labelled(content=str() as text):
-            return text
-        case Labelled(content=TextPair() as pair):
-            return [pair.first, pair.second]
-        case Labelled(content=Words() as text):
-            return " ".join(text.words)
-        case Labelled():
-            return list_said(example.content)
-        case Preference(prompt=str() as prompt) | Feedback(prompt=str() as prompt):
-            return prompt
-        case Preference() | Feedback():
-            return [list_message(message) for message in example.prompt]
+        case str():
+            return example
+        case TextPair():
+            return [example.first, example.second]
+        case Words():
+            return " ".join(example.words)
+        case list():
+            return [list_message(message) for message in example]
         case Document():
             return example.text
         case Completion():
             return example.prompt + example.completion
         case Chat():
-            return [list_message(message) for message in example.messages]
+            return list_said(example.messages)
+        case _:
+            return list_said(example.identity)
 
 
 def list_message(message: dict[str, Any]) -> list[Any]:

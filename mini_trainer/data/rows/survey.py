@@ -4,6 +4,7 @@ Keeps 24 bytes per row: hashes of its text and label, and its line.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.files import Chunk, Source, read_chunks
-from mini_trainer.data.rows.labelled import FieldNames, Labelled, TextPair, Words, is_ignored, read_labelled
+from mini_trainer.data.rows.labelled import Labelled, TextPair, Words, is_ignored, read_labelled
 from mini_trainer.data.rows.labels import (
     LabelCounts,
     Labels,
@@ -22,6 +23,7 @@ from mini_trainer.data.rows.labels import (
     name_label,
     read_known_labels,
 )
+from mini_trainer.data.rows.preparation import read_rows
 from mini_trainer.data.rows.split import HASH_BYTES, hash_example
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.options import RowOptions
@@ -58,14 +60,14 @@ class Survey:
     has_pairs: bool
 
 
-def survey_rows(sources: Sequence[Source], fields: FieldNames, rows: RowOptions, *, num_workers: int) -> Survey:
+def survey_rows(sources: Sequence[Source], rows: RowOptions, *, num_workers: int) -> Survey:
     """Reads all rows. Raises ValueError if the meaning of the labels is ambiguous."""
     known = None if rows.labels_from is None else read_known_labels(rows.labels_from)
-    declared = () if known is not None or rows.label_names else find_declared_names(sources, fields)
+    declared = () if known is not None or rows.label_names else find_declared_names(sources, rows.label_field)
     counts, first, has_pairs = LabelCounts(), None, False
     names, lines, texts, labels = [], [], [], []
     read = (chunk for source in sources for chunk in read_chunks(source))
-    process = partial(survey_chunk, fields=fields)
+    process = partial(survey_chunk, rows=rows)
     with closing(run_in_order(process, read, num_workers=num_workers)) as results:
         for chunk, found in results:
             counts.add(found.counts)
@@ -85,11 +87,11 @@ def survey_rows(sources: Sequence[Source], fields: FieldNames, rows: RowOptions,
     return Survey(decided, find_repeats(names, lines, texts, labels), has_pairs)
 
 
-def survey_chunk(chunk: Chunk, *, fields: FieldNames) -> ChunkSurvey:
+def survey_chunk(chunk: Chunk, *, rows: RowOptions) -> ChunkSurvey:
     """A worker's result for a chunk. Unreadable rows are refused in the second pass."""
     counts, first, has_pairs = LabelCounts(), None, False
     lines, texts, labels = [], [], []
-    for row, found in read_labelled(chunk, fields):
+    for row, found in read_rows(chunk, partial(read_labelled, options=rows), Counter()):
         if not isinstance(found, Labelled):
             continue
         counts.add_row(found, f"{chunk.file}:{row.place}")

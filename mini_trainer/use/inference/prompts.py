@@ -35,7 +35,8 @@ from mini_trainer.data.chat.templates import check_template_args
 from mini_trainer.data.chat.tokens import count_ending
 from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import Folder, Source, describe_skipped, find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import find_format, list_conversation, parse_row, read_example
+from mini_trainer.data.rows.formats import find_format, list_conversation, read_example
+from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.turn_texts import parse_turns
 from mini_trainer.data.rows.values import refuse_non_json
 from mini_trainer.data.stores.json_lines import Row, quote
