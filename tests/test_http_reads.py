@@ -39,7 +39,6 @@ ELSEWHERE = {
 def short_waits(monkeypatch):
     monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0, 0))
     monkeypatch.setattr(remote, "SECONDS_WITHOUT_BYTES", 0.3)
-    monkeypatch.setattr(remote, "REDIRECTED", {})
 
 
 @pytest.fixture
@@ -109,6 +108,12 @@ def test_a_silent_server_is_asked_a_few_times(silent):
     assert len(connections) == 2 * remote.NUM_QUESTIONS  # by HEAD and by GET
 
 
+def test_a_file_of_a_server_that_does_not_answer_may_be_there(files, silent):
+    assert remote.look_up_remote(f"{files.url}/none.jsonl") is None
+    with pytest.raises(FileNotFoundError):
+        remote.look_up_remote(silent[0])
+
+
 def test_a_server_that_falls_silent_within_a_file_is_asked_again(files):
     (source,) = find_sources([f"{files.url}/a.jsonl"])
     files.faults = ["silent", None]
@@ -151,11 +156,16 @@ def test_a_redirect_is_recorded_without_credentials(files, redirecting, tmp_path
     assert source["redirected_to"] == f"{files.url}/a.jsonl" and source["file"] == "a.jsonl"
 
 
+def test_another_spelling_of_a_url_is_no_redirect(files):
+    files.files["a%20b.jsonl"] = b"1\n"
+    assert remote.describe_remote(f"{files.url}/a b.jsonl#x").redirected_to is None
+
+
 def test_a_copied_set_records_the_redirect_and_says_how_far_it_is(files, redirecting, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fetched, "SECONDS_BETWEEN_LINES", -1)
     monkeypatch.setattr(fetched.log, "propagate", True)
     redirecting.location = f"{files.url}/a.jsonl"
-    monkeypatch.setattr(fetched, "has_remote", lambda url: False)
+    monkeypatch.setattr(fetched, "look_up_remote", lambda url: None)
     found = find_sets({"data_path": [redirecting.url]})
     with caplog.at_level("INFO"):
         fetch_sets(found, str(tmp_path / "cache"))

@@ -6,12 +6,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 import torch
 from data_runs import chat, write_rows
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from in_process import train_forked
 from range_server import RangeServer
 from s3_server import KEY, SECRET, read_bucket, serve_bucket
@@ -19,7 +21,7 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores import remote
-from mini_trainer.data.stores.remote import describe_upload, upload_directory
+from mini_trainer.data.stores.remote import BrokenTransfer, describe_upload, is_final, upload_directory
 from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets, locate_sets
 from mini_trainer.data.tokenized.reader import TokenizedData, name_source
 from mini_trainer.distributed.ending import RunError
@@ -28,6 +30,7 @@ from mini_trainer.distributed.world import World, call_on_each_node
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.options.urls import RefusedRedirect
 from mini_trainer.process_data import choose_part, process_data
 from mini_trainer.run import uploads as uploads_module
 from mini_trainer.run.raw_rows import make_data_local
@@ -237,9 +240,10 @@ def test_missing_credentials_are_said_before_any_row_is_read(bucket, model, tmp_
 
 
 def fetch(url: str, cache: Path, **options: Any) -> str:
-    found = find_sets({"data_path": [url]}, **options)
+    given = {"data_path": [url]}
+    found = find_sets(given, **options)
     fetch_sets(found, str(cache))
-    return locate_sets(found, str(cache))["data_path"][0]
+    return locate_sets(given, found, str(cache))["data_path"][0]
 
 
 def test_a_data_set_is_copied_once_and_again_if_it_changes(bucket, model, tmp_path, caplog):
@@ -470,8 +474,43 @@ def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, expor
     assert command == f"  aws s3 sync {export} s3://nowhere/x/samples_8"
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def answer(status: int) -> HfHubHTTPError:
+    return HfHubHTTPError("m", response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (FileNotFoundError(), True),
+        (caused(FileNotFoundError(), ConnectionResetError()), False),  # fsspec's of a web server
+        (caused(FileNotFoundError(), FileNotFoundError()), True),
+        (caused(FileNotFoundError(), answer(404)), True),
+        (caused(FileNotFoundError(), RefusedRedirect("m")), True),
+        (PermissionError(), True),
+        (OSError(), False),
+        (BrokenTransfer(), False),
+        (caused(ValueError("our own"), OSError()), False),
+        (caused(ValueError("our own"), PermissionError()), True),
+        (ValueError(), True),
+        (answer(403), True),
+        (answer(429), False),
+        (answer(503), False),
+        (LocalTokenNotFoundError(), True),
+        (OfflineModeIsEnabled(), True),
+    ],
+)
+def test_errors_that_another_attempt_may_not_meet(error, expected):
+    assert is_final(error) == expected
+
+
 def test_commands_that_upload():
     here = Path("runs/a b")
+    assert describe_upload(here, "hf://me/m", revision="best") == "hf upload me/m 'runs/a b' . --revision best"
     assert describe_upload(here, "s3://b/x") == "aws s3 sync 'runs/a b' s3://b/x"
     assert describe_upload(here, "gs://b/x") == "gcloud storage rsync --recursive 'runs/a b' gs://b/x"
     assert describe_upload(here, "hf://datasets/me/d/x/y") == "hf upload me/d 'runs/a b' x/y --repo-type dataset"

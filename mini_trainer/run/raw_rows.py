@@ -10,13 +10,7 @@ from typing import Any
 
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.cache import find_outputs, locked
-from mini_trainer.data.tokenized.fetched import (
-    Found,
-    download_data_sets,
-    fetch_sets,
-    find_sets,
-    locate_sets,
-)
+from mini_trainer.data.tokenized.fetched import download_data_sets, fetch_sets, find_sets, locate_sets
 from mini_trainer.distributed.children import name_module, tie_to_this
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import print_as_is
@@ -114,9 +108,10 @@ def find_local_data(options: TrainOptions) -> dict[str, Any]:
     """The options that `make_data_local` changes, in a process without others. ValueError if that fails."""
     changes: dict[str, Any] = find_data(options)
     options = replace_options(options, **changes)
-    found: Found = find_sets(list_data_sets(options), beside=list_scores(options.teacher))
+    given = list_data_sets(options)
+    found = find_sets(given, beside=list_scores(options.teacher))
     fetch_sets(found, options.data_cache_dir)
-    return changes | unwrap(locate_sets(found, options.data_cache_dir), options)
+    return changes | unwrap(locate_sets(given, found, options.data_cache_dir), options)
 
 
 def list_scores(teacher: TeacherOptions) -> list[str]:

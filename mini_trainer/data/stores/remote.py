@@ -10,15 +10,18 @@ order that its last file says that it is complete.
 import asyncio
 import functools
 import importlib
-import io
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urljoin
+from urllib.parse import urljoin
+
+from fsspec.core import url_to_fs
+from fsspec.spec import AbstractBufferedFile
 
 from mini_trainer.distributed.messages import hide_secrets
 from mini_trainer.options.urls import (
@@ -37,57 +40,59 @@ SECONDS_TO_WAIT = (1, 2, 5, 10, 20)  # before each new attempt at the same byte,
 SECONDS_WITHOUT_BYTES = 60.0  # of a web server, until a request is made again
 NUM_QUESTIONS = 3  # at most, for a file's size
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")  # in what a store says
-WILDCARDS = "*["
+WILDCARDS = re.compile(r"[*\[]")
 WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # errors of botocore
+PROBE = ".mini_trainer"  # name of the empty file by which the right to write is tested
+COPYING = {"s3": ("aws", "s3", "sync"), "gs": ("gcloud", "storage", "rsync", "--recursive")}  # commands
+KINDS_OF_REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # the first part of a path at hf://
 
 
 class BrokenTransfer(Exception):
     """A transfer that ended early."""
 
 
-def with_retries(attempt: Callable[[], Result], *, describe: Callable[[], str]) -> Result:
-    """The result of `attempt`, which is called again after errors that may be transient.
-
-    ValueError that begins with the text of `describe` if it keeps failing.
-    """
-    for seconds in (*SECONDS_TO_WAIT, None):
+def retry(attempt: Callable[[], Result], seconds_to_wait: Sequence[float]) -> Result:
+    """The result of `attempt`, which is called again, after each of the waits, if its error may be transient."""
+    for seconds in seconds_to_wait:
         try:
             return attempt()
         except Exception as error:  # each store's library has its own
-            if seconds is None or is_final(error):
-                reason = str(error) if isinstance(error, BrokenTransfer) else f"{type(error).__name__}: {error}"
-                raise ValueError(hide_secrets(f"{describe()}: {reason}")) from error
+            if is_final(error):
+                raise
         time.sleep(seconds)
-    raise AssertionError("the last attempt returns or raises")
+    return attempt()
 
 
-def is_final(error: BaseException | None) -> bool:
+def is_final(error: BaseException) -> bool:
     """Whether another attempt would fail in the same way."""
-    return (
-        find_refusal(error) is not None
-        or isinstance(error, FileNotFoundError | PermissionError)
-        or type(error).__name__ in WITHOUT_CREDENTIALS
-    )
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    cause = error.__cause__
+    is_unreachable = isinstance(error, FileNotFoundError) and isinstance(cause, OSError)  # fsspec's, of a web server
+    if cause is not None and (is_unreachable or isinstance(error, ValueError)):
+        return is_final(cause)
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return error.response.status_code < 500 and error.response.status_code not in (408, 429)
+    final = (FileNotFoundError, ValueError, TypeError, LocalTokenNotFoundError, OfflineModeIsEnabled)
+    return isinstance(error, final) or is_denied(error)
 
 
-def find_refusal(error: BaseException | None) -> RefusedRedirect | None:
-    """The redirect whose refusal is the cause of an error."""
-    while error is not None and not isinstance(error, RefusedRedirect):
-        error = error.__cause__
-    return error
+def is_denied(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or type(error).__name__ in WITHOUT_CREDENTIALS
 
 
-REDIRECTED: dict[str, str] = {}  # where web servers have redirected to, without queries, by URL
-
-
-def find_redirect(url: str) -> str | None:
-    """The address that a file was read from, if its web server redirected to another."""
-    return REDIRECTED.get(unquote(url))
+def retry_transfer(attempt: Callable[[], Result], what: str) -> Result:
+    """The result of `attempt`, which is tried several times; ValueError that begins with `what` if it keeps failing."""
+    try:
+        return retry(attempt, SECONDS_TO_WAIT)
+    except Exception as error:
+        reason = str(error) if isinstance(error, BrokenTransfer) else f"{type(error).__name__}: {error}"
+        raise ValueError(hide_secrets(f"{what}: {reason}")) from error
 
 
 @functools.cache
 def make_http_settings(seconds: float) -> dict[str, Any]:
-    """Settings of fsspec's file system for web servers: timeouts, and redirects that are checked and recorded."""
+    """Settings of fsspec's file system for web servers: timeouts, and a check of redirects."""
     aiohttp = importlib.import_module(PACKAGES["http"])
 
     async def begin(session: Any, context: Any, request: Any) -> None:
@@ -97,13 +102,25 @@ def make_http_settings(seconds: float) -> dict[str, Any]:
         headers = request.response.headers
         target = urljoin(str(request.url), headers.get("Location") or headers.get("URI") or "")
         await asyncio.get_running_loop().run_in_executor(None, check_redirect, context.url, target)
-        REDIRECTED[unquote(context.url)] = remove_query(target)
 
     trace = aiohttp.TraceConfig()
     trace.on_request_start.append(begin)
     trace.on_request_redirect.append(follow)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
     return {"client_kwargs": {"timeout": timeout, "trace_configs": [trace]}}
+
+
+def is_web(url: str) -> bool:
+    return url.startswith("http")
+
+
+def open_filesystem(url: str, *, flag: str = "") -> tuple[Any, str]:
+    """The store's file system, and the URL's path in it. ValueError if its package is missing."""
+    package = PACKAGES[split_scheme(url)[0]]
+    try:
+        return url_to_fs(url, **make_http_settings(SECONDS_WITHOUT_BYTES) if package == "aiohttp" else {})
+    except ImportError:
+        raise ValueError(f"{flag} {url}: needs the package {package} (pip install {package})".strip()) from None
 
 
 @dataclass(frozen=True)
@@ -113,9 +130,14 @@ class RemoteFile:
     url: str
     num_bytes: int
     version: str | None
+    redirected_to: str | None = field(default=None, compare=False)  # by its web server; without the query
 
     def open(self) -> "RemoteReader":
         return RemoteReader(self)
+
+    def describe_redirect(self) -> dict[str, str]:
+        """The entry about a redirect in sidecars; empty if there was none."""
+        return {} if self.redirected_to is None else {"redirected_to": self.redirected_to}
 
     def check_unchanged(self) -> None:
         """ValueError if the store has another file there by now."""
@@ -123,66 +145,34 @@ class RemoteFile:
             raise ValueError(f"{self.url}: changed while it was read")
 
 
-class RemoteReader(io.RawIOBase):
+class RemoteReader(AbstractBufferedFile):
     """The bytes of a remote file. After a broken connection the request is made again from the byte reached.
     ValueError if it breaks too often there, or ends before the length that the store has said.
     """
 
     def __init__(self, remote: RemoteFile) -> None:
-        self.remote, self.position, self.file = remote, 0, None
-        self.filesystem, self.path = open_filesystem(remote.url)
+        filesystem, path = open_filesystem(remote.url)
+        super().__init__(filesystem, path, block_size=FETCHED_BYTES, size=remote.num_bytes)
+        self.url, self.file = remote.url, None
 
-    def readable(self) -> bool:
-        return True
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        """The bytes that fsspec asks for, to read ahead."""
+        data = b""
+        while (reached := start + len(data)) < end:
+            what = f"{self.url}: broke off at byte {reached:,} of {self.size:,}"
+            data += retry_transfer(functools.partial(self._read, reached, end), what)
+        return data
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.remote.num_bytes}
-        self.position = starts[whence] + offset
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        num_bytes = min(len(buffer), self.remote.num_bytes - self.position)
-        if num_bytes <= 0:
-            return 0
-        data = self.fetch(num_bytes)
-        buffer[: len(data)] = data
-        self.position += len(data)
-        return len(data)
-
-    def fetch(self, num_bytes: int) -> bytes:
-        def read() -> bytes:
-            file, self.file = self.file, None  # opened again after an error
-            if file is None:
-                file = self.filesystem.open(self.path, "rb", block_size=FETCHED_BYTES, cache_type="readahead")
-            file.seek(self.position)
-            data = file.read(num_bytes)
-            if not data:
-                raise BrokenTransfer("the connection ended")
-            self.file = file
-            return data
-
-        def describe() -> str:
-            return f"{self.remote.url}: broke off at byte {self.position:,} of {self.remote.num_bytes:,}"
-
-        return with_retries(read, describe=describe)
-
-
-def open_filesystem(url: str, *, flag: str = "") -> tuple[Any, str]:
-    """The store's file system, and the URL's path in it. ValueError if its package is missing."""
-    import fsspec
-
-    package = PACKAGES[split_scheme(url)[0]]
-    try:
-        settings = make_http_settings(SECONDS_WITHOUT_BYTES) if package == "aiohttp" else {}
-        return fsspec.core.url_to_fs(url, **settings)
-    except ImportError:
-        raise ValueError(f"{flag} {url}: needs the package {package} (pip install {package})".strip()) from None
+    def _read(self, start: int, end: int) -> bytes:
+        file, self.file = self.file, None  # opened again after an error
+        if file is None:
+            file = self.fs.open(self.path, "rb", cache_type="none")
+        file.seek(start)
+        data = file.read(end - start)
+        if not data:
+            raise BrokenTransfer("the connection ended")
+        self.file = file
+        return data
 
 
 def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
@@ -192,50 +182,41 @@ def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
         raise ValueError("\n".join(faults))
     filesystem, path = open_filesystem(url, flag=flag)
     with refused_if_unreachable(url, flag=flag):
-        if any(character in path for character in WILDCARDS):
-            root = path[: min(path.find(character) for character in WILDCARDS if character in path)]
-            root, found = root[: root.rfind("/") + 1], filesystem.glob(path)
-        elif not url.startswith("http") and filesystem.isdir(path):
-            root, found = path.rstrip("/") + "/", filesystem.find(path)
+        literal, *pattern = WILDCARDS.split(path, maxsplit=1)
+        if pattern:
+            found = filesystem.glob(path)
+        elif is_web(url):  # web servers do not list what they have
+            found = [path]
         else:
-            root, found = path[: path.rfind("/") + 1], [path]
-        urls = [filesystem.unstrip_protocol(one) for one in sorted(found)]
-        root = filesystem.unstrip_protocol(root)
-        return [(one.removeprefix(root), describe_remote(one)) for one in urls]
+            found = filesystem.find(path) or [path]
+        folder = path.rstrip("/") + "/"
+        is_folder = any(one.startswith(folder) for one in found)
+        root = folder if is_folder else literal[: literal.rfind("/") + 1]
+        return [(one.removeprefix(root), describe_remote(filesystem.unstrip_protocol(one))) for one in sorted(found)]
 
 
 def describe_remote(url: str) -> RemoteFile:
-    """A file as its store describes it now. ValueError if that is without its length."""
+    """A file as its store describes it now. FileNotFoundError if there is none, ValueError if its length is unknown."""
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
-    info = ask(filesystem, path)
+    waits = SECONDS_TO_WAIT[: NUM_QUESTIONS - 1] if is_web(url) else ()  # the stores' own libraries ask again
+    info = retry(lambda: filesystem.info(path), waits)
     if info.get("size") is None:
         raise ValueError(f"{url}: the server does not say the file's length: download it first")
     version = next((str(info[name]) for name in VERSIONS if info.get(name)), None)
-    return RemoteFile(url, info["size"], version)
+    answered = info.get("url")  # a web server's answer came from there
+    is_elsewhere = answered is not None and answered != str(filesystem.encode_url(path).with_fragment(None))
+    return RemoteFile(url, info["size"], version, remove_query(answered) if is_elsewhere else None)
 
 
-def ask(filesystem: Any, path: str) -> dict[str, Any]:
-    """A store's entry for a file; asks again if a web server does not answer. FileNotFoundError if there is none."""
-    for attempt in range(1, NUM_QUESTIONS + 1):
-        try:
-            return filesystem.info(path)
-        except FileNotFoundError as error:
-            is_unreachable = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
-            if attempt == NUM_QUESTIONS or not is_unreachable:
-                raise
-        time.sleep(SECONDS_TO_WAIT[attempt - 1])
-    raise AssertionError("the last attempt returns or raises")
-
-
-def has_remote(url: str) -> bool:
-    filesystem, path = open_filesystem(url)
-    filesystem.invalidate_cache()
+def look_up_remote(url: str) -> RemoteFile | None:
+    """A file as its store describes it now; None if there is none."""
     try:
-        ask(filesystem, path)  # `exists` would ask a web server for the content
-    except FileNotFoundError:
-        return False
-    return True
+        return describe_remote(url)
+    except FileNotFoundError as error:
+        if not is_final(error):
+            raise
+        return None
 
 
 @contextmanager
@@ -245,17 +226,15 @@ def refused_if_unreachable(url: str, *, flag: str) -> Iterator[None]:
         yield
     except ValueError:
         raise
-    except FileNotFoundError as error:  # also if a web server does not answer
-        if (refusal := find_refusal(error)) is not None:
-            raise ValueError(hide_secrets(f"{flag} {url}: {refusal}")) from None
-        why = "" if error.__cause__ is None else f", or it cannot be reached: {error.__cause__}"
-        raise ValueError(hide_secrets(f"{flag} {url}: no such file{why}")) from None
     except Exception as error:  # each store's library has its own
-        raise ValueError(hide_secrets(f"{flag} {url}: cannot be read: {type(error).__name__}: {error}")) from None
-
-
-PROBE = ".mini_trainer"  # name of the empty file by which the right to write is tested
-KINDS_OF_REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # the first part of a path at hf://
+        cause = error.__cause__
+        if isinstance(cause, RefusedRedirect):
+            why = str(cause)
+        elif isinstance(error, FileNotFoundError):  # also if a web server does not answer
+            why = "no such file" + ("" if cause is None else f", or it cannot be reached: {cause}")
+        else:
+            why = f"cannot be read: {type(error).__name__}: {error}"
+        raise ValueError(hide_secrets(f"{flag} {url}: {why}")) from None
 
 
 def upload_file(source: Path, url: str) -> None:
@@ -270,7 +249,7 @@ def upload_file(source: Path, url: str) -> None:
         if found != size:
             raise BrokenTransfer(f"{found:,} of {size:,} bytes are there")
 
-    with_retries(put, describe=lambda: f"{url}: could not be written")
+    retry_transfer(put, f"{url}: could not be written")
 
 
 def remove_remote(url: str) -> None:
@@ -278,10 +257,10 @@ def remove_remote(url: str) -> None:
     filesystem, path = open_filesystem(url)
 
     def remove() -> None:
-        if has_remote(url):
+        if look_up_remote(url) is not None:
             filesystem.rm_file(path)
 
-    with_retries(remove, describe=lambda: f"{url}: could not be removed")
+    retry_transfer(remove, f"{url}: could not be removed")
 
 
 def list_remote(folder: str) -> list[str]:
@@ -289,7 +268,7 @@ def list_remote(folder: str) -> list[str]:
     filesystem, path = open_filesystem(folder)
     filesystem.invalidate_cache()
     root = path.rstrip("/") + "/"
-    found = with_retries(lambda: filesystem.find(path), describe=lambda: f"{folder}: could not be listed")
+    found = retry_transfer(lambda: filesystem.find(path), f"{folder}: could not be listed")
     return sorted(one.removeprefix(root) for one in found if one.startswith(root))
 
 
@@ -330,7 +309,7 @@ def check_writable(folder: str) -> None:
         what = "repository" if scheme == "hf" else "bucket"
         raise ValueError(f"the store has no such {what}: create it first ({error})") from error
     except Exception as error:  # each store's library has its own
-        advice = ": set the credentials in the environment (docs/data.md)" if is_final(error) else ""
+        advice = ": set the credentials in the environment (docs/data.md)" if is_denied(error) else ""
         reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
         raise ValueError(hide_secrets(f"cannot be written: {reason}{advice}")) from error
 
@@ -341,16 +320,15 @@ def name_repository(place: str) -> str:
     return "/".join(parts[: 3 if parts[0] in KINDS_OF_REPOSITORIES else 2])
 
 
-def describe_upload(directory: Path, url: str) -> str:
-    """A command that copies a directory to a store."""
+def describe_upload(directory: Path, url: str, *, revision: str | None = None) -> str:
+    """A command that copies a directory to a store. `revision`: a branch of the hub other than the main one."""
     scheme, place = split_scheme(url)
-    if scheme == "s3":
-        return shlex.join(["aws", "s3", "sync", str(directory), url])
-    if scheme == "gs":
-        return shlex.join(["gcloud", "storage", "rsync", "--recursive", str(directory), url])
+    if scheme in COPYING:
+        return shlex.join([*COPYING[scheme], str(directory), url])
     repository = name_repository(place)
-    kind, _, name = repository.partition("/")
-    is_model = kind not in KINDS_OF_REPOSITORIES
     below = place.removeprefix(repository).strip("/") or "."
-    words = ["hf", "upload", repository if is_model else name, str(directory), below]
-    return shlex.join([*words, *([] if is_model else ["--repo-type", KINDS_OF_REPOSITORIES[kind]])])
+    kind, _, name = repository.partition("/")
+    options = [] if revision is None else ["--revision", revision]
+    if kind in KINDS_OF_REPOSITORIES:
+        repository, options = name, ["--repo-type", KINDS_OF_REPOSITORIES[kind], *options]
+    return shlex.join(["hf", "upload", repository, str(directory), below, *options])

@@ -19,9 +19,8 @@ from mini_trainer.data.stores.remote import (
     FETCHED_BYTES,
     RemoteFile,
     describe_remote,
-    find_redirect,
     find_remote,
-    has_remote,
+    look_up_remote,
     refused_if_unreachable,
 )
 from mini_trainer.data.tokenized.cache import KEY_LENGTH
@@ -62,7 +61,7 @@ class RemoteSet:
         return Path(cache_dir).expanduser() / FOLDER / self.key / self.name
 
 
-Found = dict[str, list[str | RemoteSet]]  # data sets by option: paths, and what is at URLs
+Found = dict[str, RemoteSet]  # by URL
 
 
 def download_data_sets(
@@ -73,18 +72,19 @@ def download_data_sets(
     `given`: paths and URLs by option; rank 0's decide. `beside`: endings of further files that are copied if they are
     there. All ranks call this. ValueError, as RunError, for data that cannot be read.
     """
-    found = call_on_rank0(world, lambda: find_sets(given, beside=beside))
+    given, found = call_on_rank0(world, lambda: (given, find_sets(given, beside=beside)))
     if found:
         call_on_each_node(world, lambda: fetch_sets(found, cache_dir))
-    return locate_sets(found, cache_dir)
+    return locate_sets(given, found, cache_dir)
 
 
 def find_sets(given: Mapping[str, Sequence[str]], *, beside: Sequence[str] = ()) -> Found:
-    """The data sets of options that name URLs. ValueError for one that is not there, or cannot be copied."""
+    """What is at the URLs among the options' paths. ValueError for one that is not there, or cannot be copied."""
     return {
-        option: [find_set(path, flag=flag_name(option), beside=beside) if is_url(path) else path for path in paths]
+        path: find_set(path, flag=flag_name(option), beside=beside)
         for option, paths in given.items()
-        if any(map(is_url, paths))
+        for path in paths
+        if is_url(path)
     }
 
 
@@ -95,19 +95,15 @@ def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
     folder, _, name = url.rpartition("/")
     if PurePosixPath(name).suffix not in ENDINGS:
         raise ValueError(f"{flag} {url}: must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-    here = DataSetFiles(Path(name))
-    files: dict[str, RemoteFile] = {}
+    sidecar_name = str(DataSetFiles(Path(name)).sidecar)
     with refused_if_unreachable(url, flag=flag):
-        data, sidecar = describe_remote(url), {}
-        if has_remote(f"{folder}/{here.sidecar}"):
-            files[str(here.sidecar)] = remote = describe_remote(f"{folder}/{here.sidecar}")
-            sidecar = read_sidecar(remote)
+        data = describe_remote(url)
+        names = [sidecar_name, *(name + ending for ending in beside)]
+        others = {other: file for other in names if (file := look_up_remote(f"{folder}/{other}")) is not None}
+        sidecar = read_sidecar(others[sidecar_name]) if sidecar_name in others else {}
         if sidecar.get("tokenizer_dir") is not None:
-            files |= find_tokenizer(folder, str(sidecar["tokenizer_dir"]), flag=flag)
-        for ending in beside:
-            if has_remote(url + ending):
-                files[name + ending] = describe_remote(url + ending)
-    files[name] = data
+            others |= find_tokenizer(folder, str(sidecar["tokenizer_dir"]), flag=flag)
+    files = others | {name: data}
     unmarked = [file.url for file in files.values() if file.version is None]
     if unmarked:
         raise ValueError(
@@ -121,7 +117,7 @@ def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
 def read_sidecar(remote: RemoteFile) -> dict:
     """A sidecar's content; empty if it is none, which the reader of the copy refuses."""
     try:
-        content = json.loads(remote.open().readall())
+        content = json.loads(remote.open().read())
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -144,10 +140,8 @@ def find_tokenizer(folder: str, name: str, *, flag: str) -> dict[str, RemoteFile
 
 def fetch_sets(found: Found, cache_dir: str) -> None:
     """Copies what is not there yet."""
-    for sets in found.values():
-        for one in sets:
-            if isinstance(one, RemoteSet):
-                fetch_set(one, cache_dir)
+    for one in found.values():
+        fetch_set(one, cache_dir)
 
 
 def fetch_set(found: RemoteSet, cache_dir: str) -> None:
@@ -175,8 +169,7 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
                     f"{found.url}: its SHA-256 is not the one that its .meta.json records: only one of them was"
                     " replaced: write the data set again"
                 )
-            redirect = find_redirect(found.url)
-            source = {"url": found.url} | ({} if redirect is None else {"redirected_to": redirect})
+            source = {"url": found.url} | found.files[found.name].describe_redirect()
             (aside / SOURCE_FILE).write_text(json.dumps(source) + "\n")
 
 
@@ -188,16 +181,17 @@ def download(remote: RemoteFile, target: Path) -> str:
             digest.update(block)
             file.write(block)
             if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                log.info(f"data: {stream.position:,} of {remote.num_bytes:,} bytes of {remote.url}")
+                log.info(f"data: {stream.tell():,} of {remote.num_bytes:,} bytes of {remote.url}")
                 said = time.monotonic()
     remote.check_unchanged()
     sync_file(target)
     return digest.hexdigest()
 
 
-def locate_sets(found: Found, cache_dir: str) -> dict[str, tuple[str, ...]]:
-    """Local paths by option."""
+def locate_sets(given: Mapping[str, Sequence[str]], found: Found, cache_dir: str) -> dict[str, tuple[str, ...]]:
+    """Local paths, for the options that name URLs."""
     return {
-        option: tuple(str(one.place_in(cache_dir)) if isinstance(one, RemoteSet) else one for one in sets)
-        for option, sets in found.items()
+        option: tuple(str(found[path].place_in(cache_dir)) if path in found else path for path in paths)
+        for option, paths in given.items()
+        if any(map(is_url, paths))
     }

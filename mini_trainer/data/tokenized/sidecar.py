@@ -10,7 +10,6 @@ from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import CLASSIFICATION
 from mini_trainer.data.rows.report import DROPPED, Totals
-from mini_trainer.data.stores.remote import find_redirect
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.reader import FORMAT_VERSION
 from mini_trainer.distributed.messages import hide_in
@@ -52,8 +51,7 @@ def describe_data_set(
 
 def describe_source(source: Source) -> dict[str, Any]:
     """A source's entry; with the address that its web server redirected to, if there was one."""
-    redirect = None if source.remote is None else find_redirect(source.remote.url)
-    redirected = {} if redirect is None else {"redirected_to": redirect}
+    redirected = {} if source.remote is None else source.remote.describe_redirect()
     return {"file": source.name, "format": source.format, "sha256": source.sha256} | redirected
 
 

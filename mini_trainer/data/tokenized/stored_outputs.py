@@ -12,10 +12,9 @@ from pathlib import Path
 from mini_trainer.data.stores.disk import hash_json, remove, written_aside
 from mini_trainer.data.stores.remote import (
     check_writable,
-    describe_remote,
     describe_upload,
-    has_remote,
     list_remote,
+    look_up_remote,
     remove_remote,
     upload_directory,
     upload_file,
@@ -58,9 +57,10 @@ class StoredOutputs(Outputs):
 
     def look_up(self) -> None:
         """Notes what is at the store in the local directory, so that it is found there as an earlier run's files."""
-        if has_remote(self.name(self.validation.sidecar)):
-            self.validation.sidecar.write_bytes(describe_remote(self.name(self.validation.sidecar)).open().readall())
-        if has_remote(self.name(self.validation.data)):
+        sidecar = look_up_remote(self.name(self.validation.sidecar))
+        if sidecar is not None:
+            self.validation.sidecar.write_bytes(sidecar.open().read())
+        if look_up_remote(self.name(self.validation.data)) is not None:
             self.validation.data.touch()
         for files in (self.training, self.validation):
             names = list_remote(self.name(files.tokenizer))
