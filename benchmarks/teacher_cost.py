@@ -40,7 +40,7 @@ from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import SELF, ObjectiveSettings
+from mini_trainer.objectives.objective import SELF, ObjectiveSettings, TeacherModel
 from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, TrainOptions
 from mini_trainer.run.plan.planner import choose_step_options
@@ -78,9 +78,9 @@ def make_objective(options: TrainOptions, data: Mixture) -> CausalLM:
     if options.teacher.teacher_weight is None:
         return CausalLM()
     objective = Taught.make(ObjectiveSettings(teacher=options.teacher), TextFamily(), DataTask(), None)
-    if objective.scores_name is None:
+    if isinstance(objective.teacher, TeacherModel):
         return objective
-    return objective.with_scores([file.sidecar for file in add_scores(data, objective.scores_name)])
+    return objective.teacher.complete([file.sidecar for file in add_scores(data, objective.teacher.name, data.sources)])
 
 
 def open_state(folder: Path, options: TrainOptions, objective: CausalLM, world: World) -> TrainState:

@@ -19,12 +19,7 @@ from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import (
-    TARGETS,
-    LossSums,
-    ObjectiveSettings,
-    Scores,
-)
+from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
 from mini_trainer.objectives.sequence_logps import (
     ONE,
     ZERO,
@@ -124,6 +119,10 @@ class KTOLoss(AnswerLoss):
         return self.measure(log_probs.sum()[None] - targets.reference[:, 0], 0.0, targets)[0]
 
 
+def read_reference(sums: np.ndarray) -> np.ndarray:  # (samples, 3) -> (samples, 2) fp32
+    return (sums[:, :2] / sums[:, 2:]).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Feedback(CausalLM):
     """Answers of a language model that are good or bad."""
@@ -137,7 +136,6 @@ class Feedback(CausalLM):
     metrics = {"loss": False, "rewards/margins": True}  # noqa: RUF012
     gives_predictions = True
     num_trained_sequences = 1
-    reference_column = REFERENCE_COLUMN
 
     @classmethod
     def make(
@@ -147,8 +145,9 @@ class Feedback(CausalLM):
         beta = BETA if o.preference_beta is None else o.preference_beta
         return cls(family, beta=beta, good_weight=o.desirable_weight, bad_weight=o.undesirable_weight)
 
-    def read_reference(self, sums: np.ndarray) -> np.ndarray:
-        return (sums[:, :2] / sums[:, 2:]).astype(np.float32)
+    @property
+    def reference(self) -> Reference:
+        return Reference(REFERENCE_COLUMN, read_reference)
 
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """A good answer alone."""

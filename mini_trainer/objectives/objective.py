@@ -5,7 +5,7 @@ row, with targets, a loss and what a validation reports. T tokens in a packed ro
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -99,6 +99,31 @@ class Loss(ABC):
 
 
 @dataclass(frozen=True)
+class Reference:
+    """Values of the samples by a reference model, which are computed before training."""
+
+    column: str  # of the samples
+    read: Callable[[np.ndarray], np.ndarray]  # `Scores.sums` (samples, scores) -> values (samples, ...) fp32
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """A model that reads each micro-batch first, as `RowModel.teacher`."""
+
+    name: str  # or SELF
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """A teacher's scores in files next to the data."""
+
+    name: str
+    needs: Callable[[int], bool]  # whether the training set of this index has to have a file
+    # The objective for data whose files have these sidecars; ValueError if they do not fit.
+    complete: "Callable[[Sequence[Mapping[str, Any]]], Objective]"
+
+
+@dataclass(frozen=True)
 class Objective(ABC):
     """A training objective: which model learns, from which samples, by which loss."""
 
@@ -117,15 +142,16 @@ class Objective(ABC):
     gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
     # Sequences of a sample that train, from the first on; the others are only read ahead, forward. None: all train.
     num_trained_sequences: ClassVar[int | None] = None
-    # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
-    reference_column: ClassVar[str | None] = None
-    scores_name: str | None = None  # of files of a teacher's scores next to the data (see `with_scores`)
-    teacher_model: str | None = None  # a model that reads each micro-batch first, as `RowModel.teacher`, or SELF
 
     @property
-    def has_teacher(self) -> bool:
-        """Whether it learns from a teacher, or from what one has said."""
-        return (self.scores_name, self.teacher_model) != (None, None)
+    def reference(self) -> Reference | None:
+        """What it reads of a reference model, if it does."""
+        return None
+
+    @property
+    def teacher(self) -> TeacherModel | TeacherScores | None:
+        """Who teaches it, if anybody does."""
+        return None
 
     # How it is made.
 
@@ -186,19 +212,6 @@ class Objective(ABC):
     def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
         """One of these rows as it is written to a file."""
         raise AssertionError(f"validations of {self.name} give no predictions")
-
-    def read_reference(self, sums: np.ndarray) -> np.ndarray:
-        """The values of `reference_column` for some samples (samples, ...) fp32, from their `Scores.sums` (samples,
-        scores) by the reference model."""
-        raise NotImplementedError
-
-    def needs_scores(self, source: int) -> bool:
-        """Whether the training set of this index has to have one of `scores_name`'s files."""
-        return True
-
-    def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Objective":
-        """The objective for data with these sidecars of `scores_name`'s files; ValueError if they do not fit."""
-        raise NotImplementedError
 
     # What follows from the above.
 

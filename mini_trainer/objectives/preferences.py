@@ -25,12 +25,7 @@ from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import (
-    TARGETS,
-    LossSums,
-    ObjectiveSettings,
-    Scores,
-)
+from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
 from mini_trainer.objectives.preference_losses import LOSSES, Pairs, PreferenceLoss, Strength
 from mini_trainer.objectives.sequence_logps import (
     ZERO,
@@ -113,6 +108,11 @@ class PreferenceLoss(AnswerLoss):
         return self.measure(pairs, targets)[0, 0] - self.nll_weight * logps[0, 0]
 
 
+def read_reference(sums: np.ndarray) -> np.ndarray:  # (rows, len(SUMS)) -> (rows, 2) fp32
+    columns = [SUMS.index("logps/chosen"), SUMS.index("logps/rejected")]
+    return (sums[:, columns] / sums[:, [SUMS.index("pairs")]]).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Preferences(CausalLM):
     """Preferences between two answers of a language model."""
@@ -145,12 +145,8 @@ class Preferences(CausalLM):
         return f"{self.name} ({self.kind.measure.__name__.replace('_', '-')}, beta {self.strength.beta:g})"
 
     @property
-    def reference_column(self) -> str | None:
-        return REFERENCE_COLUMN if self.kind.has_reference else None
-
-    def read_reference(self, sums: np.ndarray) -> np.ndarray:  # (rows, scores) -> (rows, 2) fp32
-        columns = [SUMS.index("logps/chosen"), SUMS.index("logps/rejected")]
-        return (sums[:, columns] / sums[:, [SUMS.index("pairs")]]).astype(np.float32)
+    def reference(self) -> Reference | None:
+        return Reference(REFERENCE_COLUMN, read_reference) if self.kind.has_reference else None
 
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """A short sample is one sequence: a chosen answer alone; of longer ones each half is an answer."""

@@ -30,6 +30,8 @@ from mini_trainer.objectives.objective import (
     LossSums,
     ObjectiveSettings,
     Scores,
+    TeacherModel,
+    TeacherScores,
 )
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
 from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
@@ -299,6 +301,12 @@ class Taught(CausalLM):
             soft = read_records([sample[SOFT_COLUMN] for sample in samples])
             assert len(soft.ids) == len(targets.index), (len(soft.ids), len(targets.index))
         return TaughtTargets(**vars(targets), soft=soft)
+
+    @property
+    def teacher(self) -> TeacherModel | TeacherScores:
+        if self.scores_name is None:
+            return TeacherModel(self.teacher_model)
+        return TeacherScores(self.scores_name, self.needs_scores, self.with_scores)
 
     def needs_scores(self, source: int) -> bool:
         return not self.terms.by_source or self.terms.by_source[source] > 0

@@ -43,7 +43,7 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
 
 def find_reference(inputs: RunInputs) -> str | None:
     """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
-    if inputs.objective.reference_column is None:
+    if inputs.objective.reference is None:
         return None
     from mini_trainer.run.references import identify_reference
 
@@ -52,7 +52,7 @@ def find_reference(inputs: RunInputs) -> str | None:
 
 def find_teacher(inputs: RunInputs) -> str | None:
     """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
-    if not inputs.objective.has_teacher:
+    if inputs.objective.teacher is None:
         return None
     from mini_trainer.run.teachers import identify_teacher
 

@@ -15,7 +15,7 @@ from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.objective import SELF, Objective
+from mini_trainer.objectives.objective import SELF, Objective, TeacherModel
 from mini_trainer.options import DataOptions, ModelOptions
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.sampler import Batching, RunPosition, draw_batches
@@ -166,8 +166,8 @@ class RunInputs:
     @property
     def compares_with_start(self) -> bool:
         """Whether the weights that the run starts with are its teacher or its reference."""
-        has_reference = self.objective.reference_column is not None and REFERENCE_MODEL not in self.other_models
-        return has_reference or self.objective.teacher_model == SELF
+        has_reference = self.objective.reference is not None and REFERENCE_MODEL not in self.other_models
+        return has_reference or self.objective.teacher == TeacherModel(SELF)
 
     @property
     def longest(self) -> int:

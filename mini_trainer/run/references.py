@@ -34,13 +34,11 @@ def add_reference(
     world: World,
     progress: Callable[[str], None],
 ) -> None:
-    """Adds the objective's reference column, if it has one, to the run's data; scores rows that no run has scored.
+    """Adds the objective's reference column to the run's data; scores rows that no run has scored.
 
     `model`: as the run starts, the reference by default; `build` makes another one. All ranks call this.
     """
-    column = inputs.objective.reference_column
-    if column is None:
-        return
+    reference = inputs.objective.reference
     key = call_on_rank0(world, lambda: identify_reference(inputs))
     known = [read_known(data, key, world) for data in list_sets(inputs)]
     num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
@@ -61,7 +59,7 @@ def add_reference(
             world=world,
             progress=lambda where: progress(f"reference, {where}"),
         )
-        own.data.add_column(column, own.values)
+        own.data.add_column(reference.column, own.values)
     del scorer
     gc.collect()  # the modules of another model refer to each other
 
@@ -94,7 +92,7 @@ def score_missing(
     for part in split_rows(known.missing, [len(source.lengths) for source in known.data.sources]):
         restricted = known.data.restricted_to(part)
         found = score_data(scorer, restricted, objective, cap=cap, world=world, by_sample=True, progress=progress)
-        known.values[part] = objective.read_reference(found.sums[part].numpy())
+        known.values[part] = objective.reference.read(found.sums[part].numpy())
         call_on_rank0(world, lambda: write_values(known.data, known.values, known.key))
 
 
@@ -104,7 +102,7 @@ def list_sets(inputs: RunInputs) -> list[Mixture]:
 
 def find_unscored(inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
     """The rows of the run's data that it will score before its first step."""
-    if inputs.objective.reference_column is None:
+    if inputs.objective.reference is None:
         return []
     key = identify_reference(inputs)
     return [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
@@ -112,9 +110,8 @@ def find_unscored(inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
 
 def assume_reference(inputs: RunInputs) -> None:
     """Adds zeros in place of the reference's log-probabilities, for measurements of speed."""
-    if inputs.objective.reference_column is not None:
-        for data in list_sets(inputs):
-            data.add_column(inputs.objective.reference_column, np.zeros((len(data.lengths), 2), np.float32))
+    for data in list_sets(inputs):
+        data.add_column(inputs.objective.reference.column, np.zeros((len(data.lengths), 2), np.float32))
 
 
 def locate_values(source: TokenizedData, key: str) -> Path:

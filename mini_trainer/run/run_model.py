@@ -19,6 +19,7 @@ from mini_trainer.model.optim.rates import learning_rate_at
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.objective import TeacherModel
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ComputeOptions, OptimizationOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
@@ -78,11 +79,11 @@ def build_run_model(
     weigh_images(inputs, count_flops(model.model))
     load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)
-    if inputs.objective.teacher_model is not None:
+    if isinstance(inputs.objective.teacher, TeacherModel):
         from mini_trainer.run.teachers import add_teacher
 
         add_teacher(inputs, model, build_other)
-    if inputs.objective.reference_column is not None:
+    if inputs.objective.reference is not None:
         from mini_trainer.run.references import add_reference, assume_reference
 
         if only_measures:

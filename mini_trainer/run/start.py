@@ -276,7 +276,7 @@ def open_objective(
             names = {REFERENCE_MODEL: preference.reference_model, TEACHER_MODEL: teacher.teacher_model}
             other_models = open_other_models(names, data, model, errors)
     opened = OpenedObjective(made, other_models)
-    if data.training is not None and made is not None and made.has_teacher:
+    if data.training is not None and made is not None and made.teacher is not None:
         from mini_trainer.run.teachers import open_scores
 
         opened = errors.attempt(lambda: open_scores(opened, data)) or replace(opened, objective=None)

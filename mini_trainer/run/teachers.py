@@ -14,7 +14,7 @@ from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.packed_row import check_positions
-from mini_trainer.objectives.objective import SELF
+from mini_trainer.objectives.objective import SELF, TeacherModel
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN
 from mini_trainer.objectives.teachers import SEEN_COLUMN
@@ -36,11 +36,10 @@ def open_scores(opened: OpenedObjective, data: OpenedData) -> OpenedObjective:
     ValueError if a training set that needs them has none, or they do not fit. Validation sets are measured by them if
     all have some.
     """
-    objective = opened.objective
-    name, held_out = objective.scores_name, data.validation
-    if name is None:
-        return replace(opened, teacher=SELF if objective.teacher_model == SELF else None)
-    taught = [source for i, source in enumerate(data.training.sources) if objective.needs_scores(i)]
+    scores, held_out = opened.objective.teacher, data.validation
+    if isinstance(scores, TeacherModel):
+        return replace(opened, teacher=SELF if scores.name == SELF else None)
+    name, taught = scores.name, [source for i, source in enumerate(data.training.sources) if scores.needs(i)]
     files = add_scores(data.training, name, taught)
     if held_out is not None:
         without = [str(source.path) for source in held_out.sources if not locate_scores(source.path, name).exists()]
@@ -49,7 +48,7 @@ def open_scores(opened: OpenedObjective, data: OpenedData) -> OpenedObjective:
         else:
             files += add_scores(held_out, name, held_out.sources)
     sidecars = [file.sidecar for file in files]
-    return replace(opened, objective=objective.with_scores(sidecars), teacher=hash_json(sidecars), scores=files)
+    return replace(opened, objective=scores.complete(sidecars), teacher=hash_json(sidecars), scores=files)
 
 
 def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> list[ScoreFile]:
@@ -70,15 +69,15 @@ def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> lis
 
 
 def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:
-    """Gives the model's reader its teacher, if the objective has one that reads rows. All ranks call this.
+    """Gives the model's reader its teacher, a `TeacherModel`. All ranks call this.
 
     `model`: as the run starts, before a checkpoint is restored; `build` makes another one.
     """
-    if inputs.objective.teacher_model == SELF:
+    if inputs.objective.teacher.name == SELF:
         check_positions(model.model, longest=inputs.longest_taught)
         model.reader.teacher = teacher = StartWeights(model)
         log.info(f"teacher: the model as the run starts, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
-    elif inputs.objective.teacher_model is not None:
+    else:
         source = inputs.other_models[TEACHER_MODEL]
         other = build(source).requires_grad_(False).eval()
         check_positions(other.model, longest=inputs.longest_taught)

@@ -137,7 +137,7 @@ def make_reference_objective(data: Mixture) -> Objective:
     kinds = [find_class(name) for name in OBJECTIVES if find_data_kind(name) == data.task.objective]
     settings = ObjectiveSettings()
     made = [kind.make(settings, kind.make_family(settings), data.task, data.count_labels) for kind in kinds]
-    return next(objective for objective in made if objective.reference_column is not None)
+    return next(objective for objective in made if objective.reference is not None)
 
 
 class Scorer(Protocol):

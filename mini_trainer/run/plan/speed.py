@@ -14,6 +14,7 @@ from mini_trainer.model.build import make_meta_model
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.objectives.objective import TeacherModel
 from mini_trainer.run.auto_choice import NUM_BATCHES
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.plan.memory import simulated_compute
@@ -66,7 +67,7 @@ def measure_speed(inputs: RunInputs, options: StepOptions, world: World) -> Spee
             model.look_ahead(micro_batch)
         run_backward(model, micro_batch, batch.divisors)
         times.append(now(world))
-        if inputs.objective.reference_column is not None:
+        if inputs.objective.reference is not None:
             model.score(micro_batch)
         times.append(now(world))
         counted = [count(rows, inputs.data, inputs.objective) for count in (flops.of_rows, flops.of_scores)]
@@ -148,7 +149,7 @@ def plan_reference(
 ) -> PlannedReference | None:
     """The samples that no run has scored, and what the model or --reference-model needs for them."""
     objective = inputs.objective
-    if model is None or inputs.data is None or objective is None or objective.reference_column is None:
+    if model is None or inputs.data is None or objective is None or objective.reference is None:
         return None
     unscored, flops, num_bytes = find_unscored(inputs), model.flops, 0
     num_rows = sum(len(rows) for _, rows in unscored)
@@ -169,7 +170,7 @@ def plan_teacher(
 ) -> PlannedTeacher | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
     objective, data = inputs.objective, inputs.data
-    if model is None or inputs.batching is None or objective is None or objective.teacher_model is None:
+    if model is None or inputs.batching is None or objective is None or not isinstance(objective.teacher, TeacherModel):
         return None
     source = inputs.other_models.get(TEACHER_MODEL)
     if source is None:  # the model as the run starts: copies of what trains
