@@ -91,7 +91,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         state, inputs, step_options, start=run.start, previous=run.auto_settings, progress=control.progress
     )
     step_options = replace_options(step_options, **settled)
-    inputs.values.update(settled)
+    inputs.values.update(settled)  # as they are recorded
     run.restore(state)
 
     # The loop.
