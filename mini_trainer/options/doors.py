@@ -96,11 +96,11 @@ TRAINERS = Doors(
     {
         "axolotl": "mini_trainer.tools.importers.axolotl",
         "llama-factory": "mini_trainer.tools.importers.llama_factory",
-        "trl": "mini_trainer.tools.importers.trl",
-        "trl-dpo": "mini_trainer.tools.importers.trl_preferences:DPO",
-        "trl-kto": "mini_trainer.tools.importers.trl_preferences:KTO",
-        "trl-orpo": "mini_trainer.tools.importers.trl_preferences:ORPO",
-        "trl-cpo": "mini_trainer.tools.importers.trl_preferences:CPO",
-        "trl-reward": "mini_trainer.tools.importers.trl_preferences:REWARD",
+        "trl": "mini_trainer.tools.importers.trl:SFT",
+        "trl-dpo": "mini_trainer.tools.importers.trl:DPO",
+        "trl-kto": "mini_trainer.tools.importers.trl:KTO",
+        "trl-orpo": "mini_trainer.tools.importers.trl:ORPO",
+        "trl-cpo": "mini_trainer.tools.importers.trl:CPO",
+        "trl-reward": "mini_trainer.tools.importers.trl:REWARD",
     }
 )

@@ -2,50 +2,61 @@
 
 from typing import Any
 
-from mini_trainer.tools.importers import axolotl_preferences
 from mini_trainer.tools.importers.axolotl_data import FORMAT_RULES, has_images
-from mini_trainer.tools.importers.axolotl_preferences import PREFERENCE_RULES
 from mini_trainer.tools.importers.batches import PeerBatch, multiply_rows
-from mini_trainer.tools.importers.preferences import TOGETHER, convert_lengths
+from mini_trainer.tools.importers.preferences import AXOLOTL_OBJECTIVES, AXOLOTL_RULES, convert_lengths
 from mini_trainer.tools.importers.rules import (
     DIFFERS,
     NEEDLESS,
     Conversion,
     Refusal,
     Rule,
+    allow,
     differs,
+    if_off,
+    if_set,
     missing,
     needless,
     of_lora,
     of_new_lora,
+    only_if,
     read_names,
     read_number,
     refuse,
+    say,
     set_data_option,
     set_if_true,
+    set_in_both,
     set_option,
+    set_to,
     set_tracker,
     set_unless_zero,
+    unless,
 )
 from mini_trainer.tools.importers.shared_keys import (
     ALL_LINEAR,
+    OPTIMIZER,
     OUTSIDE,
+    SCHEDULE,
     convert_entropy_weighting,
     convert_epochs,
     convert_evals,
-    convert_init,
     convert_lora,
-    convert_model,
-    convert_optimizer,
-    convert_revision,
     convert_saves,
-    convert_schedule,
     convert_sharding,
     convert_share,
     convert_targets,
     counts_rows,
 )
-from mini_trainer.tools.importers.training_arguments import ATTENTION, COMMON, OFFLOADING, PACKED, RESUMED, SPEED
+from mini_trainer.tools.importers.training_arguments import (
+    ATTENTION,
+    COMMON,
+    IN_BF16,
+    OFFLOADING,
+    PACKED,
+    RESUMED,
+    SPEED,
+)
 
 # Plugins that change speed or logging alone; any other may change what is trained.
 PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab")
@@ -66,21 +77,20 @@ def trains_adapter(given: dict[str, Any]) -> bool:
 
 
 def find_objective(given: dict[str, Any]) -> str:
-    return axolotl_preferences.find_objective(given)
+    return "reward" if given.get("reward_model") else AXOLOTL_OBJECTIVES.get(str(given.get("rl")), "causal-lm")
 
 
 def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Axolotl's values for keys that are left out, where this trainer's default differs."""
-    defaults = {
-        "lr_scheduler": "cosine",
-        "num_epochs": 1,
-        "micro_batch_size": 1,
-        "adam_beta2": 0.999,
-        "sequence_len": 512,
-    }
+    """Axolotl's values, and for preferences TRL's, for keys that are left out, where this trainer's default differs."""
+    defaults = {"lr_scheduler": "cosine", "num_epochs": 1, "micro_batch_size": 1, "adam_beta2": 0.999,
+                "sequence_len": 512}  # fmt: skip
     if given.get("warmup_steps") is None and given.get("warmup_ratio") is None:
         defaults["warmup"] = 0.03
-    return defaults | axolotl_preferences.list_defaults(given)
+    if find_objective(given) not in ("causal-lm", "reward"):
+        defaults["rl_beta"] = given.get("orpo_alpha", 0.1)
+    if given.get("rl") == "simpo":
+        defaults["cpo_alpha"] = 1.0
+    return defaults
 
 
 def convert_default_warmup(to: Conversion, key: str, value: Any) -> str:
@@ -97,10 +107,9 @@ def convert_default_warmup(to: Conversion, key: str, value: Any) -> str:
 
 def convert_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
-    length = read_number(key, value)
-    rows = to.get_number("micro_batch_size", default=1)
+    length, rows = read_number(key, value), to.get_number("micro_batch_size", default=1)
     if not to.reads_texts:
-        return f"{convert_lengths(to, length, rows)}; {TOGETHER} if one is longer than {length}"
+        return convert_lengths(to, length, rows, there=f"if one is longer than {length}")
     to.train["max_tokens_per_gpu"] = length * rows
     if to.get("pretraining_dataset"):
         to.data["block_size"] = length
@@ -112,28 +121,16 @@ def convert_length(to: Conversion, key: str, value: Any) -> str:
     )
 
 
-def convert_overlong(to: Conversion, key: str, value: Any) -> str:
-    return NEEDLESS if value == "drop" else f"{DIFFERS}: longer samples are dropped and counted, given {value!r}"
-
-
 def convert_all_linear(to: Conversion, key: str, value: Any) -> str:
     """Every linear layer and those that are named: their union."""
     named = to.get("lora_target_modules", default=[])
     names = [named] if isinstance(named, str) else list(named)
-    if not value:
-        return NEEDLESS
     if OUTSIDE & set(names):
         raise Refusal(
             f"adapters on {', '.join(sorted(OUTSIDE & set(names)))} beside every linear layer of the blocks cannot be"
             " asked for together: name the layers in lora_target_modules"
         )
     return f"{NEEDLESS}: every linear layer of the blocks has an adapter"
-
-
-def convert_named_targets(to: Conversion, key: str, value: Any) -> str:
-    if to.get("lora_target_linear"):
-        return f"{NEEDLESS}: lora_target_linear asks for every linear layer, these among them"
-    return convert_targets(to, key, value)
 
 
 def convert_parameters(to: Conversion, key: str, value: Any) -> str:
@@ -176,22 +173,6 @@ def convert_model_config(to: Conversion, key: str, value: Any) -> str:
     raise Refusal(f"the model's config is never changed here: {value}")
 
 
-def convert_context_parallel(to: Conversion, key: str, value: Any) -> str:
-    if value in (None, 0, 1):
-        return NEEDLESS
-    return set_option("context_parallel")(to, key, value)
-
-
-def convert_order(to: Conversion, key: str, value: Any) -> str:
-    return NEEDLESS if value else f"{DIFFERS}: samples come in a random order, another one in each epoch"
-
-
-def convert_input_masking(to: Conversion, key: str, value: Any) -> str:
-    if value and not to.get("pretraining_dataset"):
-        raise Refusal("prompts are never trained here, only the assistant's tokens")
-    return NEEDLESS
-
-
 def describe_batch(to: Conversion) -> PeerBatch:
     """Rows of a step, which are packs if samples are packed; GPUs that share a row count once."""
     a_gpu = to.get_number("micro_batch_size", default=1)
@@ -205,7 +186,6 @@ def describe_batch(to: Conversion) -> PeerBatch:
     )
 
 
-WORLD = needless("torchrun says it")
 KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "flash_attn_cross_entropy",
            "flash_attn_rms_norm", "flash_attn_fuse_qkv", "flash_attn_fuse_mlp", "use_kernels", "use_sonicmoe",
            "use_scattermoe", "use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels", "fused_attn_kernel",
@@ -217,38 +197,44 @@ KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddin
            "gpu_memory_limit", "device_map", "ddp", "ddp_bucket_cap_mb", "accelerator_config", "use_ray",
            "ray_num_workers", "flex_attn_compile_kwargs", "expert_parallel_size", "liger_layer_norm",
            "liger_rms_norm_gated", "tokenizer_use_fast", "flash_optimum", "bnb_config_kwargs")  # fmt: skip
-RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
-    "base_model": convert_model,
-    "use_eaft": convert_entropy_weighting,
+RULES: dict[str, Rule] = COMMON | FORMAT_RULES | AXOLOTL_RULES | {
+    "base_model": set_in_both("model_name_or_path"),
+    "use_eaft": if_set(convert_entropy_weighting),
     **dict.fromkeys(("eaft_alpha", "eaft_k"), needless("they are use_eaft's, which needs 1 and 20")),
-    "revision_of_model": convert_revision,
-    "lr_scheduler": convert_schedule,
-    "optimizer": convert_optimizer,
+    "revision_of_model": set_in_both("model_revision"),
+    "lr_scheduler": SCHEDULE,
+    "optimizer": OPTIMIZER,
     "optim_args": refuse("arguments of an optimizer are not passed on: give adam_beta1, adam_beta2 and adam_epsilon"),
     "num_epochs": convert_epochs,
-    "micro_batch_size": counts_rows,
-    "batch_size": counts_rows,
+    **dict.fromkeys(("micro_batch_size", "batch_size"), counts_rows),
     "warmup": convert_default_warmup,
     "saves_per_epoch": convert_saves,
     "evals_per_epoch": convert_evals,
     "eval_batch_size": needless("validation is packed as training is"),
     "val_set_size": convert_share,
-    "dataset_processes": set_data_option("num_proc"),
-    "dataset_num_proc": set_data_option("num_proc"),
+    **dict.fromkeys(("dataset_processes", "dataset_num_proc"), set_data_option("num_proc")),
     "sequence_len": convert_length,
-    "excess_length_strategy": convert_overlong,
+    "excess_length_strategy": unless(
+        "drop", rule=say(f"{DIFFERS}: longer samples are dropped and counted, given {{value!r}}")
+    ),
     "min_sample_len": missing("short samples are kept"),
     "adapter": convert_lora,
     "lora_r": of_new_lora(set_option("lora_rank")),
-    "lora_target_modules": of_new_lora(convert_named_targets),
-    "lora_target_linear": of_new_lora(convert_all_linear),
+    "lora_target_modules": of_new_lora(
+        only_if(
+            lambda to: not to.get("lora_target_linear"),
+            convert_targets,
+            otherwise="lora_target_linear asks for every linear layer, these among them",
+        )
+    ),
+    "lora_target_linear": of_new_lora(if_set(convert_all_linear)),
     "lora_target_parameters": of_new_lora(convert_parameters),
     "lora_modules_to_save": of_new_lora(set_option("lora_modules_to_save")),
     "lora_model_dir": of_lora(set_option("lora_adapter")),
     "lora_fan_in_fan_out": needless("the layer's own kind says it"),
     "peft_use_rslora": of_new_lora(set_option("lora_use_rslora")),
     "peft_use_dora": of_new_lora(set_option("lora_use_dora")),
-    "peft_init_lora_weights": of_lora(convert_init),
+    "peft_init_lora_weights": of_lora(allow(True, "kaiming", reason="adapters are initialized to zero here")),
     "noisy_embedding_alpha": set_unless_zero("neftune_alpha"),
     "cosine_min_lr_ratio": set_option("min_lr_ratio"),
     "cosine_constant_lr_ratio": differs("the learning rate reaches its lowest at the run's end"),
@@ -271,28 +257,27 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
     "tokens": set_data_option("add_special_tokens"),
     "eot_tokens": differs("turns end with the stop token that the chat template writes"),
     "default_system_message": differs("a system message is the row's own, or the template's"),
-    "train_on_inputs": convert_input_masking,
+    "train_on_inputs": only_if(
+        lambda to: not to.get("pretraining_dataset"),
+        refuse("prompts are never trained here, only the assistant's tokens"),
+    ),
     "tiled_mlp": set_if_true(tiled_mlp=True),
     "activation_offloading": OFFLOADING,
     "plugins": convert_plugins,
-    "liger_rope": set_if_true(use_liger_kernels=True),
-    "liger_rms_norm": set_if_true(use_liger_kernels=True),
-    "liger_glu_activation": set_if_true(use_liger_kernels=True),
+    **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation"), set_if_true(use_liger_kernels=True)),
     "liger_fused_linear_cross_entropy": needless("the loss never holds all logits"),
     "model_config": convert_model_config,
     "float16": differs("computed in bfloat16"),
-    "bfloat16": needless("on CUDA compute is in bfloat16, with weights in float32"),
-    "torch_dtype": needless("on CUDA compute is in bfloat16, with weights in float32"),
-    "freeze_mm_modules": lambda to, key, value: (NEEDLESS if value else set_if_true(freeze=["nothing"])(to, key, True))
-    if has_images(to.given) else NEEDLESS,
-    "context_parallel_size": convert_context_parallel,
-    "sequence_parallel_degree": convert_context_parallel,
-    "tensor_parallel_size": lambda to, key, value: NEEDLESS if value in (None, 1)
-    else f"{DIFFERS}: weights are sharded, not products; the step has the samples that it had",
-    "shuffle_merged_datasets": convert_order,
+    **dict.fromkeys(("bfloat16", "torch_dtype"), IN_BF16),
+    "freeze_mm_modules": if_off(only_if(lambda to: has_images(to.given), set_to(freeze=["nothing"]))),
+    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"),
+                    unless(0, 1, rule=set_option("context_parallel"))),
+    "tensor_parallel_size": unless(
+        1, rule=say(f"{DIFFERS}: weights are sharded, not products; the step has the samples that it had")
+    ),
+    "shuffle_merged_datasets": if_off(say(f"{DIFFERS}: samples come in a random order, another one in each epoch")),
     "shuffle_before_merging_datasets": needless("samples come in a random order, another one in each epoch"),
-    "sample_packing_sequentially": differs("the order is always random"),
-    "curriculum_sampling": differs("the order is always random"),
+    **dict.fromkeys(("sample_packing_sequentially", "curriculum_sampling"), differs("the order is always random")),
     "dataset_exact_deduplication": missing("repeated rows are trained as often as they are there"),
     "resize_token_embeddings_to_32x": needless("the vocabulary grows as tokens are added"),
     "tokenizer_use_mistral_common": differs("the tokenizer and template are those of the Hugging Face format"),
@@ -307,16 +292,14 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
     "nvfp4_merge_aware": refuse("adapters for a base in NVFP4 are not here"),
     "loraplus_lr_ratio": refuse("both of an adapter's matrices have one learning rate (LoRA+ has two)"),
     "peft": refuse("LoftQ's initial values are not here"),
-    "lr_groups": refuse("all parameters have one learning rate"),
-    "embedding_lr": refuse("all parameters have one learning rate"),
+    **dict.fromkeys(("lr_groups", "embedding_lr"), refuse("all parameters have one learning rate")),
     "trainer_cls": refuse("custom trainer classes are not run"),
     "test_datasets": missing("tokenize them, and give validation_data_path"),
     "save_first_step": needless("--preset sanity tries an export first"),
-    "eval_table_size": missing("generate.py writes answers"),
-    "generate_samples": missing("generate.py writes answers"),
+    **dict.fromkeys(("eval_table_size", "generate_samples"), missing("generate.py writes answers")),
     "strict": needless("an unknown option is always refused"),
-    "loss_watchdog_threshold": needless("a loss that is not finite ends the run"),
-    "loss_watchdog_patience": needless("a loss that is not finite ends the run"),
+    **dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"),
+                    needless("a loss that is not finite ends the run")),
     "torchdistx_path": needless("the optimizer is torch's"),
     **dict.fromkeys(("peft_layers_to_transform", "peft_layers_pattern", "lora_rank_pattern", "lora_alpha_pattern",
                      "peft_trainable_token_indices", "peft_layer_replication"),
@@ -333,6 +316,6 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
                      "is_mistral_derived_model", "is_falcon_derived_model", "tokenizer_legacy",
                      "base_model_ignore_patterns"), needless("the checkpoint's config says it")),
     **dict.fromkeys(("dp_shard_size", "dp_replicate_size", "fsdp_version"), convert_sharding),
-    **dict.fromkeys(("local_rank", "debug", "world_size", "hf_use_auth_token"), WORLD),
+    **dict.fromkeys(("local_rank", "debug", "world_size", "hf_use_auth_token"), needless("torchrun says it")),
     **dict.fromkeys(KERNELS, SPEED),
 }  # fmt: skip

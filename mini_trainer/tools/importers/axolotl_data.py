@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 from mini_trainer.data.rows.files import ENDINGS
-from mini_trainer.tools.importers import axolotl_preferences
 from mini_trainer.tools.importers.rules import (
     DIFFERS,
     MISSING,
@@ -15,13 +14,29 @@ from mini_trainer.tools.importers.rules import (
     needless,
     read_number,
 )
-from mini_trainer.tools.importers.sources import add_sources, convert_template_text, describe_sources, is_file
+from mini_trainer.tools.importers.sources import (
+    MESSAGE_KEYS,
+    add_sources,
+    convert_template_text,
+    is_file,
+    name_columns,
+    name_hub_rows,
+    take_images,
+)
 
 # Types whose rows have Alpaca's columns; their prompts differ in words.
 ALPACA = ("alpaca", "alpaca:chat", "alpaca:phi", "alpaca:chatml", "alpaca_chat.load_qa", "alpaca_w_system.load")
-MAPPINGS = {("role", "content"): "messages", ("from", "value"): "sharegpt"}
 KNOWN_ROLES = {"system", "human", "user", "gpt", "chatgpt", "assistant", "model", "bot", "tool", "observation"}
 TEMPLATES = {"chatml": "chatml", "zephyr": "zephyr"}
+
+# Types that write chatml's or llama3's template, with the column of their prompts; None: rows are whole chats.
+PREFERENCE_TYPES = {
+    "preference": {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "default": "prompt", "ultra": None,
+                   "argilla_chat": None},
+    "kto": {"argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt"},
+    "reward": {},
+}  # fmt: skip
+PLAIN = {"prompt": "{prompt}", "chosen": "{chosen}", "rejected": "{rejected}", "completion": "{completion}"}
 
 
 def has_images(given: dict[str, Any]) -> bool:
@@ -37,8 +52,7 @@ def convert_datasets(to: Conversion, key: str, value: Any) -> str:
     notes: list[str] = []
     is_pretraining = key == "pretraining_dataset"
     sources = [read_entry(to, entry, notes, is_pretraining=is_pretraining) for entry in entries]
-    add_sources(to, sources)
-    return describe_sources(sources, notes)
+    return add_sources(to, sources, notes)
 
 
 def read_entry(to: Conversion, entry: dict[str, Any], notes: list[str], *, is_pretraining: bool) -> dict[str, Any]:
@@ -48,20 +62,11 @@ def read_entry(to: Conversion, entry: dict[str, Any], notes: list[str], *, is_pr
     kind = rest.pop("type", "pretrain" if is_pretraining else None)
     source |= read_documents(to, rest, notes, kind) if is_pretraining else read_type(to, rest, notes, kind)
     if has_images(to.given):
-        source |= take_images(source)
+        source |= take_images(source, source.get("input_dataset"))
     rest = {name: item for name, item in rest.items() if not is_so_anyway(name, item)}
     if rest:
         notes.append(f"no counterpart for the data set's keys {', '.join(sorted(map(str, rest)))}")
     return source
-
-
-def take_images(source: dict[str, Any]) -> dict[str, Any]:
-    """The option for rows with images, which are read beside files."""
-    if "input_dataset" in source:
-        raise Refusal(
-            f"images of {source['input_dataset']}: are read beside files of rows; download it, and name its files"
-        )
-    return {"images": True}
 
 
 def read_place(rest: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def read_place(rest: dict[str, Any]) -> dict[str, Any]:
         )
     if rest.get("ds_type"):
         return {"input_file": [path]}
-    source = {"input_dataset": path if name is None else f"{path}:{name}"}
+    source = name_hub_rows(path, name)
     for option in ("split", "revision"):
         if option in rest:
             source[option] = str(rest.pop(option)).strip()
@@ -91,7 +96,7 @@ def read_type(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any)
     """Options for the form of rows, by the data set's type."""
     if not to.reads_texts:
         read_message_keys(rest, notes)
-        return read_template(to, rest, notes) | axolotl_preferences.read_rows(to, rest, notes, kind)
+        return read_template(to, rest, notes) | read_preferences(to, rest, notes, kind)
     if kind is None and has_images(to.given):
         kind = "chat_template"
     if kind == "chat_template":
@@ -102,7 +107,7 @@ def read_type(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any)
     if kind == "sharegpt":
         field = rest.pop("field_messages", "conversations")
         rest.pop("conversation", None)
-        return {"format": "sharegpt"} | ({} if field == "conversations" else {"messages_field": field})
+        return {"format": "sharegpt"} | name_columns(messages_field=(field, ("conversations",)))
     if kind == "completion":
         return read_documents(to, rest, notes, kind)
     allowed = ", ".join(("chat_template", "completion", "sharegpt", *ALPACA))
@@ -120,34 +125,96 @@ def read_documents(to: Conversion, rest: dict[str, Any], notes: list[str], kind:
     field = rest.pop("field", None) or rest.pop("text_column", None) or "text"
     length = read_number("sequence_len", to.get("sequence_len", default=512))
     notes.append(f"{DIFFERS}: texts are joined and cut into blocks of {length} tokens; there each text begins a block")
-    return {"format": "document", "block_size": length, "max_sample_num_tokens": None} | (
-        {} if field in ("text", "document") else {"text_field": field}
-    )
+    source = {"format": "document", "block_size": length, "max_sample_num_tokens": None}
+    return source | name_columns(text_field=(field, ("text", "document")))
 
 
 def read_chat(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Messages, by the names of their keys."""
-    kind, field = read_message_keys(rest, notes), rest.pop("field_messages", "messages")
+    (kind, own), field = read_message_keys(rest, notes), rest.pop("field_messages", "messages")
     check_trained(rest)
     if rest.pop("drop_system_message", False):
         notes.append(f"{DIFFERS}: system messages stay")
-    own = {"messages": "messages", "sharegpt": "conversations"}[kind]
-    return {"format": kind} | read_template(to, rest, notes) | ({} if field == own else {"messages_field": field})
+    return {"format": kind} | read_template(to, rest, notes) | name_columns(messages_field=(field, (own,)))
 
 
-def read_message_keys(rest: dict[str, Any], notes: list[str]) -> str:
-    """The format of messages, by the names of their keys and of their roles."""
+def read_preferences(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any) -> dict[str, Any]:
+    """Options of process_data.py for a data set of preferences, by its type."""
+    source = {"format": to.row_format}
+    if isinstance(kind, dict) and to.objective != "reward":
+        return source | read_own_format(to, kind)
+    if kind is None or (kind in ("passthrough", "passthrough.default") and to.objective == "preference"):
+        return source
+    family, _, name = str(kind).partition(".")
+    if family == "bradley_terry" and to.objective == "reward":
+        check_prompt(kind, "input", instead="without a type")
+    if family == "chat_template" and to.objective == "preference":
+        return source | read_messages(to, rest, notes, name or "default")
+    if family in ("chatml", "llama3") and (name or "default") in PREFERENCE_TYPES[to.objective]:
+        check_prompt(kind, PREFERENCE_TYPES[to.objective][name or "default"], instead=f"with type {family}.intel")
+        if family == "llama3":
+            notes.append(f"{DIFFERS}: the template llama3 leaves out blanks around messages")
+        return source | {"chat_template": family}
+    raise Refusal(
+        f"type {kind!r} is not known here: chat_template, {', '.join(PREFERENCE_TYPES['preference'])} and (kto)"
+        f" {', '.join(PREFERENCE_TYPES['kto'])} with chatml or llama3, and mappings of columns without formats are"
+    )
+
+
+def check_prompt(kind: str, column: str | None, *, instead: str) -> None:
+    """Refuses a type whose prompts are in a column that is not read as the user's message."""
+    if column not in ("question", "instruction", None):
+        raise Refusal(
+            f"type {kind!r}: texts in the column {column} would be continued without a chat template; rename it to"
+            f" question, which is read {instead}"
+        )
+
+
+def read_messages(to: Conversion, rest: dict[str, Any], notes: list[str], name: str) -> dict[str, Any]:
+    """Chats: a prompt's messages with two answers, or two whole chats."""
+    # argilla, ORPO's only name, reads whole chats as argilla_chat does
+    names = ("argilla",) if to.get("rl") == "orpo" else ("default", "argilla_chat")
+    if name not in names:
+        raise Refusal(f"type 'chat_template.{name}': with rl {to.get('rl')} {' and '.join(names)} are known here")
+    chosen, rejected = rest.pop("field_chosen", "chosen"), rest.pop("field_rejected", "rejected")
+    answers = name_columns(chosen_field=(chosen, ("chosen",)), rejected_field=(rejected, ("rejected",)))
+    if name != "default":
+        return answers
+    prompt = name_columns(prompt_field=(rest.pop("field_messages", "messages"), ("messages", "conversations")))
+    if prompt:
+        notes.append(f"{DIFFERS}: a prompt in {prompt['prompt_field']} that is one text is continued as it is")
+    return prompt | answers
+
+
+def read_own_format(to: Conversion, kind: dict[str, Any]) -> dict[str, Any]:
+    """Columns of other names, whose texts are continued as they are; formats of their own are refused."""
+    given = {name: value for name, value in kind.items() if value is not None}
+    for part, plain in PLAIN.items():
+        text = given.pop(f"{part}_format", None) or plain
+        if text != plain:
+            raise Refusal(f"{part}_format {text!r}: texts are continued as they are; write it into the rows, or use"
+                          " messages with a chat template")  # fmt: skip
+    given.pop("field_system", None)  # only formats write it
+    parts = ("prompt", "completion", "label") if to.objective == "kto" else ("prompt", "chosen", "rejected")
+    columns = {f"{part}_field": given.pop(f"field_{part}", part) for part in parts}
+    if given:
+        raise Refusal(f"a type with the keys {', '.join(sorted(map(str, given)))} is not known here")
+    return {option: name for option, name in columns.items() if f"{name}_field" != option}
+
+
+def read_message_keys(rest: dict[str, Any], notes: list[str]) -> tuple[str, str]:
+    """The format of messages with the column that it reads, by the names of their keys and of their roles."""
     mapping = dict(rest.pop("message_property_mappings", None) or {})
     role = rest.pop("message_field_role", None) or mapping.pop("role", "role")
     content = rest.pop("message_field_content", None) or mapping.pop("content", "content")
-    if (role, content) not in MAPPINGS:
-        allowed = " or ".join(" and ".join(pair) for pair in MAPPINGS)
+    if (role, content) not in MESSAGE_KEYS:
+        allowed = " or ".join(" and ".join(pair) for pair in MESSAGE_KEYS)
         raise Refusal(f"messages have {allowed}, given {role} and {content}")
     for name, item in mapping.items():
         if name != item:
             notes.append(f"{DIFFERS}: the key {item} of messages is not read as {name}")
     check_roles(rest.pop("roles", None), notes)
-    return MAPPINGS[role, content]
+    return MESSAGE_KEYS[role, content]
 
 
 def read_template(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Rules: each sets the options that correspond to another trainer's key, and returns the key's outcome."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +99,19 @@ def set_option(name: str) -> Rule:
     return rule
 
 
+def set_in_both(name: str) -> Rule:
+    """Rule for a key that is an option `name` of train.py and of process_data.py."""
+
+    def rule(to: Conversion, key: str, value: Any) -> str:
+        to.data[name] = value
+        return set_option(name)(to, key, value)
+
+    return rule
+
+
 def set_unless_zero(name: str) -> Rule:
     """Rule for a key that is train.py's option `name`, where 0 turns it off in the other trainer."""
-    return lambda to, key, value: set_option(name)(to, key, value) if value else NEEDLESS
+    return if_set(set_option(name))
 
 
 def set_data_option(name: str) -> Rule:
@@ -114,89 +124,121 @@ def set_data_option(name: str) -> Rule:
     return rule
 
 
-def set_if_true(**values: Any) -> Rule:
-    """Rule for a switch that sets the options `values`."""
+def set_to(**values: Any) -> Rule:
+    """Rule that sets the options `values` for any value of the key."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
-        if not value:
-            return NEEDLESS
         to.train.update(values)
         return ", ".join(f"{name}: {chosen}" for name, chosen in values.items())
 
     return rule
 
 
+def set_if_true(**values: Any) -> Rule:
+    """Rule for a switch that sets the options `values`."""
+    return if_set(set_to(**values))
+
+
+def say(outcome: str) -> Rule:
+    """Rule that sets nothing. In its outcome, as in reasons for refusing, {value} is the key's value."""
+    return lambda to, key, value: outcome.format(value=value)
+
+
 def needless(reason: str) -> Rule:
-    return lambda to, key, value: f"{NEEDLESS}: {reason}"
+    return say(f"{NEEDLESS}: {reason}")
 
 
 def missing(reason: str) -> Rule:
-    return lambda to, key, value: f"{MISSING}: {reason}" if value else NEEDLESS
+    return if_set(say(f"{MISSING}: {reason}"))
 
 
 def differs(reason: str) -> Rule:
     """Rule for a key that, if set, changes training in a way that has no option here."""
-    return lambda to, key, value: f"{DIFFERS}: {reason}" if value else NEEDLESS
+    return if_set(say(f"{DIFFERS}: {reason}"))
+
+
+def refuse_any(reason: str) -> Rule:
+    """Rule for a key, or some of its values, that makes the file unsupported."""
+
+    def rule(to: Conversion, key: str, value: Any) -> str:
+        raise Refusal(reason.format(value=value))
+
+    return rule
 
 
 def refuse(reason: str) -> Rule:
     """Rule for a key that, if set, makes the file unsupported."""
-
-    def rule(to: Conversion, key: str, value: Any) -> str:
-        if not value:
-            return NEEDLESS
-        raise Refusal(reason)
-
-    return rule
+    return if_set(refuse_any(reason))
 
 
-def allow(allowed: Any, *, reason: str) -> Rule:
-    """Rule for a key with one allowed value."""
-    return lambda to, key, value: NEEDLESS if value == allowed else refuse(f"{reason}, given {value!r}")(to, key, True)
+def if_set(rule: Rule) -> Rule:
+    """Limits a rule to files that set its key."""
+    return lambda to, key, value: rule(to, key, value) if value else NEEDLESS
+
+
+def if_off(rule: Rule) -> Rule:
+    """Limits a rule to files that turn its key off."""
+    return lambda to, key, value: NEEDLESS if value else rule(to, key, value)
+
+
+def by_value(rules: Mapping[Any, Rule], *, other: Rule) -> Rule:
+    """Rule for a key with a rule for each value; `other`: for all other values."""
+    return lambda to, key, value: next((rules[item] for item in rules if item == value), other)(to, key, value)
+
+
+def unless(*values: Any, rule: Rule) -> Rule:
+    """Limits a rule to other values than these, which need no option."""
+    return by_value(dict.fromkeys(values, say(NEEDLESS)), other=rule)
+
+
+def allow(*allowed: Any, reason: str) -> Rule:
+    """Rule for a key whose other values are refused."""
+    return unless(*allowed, rule=refuse_any(f"{reason}, given {{value!r}}"))
+
+
+def noting(rule: Rule, note: str) -> Rule:
+    """Rule with a note after its outcome."""
+    return lambda to, key, value: f"{rule(to, key, value)}; {note}"
+
+
+def only_if(applies: Callable[[Conversion], Any], rule: Rule, *, otherwise: str = "") -> Rule:
+    """Limits a rule to some files; in others the key has no effect, for the reason `otherwise`."""
+    no_effect = f"{NEEDLESS}: {otherwise}" if otherwise else NEEDLESS
+    return lambda to, key, value: rule(to, key, value) if applies(to) else no_effect
 
 
 def of_lora(rule: Rule) -> Rule:
-    """Limits a rule to files that train adapters; in other files the key has no effect."""
-    return lambda to, key, value: rule(to, key, value) if to.is_lora else f"{NEEDLESS}: no adapter trains"
+    """Limits a rule to files that train adapters."""
+    return only_if(lambda to: to.is_lora, rule, otherwise="no adapter trains")
 
 
 def of_new_lora(rule: Rule) -> Rule:
     """A rule for files that train new adapters; one that is continued keeps its rank, its scale and its layers."""
-
-    def rule_of_new(to: Conversion, key: str, value: Any) -> str:
-        if to.get("adapter_name_or_path", "lora_model_dir"):
-            return f"{NEEDLESS}: the adapter that is continued says it"
-        return rule(to, key, value)
-
-    return of_lora(rule_of_new)
+    is_new = only_if(
+        lambda to: not to.get("adapter_name_or_path", "lora_model_dir"),
+        rule,
+        otherwise="the adapter that is continued says it",
+    )
+    return of_lora(is_new)
 
 
 def choose(name: str, choices: dict[Any, Any]) -> Rule:
     """Rule that sets the option `name` from a table of the key's values; other values have no counterpart."""
-
-    def rule(to: Conversion, key: str, value: Any) -> str:
-        if value not in list(choices):
-            return f"{MISSING}: {name} can be {', '.join(map(str, dict.fromkeys(choices.values())))}"
-        to.train[name] = choices[value]
-        return f"{name}: {choices[value]}"
-
-    return rule
+    allowed = ", ".join(dict.fromkeys(map(str, choices.values())))
+    rules = {value: set_to(**{name: chosen}) for value, chosen in choices.items()}
+    return by_value(rules, other=say(f"{MISSING}: {name} can be {allowed}"))
 
 
-def set_list(name: str) -> Rule:
-    """Rule that sets the list option `name` from a list or a comma-separated string."""
-    return lambda to, key, value: set_option(name)(to, key, read_names(key, value)) if value else NEEDLESS
+def with_names(rule: Rule) -> Rule:
+    """A rule for a key whose value is a list or a comma-separated string."""
+    return lambda to, key, value: rule(to, key, read_names(key, value))
 
 
 def set_tracker(name: str, *, option: str | None = None) -> Rule:
-    """Rule for a key that enables tracker `name`."""
+    """Rule for a key that enables tracker `name`; its value is that of `option`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
-        if not value:
-            return NEEDLESS
         to.train["track"] = sorted({*to.train.get("track", []), name})
-        if option is not None:
-            to.train[option] = value
-        return f"track: {name}" + (f", {option}: {value}" if option else "")
+        return f"track: {name}" + ("" if option is None else f", {set_option(option)(to, key, value)}")
 
-    return rule
+    return if_set(rule)

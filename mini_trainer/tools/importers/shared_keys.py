@@ -2,28 +2,31 @@
 
 from typing import Any
 
-from mini_trainer.tools.importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, read_number, set_option
+from mini_trainer.options.doors import TRACKERS
+from mini_trainer.tools.importers.rules import (
+    DIFFERS,
+    MISSING,
+    NEEDLESS,
+    Conversion,
+    Refusal,
+    by_value,
+    noting,
+    read_number,
+    refuse_any,
+    say,
+    set_data_option,
+    set_option,
+    set_to,
+)
 
 
 def convert_entropy_weighting(to: Conversion, key: str, value: Any) -> str:
     """EAFT; other powers or numbers of tokens than the paper's are refused."""
-    if not value:
-        return NEEDLESS
     for name, default in (("eaft_alpha", 1), ("eaft_k", 20)):
         if to.get(name, default=default) != default:
             raise Refusal(f"{name} {to.get(name)}: the weight is the entropy of the 20 most probable tokens itself")
     to.train["loss_weighting"] = "eaft"
     return f"loss_weighting: eaft; {DIFFERS}: the entropy is divided by ln 20 = 2.9957, there by 3"
-
-
-def convert_model(to: Conversion, key: str, value: Any) -> str:
-    to.train["model_name_or_path"] = to.data["model_name_or_path"] = value
-    return f"model_name_or_path: {value}"
-
-
-def convert_revision(to: Conversion, key: str, value: Any) -> str:
-    to.train["model_revision"] = to.data["model_revision"] = value
-    return f"model_revision: {value}"
 
 
 def counts_rows(to: Conversion, key: str, value: Any) -> str:
@@ -32,35 +35,28 @@ def counts_rows(to: Conversion, key: str, value: Any) -> str:
     return f"{NEEDLESS}: included in the batch"
 
 
-OPTIMIZERS = (
-    dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
-    | dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw8bit")
-    | {"paged_adamw_8bit": "adamw8bit", "paged_adamw_32bit": "adamw", "paged_adamw": "adamw", "muon": "muon"}
+ADAMW, ADAMW_8BIT = set_to(optimizer="adamw"), set_to(optimizer="adamw8bit")
+NOT_PAGED = "never paged: --cpu-offload moves its state off the GPU"
+OPTIMIZER = by_value(
+    {
+        **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ADAMW),
+        **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), noting(ADAMW, NOT_PAGED)),
+        **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), ADAMW_8BIT),
+        "paged_adamw_8bit": noting(ADAMW_8BIT, NOT_PAGED),
+        **dict.fromkeys(("adamw_torch_4bit", "ao_adamw_4bit"),
+                        noting(ADAMW_8BIT, f"{DIFFERS}: its moments have 8 bits instead of 4")),
+        "muon": set_to(optimizer="muon"),
+    },
+    other=refuse_any("optimizer {value!r}: only AdamW, with 32- or 8-bit moments (adamw, adamw8bit), and muon"),
+)  # fmt: skip
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant_with_warmup", "linear": "linear",
+             "cosine": "cosine", "polynomial": "polynomial", "inverse_sqrt": "inverse_sqrt",
+             "cosine_with_restarts": "cosine_with_restarts", "warmup_stable_decay": "wsd",
+             "cosine_with_min_lr": "cosine"}  # fmt: skip
+SCHEDULE = by_value(
+    {theirs: set_to(lr_scheduler=ours) for theirs, ours in SCHEDULES.items()},
+    other=refuse_any(f"schedule {{value!r}}: must be one of {', '.join(SCHEDULES)}"),
 )
-
-
-def convert_optimizer(to: Conversion, key: str, value: Any) -> str:
-    """Sets AdamW in 32 or 8 bits; refuses other optimizers."""
-    if value in ("adamw_torch_4bit", "ao_adamw_4bit"):
-        to.train["optimizer"] = "adamw8bit"
-        return f"optimizer: adamw8bit; {DIFFERS}: its moments have 8 bits instead of 4"
-    if not isinstance(value, str) or value not in OPTIMIZERS:
-        raise Refusal(f"optimizer {value!r}: only AdamW, with 32- or 8-bit moments (adamw, adamw8bit), and muon")
-    to.train["optimizer"] = OPTIMIZERS[value]
-    paged = "; never paged: --cpu-offload moves its state off the GPU" if value.startswith("paged") else ""
-    return f"optimizer: {OPTIMIZERS[value]}{paged}"
-
-
-SCHEDULES = {
-    name: name for name in ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
-} | {"cosine_with_restarts": "cosine_with_restarts", "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine"}
-
-
-def convert_schedule(to: Conversion, key: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in SCHEDULES:
-        raise Refusal(f"schedule {value!r}: must be one of {', '.join(SCHEDULES)}")
-    to.train["lr_scheduler"] = SCHEDULES[value]
-    return f"lr_scheduler: {SCHEDULES[value]}"
 
 
 def has_no_warmup(to: Conversion) -> bool:
@@ -74,18 +70,15 @@ def convert_warmup(to: Conversion, key: str, value: Any) -> str:
         return f"{NEEDLESS}: the constant schedule has no warm-up"
     if key == "warmup_ratio" and to.get_number("warmup_steps", default=0) > 0:
         return f"{NEEDLESS}: warmup_steps overrides it"
-    if key == "warmup_ratio" or 0 < value < 1:
-        to.train["warmup_ratio"] = value
-        return f"warmup_ratio: {value}"
-    to.train["num_warmup_steps"] = value
-    return f"num_warmup_steps: {value}"
+    is_ratio = key == "warmup_ratio" or 0 < value < 1
+    return set_option("warmup_ratio" if is_ratio else "num_warmup_steps")(to, key, value)
 
 
 def convert_schedule_details(to: Conversion, key: str, value: Any) -> str:
     """Sets the minimum learning rate, given as a ratio or as a rate, and the schedule's shape."""
     if not isinstance(value, dict):
         return f"{MISSING}: unknown here"
-    given, said = dict(value), []
+    given = dict(value)
     rate, lowest = given.pop("min_lr_rate", None), given.pop("min_lr", None)
     if rate is None and lowest is not None:
         peak = to.get_number("learning_rate", default=0)
@@ -99,18 +92,14 @@ def convert_schedule_details(to: Conversion, key: str, value: Any) -> str:
     if scheduler in shapes:
         theirs, ours = shapes[scheduler]
         values[ours] = given.pop(theirs, None)
-    for name, option in values.items():
-        if option is not None:
-            to.train[name] = option
-            said.append(f"{name}: {option}")
-    return "; ".join([*said, *([f"{MISSING}: {', '.join(map(str, given))}"] if given else [])]) or NEEDLESS
+    said = [set_option(name)(to, key, option) for name, option in values.items() if option is not None]
+    return "; ".join(said + ([f"{MISSING}: {', '.join(map(str, given))}"] if given else [])) or NEEDLESS
 
 
 def convert_clip(to: Conversion, key: str, value: Any) -> str:
     """Sets the maximum gradient norm; in transformers, 0 turns clipping off."""
     value = read_number(key, value)
-    to.train["max_grad_norm"] = value if value > 0 else None
-    return f"max_grad_norm: {to.train['max_grad_norm']}"
+    return set_option("max_grad_norm")(to, key, value if value > 0 else None)
 
 
 def convert_epochs(to: Conversion, key: str, value: Any) -> str:
@@ -125,10 +114,7 @@ def convert_epochs(to: Conversion, key: str, value: Any) -> str:
 
 def convert_steps(to: Conversion, key: str, value: Any) -> str:
     value = read_number(key, value)
-    if value <= 0:
-        return NEEDLESS
-    to.train["max_steps"] = value
-    return f"max_steps: {value}"
+    return set_option("max_steps")(to, key, value) if value > 0 else NEEDLESS
 
 
 def convert_saves(to: Conversion, key: str, value: Any) -> str:
@@ -143,6 +129,9 @@ def convert_saves(to: Conversion, key: str, value: Any) -> str:
     return f"{NEEDLESS}: a checkpoint is written every half hour, and the model at the end"
 
 
+VALIDATION_DATA = say(f"{MISSING}: tokenize data for validation, and give validation_data_path")
+
+
 def has_validation(to: Conversion) -> bool:
     """Whether a share of the rows is split off for validation."""
     try:
@@ -155,22 +144,19 @@ def convert_evals(to: Conversion, key: str, value: Any) -> str:
     if value in ("no", "none", False, 0):
         return NEEDLESS
     if not has_validation(to):
-        return f"{MISSING}: tokenize data for validation, and give validation_data_path"
+        return VALIDATION_DATA(to, key, value)
     if value == "epoch" or (key == "evals_per_epoch" and value == 1):
         to.train["validate_at_epoch"] = True
         return "validate_at_epoch: true"
     if key == "eval_steps" and (steps := read_number(key, value)) >= 1:
-        to.train["validate_every_steps"] = steps
-        return f"validate_every_steps: {steps}"
+        return set_option("validate_every_steps")(to, key, steps)
     if value == "steps":
         return f"{NEEDLESS}: the run is validated at its start and end"
     return f"{MISSING}: validate_every_steps counts steps"
 
 
 def convert_patience(to: Conversion, key: str, value: Any) -> str:
-    if not has_validation(to):
-        return f"{MISSING}: tokenize data for validation, and give validation_data_path"
-    return set_option("early_stopping_patience")(to, key, value)
+    return (set_option("early_stopping_patience") if has_validation(to) else VALIDATION_DATA)(to, key, value)
 
 
 def convert_share(to: Conversion, key: str, value: Any) -> str:
@@ -179,8 +165,7 @@ def convert_share(to: Conversion, key: str, value: Any) -> str:
         return NEEDLESS
     if not 0 < value < 1:
         return f"{MISSING}: validation_share must be below 1, given {value} rows"
-    to.data["validation_share"] = value
-    return f"validation_share: {value} (of process_data.py)"
+    return set_data_option("validation_share")(to, key, value)
 
 
 def convert_lora(to: Conversion, key: str, value: Any) -> str:
@@ -205,15 +190,7 @@ def convert_bits(to: Conversion, key: str, value: Any) -> str:
         )
     if value not in (True, 4):
         raise Refusal(f"the base can be quantized to 4 bits (nf4), given {value!r}")
-    to.train["base_quantization"] = "nf4"
-    return "base_quantization: nf4"
-
-
-def convert_init(to: Conversion, key: str, value: Any) -> str:
-    """Rule for adapter initialization: only that of the LoRA paper is supported."""
-    if value in (True, "kaiming"):
-        return NEEDLESS
-    raise Refusal(f"adapters are initialized to zero here, given {value!r}")
+    return set_to(base_quantization="nf4")(to, key, value)
 
 
 ALL_LINEAR = (["all"], ["all-linear"], [])
@@ -227,20 +204,15 @@ def convert_targets(to: Conversion, key: str, value: Any) -> str:
         raise ValueError(f"{key} must be a list of names, given {value!r}")
     if names in ALL_LINEAR:
         return f"{NEEDLESS}: every linear layer of the blocks gets an adapter"
-    to.train["lora_target_modules"] = names
-    return f"lora_target_modules: {names}"
+    return set_option("lora_target_modules")(to, key, names)
 
 
 def convert_trackers(to: Conversion, key: str, value: Any) -> str:
     names = [str(name) for name in (value if isinstance(value, list) else [value] if value else [])]
-    known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
-    if known:
-        to.train["track"] = known
+    known = [name for name in names if name in TRACKERS]
     other = [name for name in names if name not in (*known, "none", "all")]
-    return (
-        "; ".join([*([f"track: {known}"] if known else []), *([f"{MISSING}: {', '.join(other)}"] if other else [])])
-        or NEEDLESS
-    )
+    said = [set_option("track")(to, key, known)] if known else []
+    return "; ".join(said + ([f"{MISSING}: {', '.join(other)}"] if other else [])) or NEEDLESS
 
 
 def offloads(value: Any) -> bool:

@@ -1,10 +1,32 @@
 """Conversion of a configuration's data sets to runs of process_data.py."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.rows.files import data_ending
-from mini_trainer.tools.importers.rules import Conversion
+from mini_trainer.tools.importers.rules import Conversion, Refusal
+
+# Keys of a message, with the format that has them, and the column that it reads.
+MESSAGE_KEYS = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
+
+
+def name_hub_rows(name: str, config: str | None, *, split: str | None = None) -> dict[str, Any]:
+    """Options for a data set of the hub."""
+    source = {"input_dataset": name if config is None else f"{name}:{config}"}
+    return source if split in (None, "train") else source | {"split": split}
+
+
+def name_columns(**names: tuple[str, Sequence[str]]) -> dict[str, str]:
+    """Options for columns whose names are not among those that rows are looked through for."""
+    return {option: name for option, (name, known) in names.items() if name not in known}
+
+
+def take_images(source: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """The option for rows with images, which are read beside files."""
+    if "input_dataset" in source:
+        raise Refusal(f"images of {name}: are read beside files of rows; download it, and name its files")
+    return {"images": True}
 
 
 def is_file(path: str, endings: tuple[str, ...]) -> bool:
@@ -12,8 +34,9 @@ def is_file(path: str, endings: tuple[str, ...]) -> bool:
     return data_ending(Path(path)) in endings
 
 
-def add_sources(to: Conversion, sources: list[dict[str, Any]]) -> None:
-    """Adds data sets: files with the same options share a run, all others get separate runs."""
+def add_sources(to: Conversion, sources: list[dict[str, Any]], notes: list[str]) -> str:
+    """Adds data sets: files with the same options share a run, all others get separate runs. Returns the outcome, with
+    the differences in `notes`."""
     for source in sources:
         same = (earlier for earlier in to.sources if "input_file" in source and differ_in_files(earlier, source))
         earlier = next(same, None)
@@ -21,17 +44,13 @@ def add_sources(to: Conversion, sources: list[dict[str, Any]]) -> None:
             to.sources = [*to.sources, dict(source)]
         else:
             earlier["input_file"] = [*earlier["input_file"], *source["input_file"]]
+    texts = [", ".join(f"{name}: {describe(value)}" for name, value in source.items()) for source in sources]
+    return "; ".join([f"{' | '.join(texts)} (of process_data.py)", *dict.fromkeys(notes)])
 
 
 def differ_in_files(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Whether two runs have the same options apart from their files."""
     return first | {"input_file": None} == second | {"input_file": None} and "input_file" in first
-
-
-def describe_sources(sources: list[dict[str, Any]], notes: list[str]) -> str:
-    """Describes the data sets with their options, and the differences in `notes`."""
-    texts = [", ".join(f"{name}: {describe(value)}" for name, value in source.items()) for source in sources]
-    return "; ".join([f"{' | '.join(texts)} (of process_data.py)", *dict.fromkeys(notes)])
 
 
 def describe(value: Any) -> str:

@@ -1,31 +1,30 @@
 """Rules for keys of transformers.TrainingArguments, which all other trainers' files share."""
 
-from typing import Any
-
 from mini_trainer.tools.importers.rules import (
-    DIFFERS,
-    NEEDLESS,
-    Conversion,
     Rule,
     choose,
+    differs,
+    if_off,
     missing,
     needless,
     of_lora,
     of_new_lora,
+    only_if,
     refuse,
+    refuse_any,
     set_if_true,
     set_option,
     set_unless_zero,
 )
 from mini_trainer.tools.importers.shared_keys import (
+    OPTIMIZER,
+    SCHEDULE,
     convert_bits,
     convert_clip,
     convert_epochs,
     convert_evals,
-    convert_optimizer,
     convert_patience,
     convert_saves,
-    convert_schedule,
     convert_schedule_details,
     convert_sharding,
     convert_steps,
@@ -46,19 +45,17 @@ BEST = needless("hf_format/best is the export with the lowest validation loss")
 SPEED = needless("affects only speed")
 
 
-def convert_dropout(to: Conversion, key: str, value: Any) -> str:
-    """Dropout of adapters, which TRL turns off where it learns preferences (disable_dropout)."""
-    if not to.reads_texts and to.get("disable_dropout", default=True):
-        return f"{NEEDLESS}: no dropout, as there, where disable_dropout is the default"
-    return set_option("lora_dropout")(to, key, value)
-
-
-def convert_smoothing(to: Conversion, key: str, value: Any) -> str:
-    if not to.reads_texts:
-        return f"{NEEDLESS}: losses of preferences do not use it there"
-    return set_unless_zero("label_smoothing")(to, key, value)
-
-
+# TRL turns dropout of adapters off where it learns preferences.
+DROPOUT = only_if(
+    lambda to: to.reads_texts or not to.get("disable_dropout", default=True),
+    set_option("lora_dropout"),
+    otherwise="no dropout, as there, where disable_dropout is the default",
+)
+SMOOTHING = only_if(
+    lambda to: to.reads_texts,
+    set_unless_zero("label_smoothing"),
+    otherwise="losses of preferences do not use it there",
+)
 # Keys with the same name in all other trainers' files.
 COMMON: dict[str, Rule] = {
     "output_dir": set_option("output_dir"),
@@ -92,9 +89,7 @@ COMMON: dict[str, Rule] = {
     "hub_strategy": needless("every export is uploaded"),
     "bf16": IN_BF16,
     "tf32": needless("matrix products are in bfloat16"),
-    "fp16": lambda to, key, value: (
-        f"{DIFFERS}: float16 needs loss scaling, which is not implemented: computed in bfloat16" if value else NEEDLESS
-    ),
+    "fp16": differs("float16 needs loss scaling, which is not implemented: computed in bfloat16"),
     "fp8": set_if_true(float8=True),
     "resume_from_checkpoint": RESUMED,
     "save_only_model": RESUMED,
@@ -103,7 +98,7 @@ COMMON: dict[str, Rule] = {
                      "disable_tqdm",
                      "include_num_input_tokens_seen", "include_tokens_per_second"), LOGGED),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), BEST),
-    "group_by_length": lambda to, key, value: f"{DIFFERS}: the order is always random" if value else NEEDLESS,
+    "group_by_length": differs("the order is always random"),
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap"), convert_sharding),
     "ddp_timeout": needless("--hang-timeout ends a run that hangs"),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
@@ -112,16 +107,16 @@ COMMON: dict[str, Rule] = {
     "average_tokens_across_devices": needless("the loss is always the mean over all trained tokens of the step"),
     "remove_unused_columns": needless("tokenized data has the columns that training reads"),
     "neftune_noise_alpha": set_unless_zero("neftune_alpha"),
-    "label_smoothing_factor": convert_smoothing,
+    "label_smoothing_factor": SMOOTHING,
     "lora_alpha": of_new_lora(set_option("lora_alpha")),
-    "lora_dropout": of_new_lora(convert_dropout),
+    "lora_dropout": of_new_lora(DROPOUT),
     "load_in_4bit": of_lora(convert_bits),
     "load_in_8bit": of_lora(convert_bits),
 }  # fmt: skip
 # Keys in TRL's and LLaMA-Factory's files, but not in Axolotl's.
 TRAINING_ARGUMENTS: dict[str, Rule] = COMMON | {
-    "lr_scheduler_type": convert_schedule,
-    "optim": convert_optimizer,
+    "lr_scheduler_type": SCHEDULE,
+    "optim": OPTIMIZER,
     "optim_args": refuse("arguments of an optimizer are not passed on: give adam_beta1, adam_beta2 and adam_epsilon"),
     "num_train_epochs": convert_epochs,
     "per_device_train_batch_size": counts_rows,
@@ -131,7 +126,7 @@ TRAINING_ARGUMENTS: dict[str, Rule] = COMMON | {
     "overwrite_output_dir": missing("another run's directory is never overwritten"),
     **dict.fromkeys(("per_device_eval_batch_size", "eval_on_start", "eval_accumulation_steps"),
                     needless("validation is packed like training")),
-    "do_train": lambda to, key, value: refuse("only training configurations are supported")(to, key, not value),
+    "do_train": if_off(refuse_any("only training configurations are supported")),
     "do_eval": needless("the run is validated if there is validation data"),
     "use_rslora": of_new_lora(set_option("lora_use_rslora")),
     "use_dora": of_new_lora(set_option("lora_use_dora")),
