@@ -161,7 +161,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("a: [", "valid YAML"),
         ("bach_size: 3\ncompile: 1", "compile: given 1"),  # both at once
         ("output_dir: /a/${SLURM_NONE}/b", "output_dir: '/a/${SLURM_NONE}/b': "),
-        ("batch_size: 4\nbatch-size: 8", "batch_size: given"),
+        ("batch_size: 4\nbatch-size: 8", "batch_size: is given twice"),
         ("batch_size: 0x10", "'0x10'"),
         ("model-name-or-path: null", "model_name_or_path: given null"),
         ("resume: ~", "resume: given null"),
