@@ -364,7 +364,7 @@ def encode_by_hand(masker: ChatMasker, text: str) -> tuple[list[int], list[tuple
 @settings(max_examples=100, deadline=None)
 @given(contents, st.integers(0, 30))
 def test_tokens_are_found_by_where_they_begin(masker, text, at):
-    (encoding,) = masker.encoder.encode([text], add_special_tokens=False)
+    (encoding,) = masker.labeller.borders.encoder.encode([text], add_special_tokens=False)
     found = find_token(encoding, min(at, len(text)), len(encoding))
     assert found == sum(start < min(at, len(text)) for start, _ in encoding.offsets)
 
@@ -778,12 +778,12 @@ def test_scaffold_that_speaks_of_thinking_is_not_trained(base_tokenizer):
 
 def test_ids_and_arguments_share_a_skeleton(base_tokenizer):
     masker = with_template(base_tokenizer, TOOL_TEMPLATE)
-    before = len(masker.finder.skeletons)
+    before = len(masker.chats.finder.skeletons)
     for i in range(20):
         result = {"role": "tool", "content": f"sum: {i}", "tool_call_id": f"call_{i}"}
         rows = [QUESTION, calls({"x": i, "y": f"is {i}"}, ids=(f"call_{i}",)), result, ANSWER]
         assert len(trained_with_tools(masker, rows)) == 2
-    assert len(masker.finder.skeletons) == before + 1
+    assert len(masker.chats.finder.skeletons) == before + 1
 
 
 @pytest.mark.parametrize(

@@ -506,7 +506,7 @@ def test_trained_text(name, case):
 def test_users_cannot_unmask_anything(name):
     """A user who writes the template's own delimiters and the answer, word for word, and the placeholder."""
     masker = make_masker(name)
-    (text,) = masker.renderer.render([[user(), assistant()]])
+    (text,) = masker.chats.renderer.render([[user(), assistant()]])
     messages = [user(text + "Five. xQ00001Qx"), assistant(), user(text), assistant("Six.")]
     assert trained_texts(masker, messages) == FAMILIES[name].trained["several"]
 

@@ -18,7 +18,6 @@ from trait_templates import TRAITS
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.rendering import prepare_for
 from mini_trainer.data.chat.token_spans import split_by_training
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
@@ -257,7 +256,7 @@ def test_a_stop_token_that_only_the_next_turn_brings():
         masker = make_masker(name)
         (note,) = masker.check_template()
         assert "another turn" in note
-        assert masker.tokenizer.convert_ids_to_tokens(masker.find_stop_token()) == stop
+        assert masker.tokenizer.convert_ids_to_tokens(masker.chats.find_stop_token()) == stop
         first, last = trained(name, [USER, ANSWER, MORE, ANSWER])
         assert first.startswith("Five of them.") and first.endswith(stop) and last == "Five of them."
 
@@ -276,7 +275,7 @@ def test_a_stop_token_that_only_the_next_turn_brings():
 def test_the_token_at_which_generation_stops(name, stop):
     if name in TEMPLATES:
         masker = make_masker(name)
-        found = masker.find_stop_token()
+        found = masker.chats.find_stop_token()
         assert (None if found is None else masker.tokenizer.convert_ids_to_tokens(found)) == stop
 
 
@@ -300,17 +299,15 @@ def test_long_conversations_cost_few_renderings():
         return Chat([*messages, ANSWER], tools=TOOLS)
 
     masker.mask([make_row(30)])
-    tokenizer, masker.tokenizer = masker.tokenizer, Counting()
-    prepare_for(masker.tokenizer, [])  # finds out once what form the template reads
-    rendered.clear()
+    renderer = masker.chats.renderer
+    tokenizer, renderer.tokenizer = renderer.tokenizer, Counting()
     try:
-        masker.renderer.render(
-            [CASES["text"]]
-        )  # finds out in which form this tokenizer's template takes contents and calls
+        renderer.render([CASES["text"]])  # finds out in which form this tokenizer's template takes contents and calls
         rendered.clear()
         results = masker.mask([make_row(num_rounds) for num_rounds in (20, 60, 100)])
     finally:
-        masker.tokenizer = tokenizer
+        renderer.tokenizer = tokenizer
+    assert rendered
     assert not any(isinstance(found, ValueError) for found in results)
     assert len(rendered) < 3 * 3
 
@@ -318,7 +315,7 @@ def test_long_conversations_cost_few_renderings():
 def test_calls_are_known_one_by_one(monkeypatch):
     """Two calls that were in other messages are not tried again where they are in one."""
     masker, rendered = make_masker.__wrapped__("trl:qwen3" if TRL else "content that may not be null"), []
-    render = masker.renderer.render
+    render = masker.chats.renderer.render
 
     def count(conversations: list, **options: object) -> list[str]:
         rendered.extend(conversations)
@@ -330,7 +327,7 @@ def test_calls_are_known_one_by_one(monkeypatch):
 
     a, b, c = {"deep": True, "terms": "two"}, {"n": 2, "none": None}, {"terms": "", "wide": False}
     masker.mask([make_row(a, b), make_row(b, c)])
-    monkeypatch.setattr(masker.renderer, "render", count)
+    monkeypatch.setattr(masker.chats.renderer, "render", count)
     (known,) = masker.mask([make_row(a, c)])
     assert not isinstance(known, ValueError)
     assert len(rendered) == 3, "the row, its outline, and once more with whitespace around the texts"

@@ -10,6 +10,7 @@ mask is found.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mini_trainer.data.chat.conversation import (
     ASSISTANT,
@@ -84,7 +85,7 @@ def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Begi
 class PromptMatcher:
     """Compares beginnings, and changes the last one if `as_prompted`. Remembers how the template closes reasoning."""
 
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], Any]  # a text's encoding
     template: str
     as_prompted: bool
     closings: dict[tuple[str, str, bool], str | None] = field(default_factory=dict)
@@ -131,8 +132,8 @@ class PromptMatcher:
 
     def stays_apart(self, prompt: str, closing: str) -> bool:
         """Whether no token spans the border between the prompt and `closing`."""
-        ids = self.encode(prompt)
-        return self.encode(prompt + closing)[: len(ids)] == ids
+        ids = self.encode(prompt).ids
+        return self.encode(prompt + closing).ids[: len(ids)] == ids
 
 
 def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> Remark:

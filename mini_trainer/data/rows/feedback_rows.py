@@ -63,7 +63,7 @@ class Feedback:
 def prepare_feedback(masker: ChatMasker, options: RowOptions) -> Preparation[Feedback]:
     """How rows with a good or bad answer, or preferences as two such rows, become samples."""
     read = partial(read_pairs if options.feedback_from_pairs else read_feedback, options=options)
-    return Preparation(DataTask(FEEDBACK), read, partial(mask_feedback, masker), masker.stop_token_ids)
+    return Preparation(DataTask(FEEDBACK), read, partial(mask_feedback, masker), masker.chats.stop_token_ids)
 
 
 def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:

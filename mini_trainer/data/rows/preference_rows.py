@@ -70,7 +70,7 @@ class Preference:
 def prepare_preferences(masker: ChatMasker, options: RowOptions) -> Preparation[Preference]:
     """How rows with a chosen and a rejected answer become samples."""
     read, mask = partial(read_preferences, options=options), partial(mask_preferences, masker)
-    return Preparation(DataTask(PREFERENCE), read, mask, masker.stop_token_ids)
+    return Preparation(DataTask(PREFERENCE), read, mask, masker.chats.stop_token_ids)
 
 
 def read_preferences(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Preference]:

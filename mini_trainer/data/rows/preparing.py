@@ -68,7 +68,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
         )
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)
-        stop_token_id, open_turns = masker.find_stop_token(), masker.open_turns
+        stop_token_id, open_turns = masker.chats.find_stop_token(), masker.chats.open_turns
     return Prepared(sources, model_dir, tokenizer, added_tokens, preparation, stop_token_id, open_turns, notes)
 
 
@@ -125,7 +125,7 @@ def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: P
         folders = ImageFolders(of_files, Path(options.output_file).resolve().parent)
     read = partial(read_text_row, is_given=rows.format is not None, paths=choose_paths(options), folders=folders)
     task = DataTask(VISION) if rows.images else DataTask()
-    return Preparation(task, read, masker.mask, masker.stop_token_ids)
+    return Preparation(task, read, masker.mask, masker.chats.stop_token_ids)
 
 
 def prepare_classification(
