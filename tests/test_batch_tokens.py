@@ -21,7 +21,8 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import DataOptions, EndOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.run.due import Calendar, list_export_steps
+from mini_trainer.run.due import Calendar
+from mini_trainer.run.plan.planner import list_export_steps
 from mini_trainer.sampler import RunPosition, StreamTokens, TokenBatches, choose_batching, count_steps, draw_batches
 
 SEED, NUM_POSITIONS = 5, 400

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.run_flags import Flag, stop_reason
 from mini_trainer.options import CheckpointOptions, ExportOptions, ValidationOptions
-from mini_trainer.sampler import Batching, RunPosition
+from mini_trainer.sampler import RunPosition
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,6 @@ def count_validations(step: int, options: ValidationOptions, *, num_steps: int, 
         return every + (int(last / steps_per_epoch) if options.validate_at_epoch else 0)
 
     return 1 + count(num_steps - 1) - count(step - 1) if options.is_asked else 0
-
-
-def list_export_steps(
-    options: ExportOptions, batching: Batching, *, start: RunPosition, num_steps: int, epoch_length: int
-) -> list[int]:
-    """Numbers of the steps that an export follows, from the step after `start` to the last of `num_steps`."""
-    intervals = [options.min_samples_per_checkpoint, epoch_length if options.checkpoint_at_epoch else None]
-    intervals = [every for every in intervals if every is not None]
-    position, step, steps = start.num_samples, start.step, {num_steps} if options.save_final_checkpoint else set()
-    while intervals and step < num_steps:  # from one step that crosses a threshold to the next one
-        threshold = min((position // every + 1) * every for every in intervals)
-        num_batches = batching.count(position, threshold)
-        position, step = batching.find_end(position, num_batches=num_batches), step + num_batches
-        steps.add(step)
-    return sorted(step for step in steps if start.step < step <= num_steps)
 
 
 def has_crossed(position: RunPosition, every: int) -> bool:

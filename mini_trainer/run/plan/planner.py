@@ -42,7 +42,6 @@ from mini_trainer.options import (
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import check_state
 from mini_trainer.run.choosing import choose_method
-from mini_trainer.run.due import list_export_steps
 from mini_trainer.run.identity import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from mini_trainer.run.input_identity import identify_run
 from mini_trainer.run.inputs import RunInputs
@@ -56,7 +55,7 @@ from mini_trainer.run.run_model import describe_schedule, keeps_to_budget, weigh
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.start_checks import describe_start
 from mini_trainer.run.step import StepOptions
-from mini_trainer.sampler import RunPosition
+from mini_trainer.sampler import Batching, RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
 
@@ -276,6 +275,21 @@ def count_exports(
     steps = steps if most is None else steps[-most:]  # the last ones: only they may be of a tail
     first = find_first_step(optimization, end=inputs.last_step)
     return len(steps), 0 if first is None else sum(inputs.num_steps_before + step > first for step in steps)
+
+
+def list_export_steps(
+    options: ExportOptions, batching: Batching, *, start: RunPosition, num_steps: int, epoch_length: int
+) -> list[int]:
+    """Numbers of the steps that an export follows, from the step after `start` to the last of `num_steps`."""
+    intervals = [options.min_samples_per_checkpoint, epoch_length if options.checkpoint_at_epoch else None]
+    intervals = [every for every in intervals if every is not None]
+    position, step, steps = start.num_samples, start.step, {num_steps} if options.save_final_checkpoint else set()
+    while intervals and step < num_steps:  # from one step that crosses a threshold to the next one
+        threshold = min((position // every + 1) * every for every in intervals)
+        num_batches = batching.count(position, threshold)
+        position, step = batching.find_end(position, num_batches=num_batches), step + num_batches
+        steps.add(step)
+    return sorted(step for step in steps if start.step < step <= num_steps)
 
 
 def plan_disk(
