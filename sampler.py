@@ -326,7 +326,7 @@ def read_micro_batch(
     if len(rows) and by_sample:
         sources, num_sources = np.arange(len(rows)), len(rows)
     elif len(rows) and num_sources > 1:
-        sources = data.source_of(rows)
+        sources = data.numbers.source_of(rows)
     samples = [data.read(row) for row in rows.tolist()] or [objective.make_idle_sample()]
     micro_batch = objective.pack(samples, sources=sources, num_sources=num_sources, row_group=row_group)
     micro_batch.draws = draws

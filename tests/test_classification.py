@@ -168,7 +168,9 @@ def test_what_each_of_several_sets_had_is_told_by_its_own_weights(world, tmp_pat
     for step, row in enumerate(read_rows(tmp_path / "run")):
         rows = draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)
         divisors = np.zeros(2)
-        np.add.at(divisors, data.source_of(rows), [weights[int(data.read(r)["target"][0])] for r in rows.tolist()])
+        np.add.at(
+            divisors, data.numbers.source_of(rows), [weights[int(data.read(r)["target"][0])] for r in rows.tolist()]
+        )
         losses = [source["loss"] or 0.0 for source in row["sources"].values()]
         assert (losses * divisors).sum() / divisors.sum() == pytest.approx(row["loss"], rel=1e-5)
 

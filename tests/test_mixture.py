@@ -62,7 +62,7 @@ def test_sources_take_turns_by_their_shares_from_any_position(shares):
 def test_each_source_goes_through_its_own_permutations(inputs):
     data = open_mixture(inputs, weights=WEIGHTS)
     stream = draw_samples(data, seed=1, start=0, count=400)
-    sources = data.source_of(stream)
+    sources = data.numbers.source_of(stream)
     for i, (size, kept) in enumerate(zip(SIZES.values(), data.kept_of, strict=True)):
         own = stream[sources == i]
         epochs = own[: len(own) // size * size].reshape(-1, size)
@@ -84,7 +84,7 @@ def test_without_weights_an_epoch_has_every_sample_once(inputs):
 def test_weights_can_count_tokens(inputs):
     data = open_mixture(inputs, weights=(1, 1, 2), by="tokens")
     stream = draw_samples(data, seed=1, start=0, count=20000)
-    tokens = np.bincount(data.source_of(stream), weights=data.lengths[stream])
+    tokens = np.bincount(data.numbers.source_of(stream), weights=data.lengths[stream])
     assert tokens / tokens.sum() == pytest.approx([0.25, 0.25, 0.5], rel=0.01)
 
 
@@ -131,7 +131,7 @@ def test_losses_of_sources_are_those_of_their_samples_alone(inputs, runs):
         input_ids, labels = (torch.from_numpy(array.astype(np.int64)) for array in read_triple(data, sample)[:2])
         with torch.no_grad():
             logits = model(input_ids=input_ids[None], use_cache=False).logits[0]
-        source = int(data.source_of(np.array(sample)))
+        source = int(data.numbers.source_of(np.array(sample)))
         sums[source] += torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum").item()
         counts[source] += int((labels[1:] != -100).sum())
     for i, source in enumerate(row["sources"].values()):

@@ -324,7 +324,7 @@ def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Ter
         ids = None if top_k is None else q.topk(top_k, dim=1).indices
         losses = cross_entropy(logits, labels, reduction="sum")
         divergence = diverge_rows(terms.divergence, p, labels, q, ids)
-        weight = terms.by_source[data.source_of(np.array([row]))[0]] if terms.by_source else terms.weight
+        weight = terms.by_source[data.numbers.source_of(np.array([row]))[0]] if terms.by_source else terms.weight
         total = total + (1 - weight) * losses + weight * terms.temperature**2 * divergence
         count += len(labels)
     return total / count

@@ -285,7 +285,7 @@ def test_losses_gradients_and_validations_are_those_of_a_plain_loop(model_dir, w
     assert read_numbers(tmp_path)[0] == pytest.approx(expected, rel=1e-5)
     (metrics,) = read_rows(tmp_path / "run")
     for i, name in enumerate(("first", "second")):
-        own = losses[torch.from_numpy(data.source_of(rows) == i)]
+        own = losses[torch.from_numpy(data.numbers.source_of(rows) == i)]
         assert metrics["sources"][name]["loss"] == pytest.approx(own.mean().item(), rel=1e-5)
     with torch.no_grad():
         losses, hits = measure_plainly(model, held_out, range(NUM_SAMPLES))

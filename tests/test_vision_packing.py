@@ -28,6 +28,7 @@ from mini_trainer.objectives.families.vision import VisionLanguageFamily, Vision
 from mini_trainer.objectives.pictured_tokens import VisionLanguage
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.images import count_set_images
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from mini_trainer.run.start import open_inputs
@@ -80,7 +81,7 @@ def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):
     for name in list_parts(model)["vision"]:
         model.get_parameter(name).requires_grad_(False)
     rows, counted = Mixture([TokenizedData(data[family])]), FlopCounterMode(display=False)
-    rows.count_images(objective.family.vision_inputs.count_patches, cap=None, drop_overlong=False)
+    count_set_images(rows, objective.family.vision_inputs.count_patches, cap=None, drop_overlong=False)
     tower = count_tower(model, model.config)
     ids = np.arange(len(rows.lengths))
     images = rows.images.of(ids)
@@ -108,7 +109,9 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
         return read_rows(tmp_path / name)
 
     rows = Mixture([TokenizedData(data[family])])
-    rows.count_images(make_objective(models[family]).family.vision_inputs.count_patches, cap=None, drop_overlong=False)
+    count_set_images(
+        rows, make_objective(models[family]).family.vision_inputs.count_patches, cap=None, drop_overlong=False
+    )
     cap = int(rows.images.patches.max())
     plain, capped = train("plain"), train("capped", max_image_tokens_per_gpu=cap)
     for row, other in zip(plain, capped, strict=True):

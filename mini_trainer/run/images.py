@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from mini_trainer.data.tokenized.images import CountPatches, SampleImages, count_row_images
+from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.options import DataOptions, VisionOptions
 from mini_trainer.run.inputs import OpenedData, OpenedModel
 
@@ -17,9 +19,9 @@ def count_images(
     samples that have too many."""
     cap, training, held_out = vision.max_image_tokens_per_gpu, data.training, data.validation
     count_patches = functools.cache(model.family.vision_inputs.count_patches)
-    num_dropped = training.count_images(count_patches, cap=cap, drop_overlong=o.drop_overlong)
+    num_dropped = count_set_images(training, count_patches, cap=cap, drop_overlong=o.drop_overlong)
     if held_out is not None:
-        held_out.count_images(count_patches, cap=None, drop_overlong=False)
+        count_set_images(held_out, count_patches, cap=None, drop_overlong=False)
         most = None if cap is None else max(cap, int(held_out.images.patches.max()))
         held_out.images = replace(held_out.images, cap=most)
     sizes = [
@@ -27,3 +29,25 @@ def count_images(
     ]
     largest = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
     return replace(model, family=replace(model.family, largest_image=largest)), num_dropped
+
+
+def count_set_images(data: Mixture, count_patches: CountPatches, *, cap: int | None, drop_overlong: bool) -> int:
+    """Sets the images of `data`, and drops rows with more than `cap` patches; returns their number.
+
+    ValueError for such rows unless they may be dropped.
+    """
+    counted = [count_row_images(source.image_sizes, count_patches) for source in data.sources]
+    tokens, patches, pairs = map(np.concatenate, zip(*counted, strict=True))
+    data.images = SampleImages(tokens, patches, pairs, np.zeros(len(patches)), cap)
+    over = data.kept[patches[data.kept] > (math.inf if cap is None else cap)]
+    if len(over) == 0:
+        return 0
+    path, row = data.locate(int(over[patches[over].argmax()]))
+    if not drop_overlong or len(over) == len(data.kept):
+        raise ValueError(
+            f"{path}: row {row} has {patches[over].max():,} patches of images, and {len(over):,} of"
+            f" {len(data.kept):,} samples more than --max-image-tokens-per-gpu {cap}. Raise it to at least that, or"
+            " drop these samples with --drop-overlong"
+        )
+    data.keep_where(patches <= cap)
+    return len(over)

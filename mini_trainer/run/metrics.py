@@ -103,7 +103,7 @@ def measure_sources(
     data = batch.data
     if len(data.sources) == 1:
         return {}
-    source_of, trained = data.source_of(batch.sample_ids), data.num_loss_tokens[batch.sample_ids]
+    source_of, trained = data.numbers.source_of(batch.sample_ids), data.num_loss_tokens[batch.sample_ids]
     drawn, sources, divisors = count_drawn(data, position.num_samples), {}, sums.reports.get("source_divisors")
     for i, name in enumerate(data.names):
         num_trained = int(trained[source_of == i].sum())

@@ -107,7 +107,7 @@ def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:
     """Sets the tower's cost for the data's images, in the packer's unit: a token of the language model."""
     for data in (inputs.data, inputs.validation_data):
         if data is not None and data.images is not None:
-            data.weigh_images(flops.of_images(data.images) / flops.per_token)
+            data.images = replace(data.images, costs=flops.of_images(data.images) / flops.per_token)
 
 
 def keeps_to_budget(max_tokens_per_gpu: int | str, compute: ComputeOptions) -> bool:

@@ -105,7 +105,7 @@ def summarize_sets(data: Mixture, objective: Objective, found: DataScores) -> di
     if predictions is None:
         of_sets = [None] * len(sums)
     else:
-        sources = data.source_of(predictions[:, 0].astype(int))
+        sources = data.numbers.source_of(predictions[:, 0].astype(int))
         of_sets = [predictions[sources == i, 2:] for i in range(len(sums))]
     of_all = None if predictions is None else predictions[:, 2:]
     return {

@@ -1,7 +1,7 @@
 """Rows and their values, read as arrays without being held as such."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,24 +51,49 @@ class RowRange:
 Rows = np.ndarray | RowRange
 
 
+class RowNumbers:
+    """The rows of several data sets, numbered consecutively in the order of the sets."""
+
+    def __init__(self, sizes: Iterable[int]):
+        self.firsts = np.cumsum([0, *sizes])  # (data sets + 1,)
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
+        """Index of each row's data set."""
+        return np.searchsorted(self.firsts, rows, side="right") - 1
+
+    def find(self, row: int) -> tuple[int, int]:
+        """The index of a row's data set, and the row's number there, from 0."""
+        source = int(self.source_of(np.array(row)))
+        return source, row - int(self.firsts[source])
+
+    def divide(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields for each data set which of the rows are its own, (rows,) bool, and their numbers there."""
+        source_of = self.source_of(rows)
+        for i, first in enumerate(self.firsts[:-1].tolist()):
+            yield source_of == i, rows[source_of == i] - first
+
+
 class Joined:
     """The values of several data sets by consecutive rows, indexed like their concatenation, which is not made."""
 
     def __init__(self, parts: Sequence[np.ndarray]):
-        self.parts, self.first_rows = parts, np.cumsum([0, *map(len, parts)])
+        self.parts, self.numbers = parts, RowNumbers(map(len, parts))
 
     def __len__(self) -> int:
-        return int(self.first_rows[-1])
+        return len(self.numbers)
 
     def __getitem__(self, rows: int | slice | np.ndarray) -> np.ndarray:
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(len(self)))
-        of = np.searchsorted(self.first_rows, rows, side="right") - 1  # a scalar for one row
         if np.ndim(rows) == 0:
-            return self.parts[of][rows - self.first_rows[of]]
+            part, own_row = self.numbers.find(rows)
+            return self.parts[part][own_row]
         values = np.empty(len(rows), self.parts[0].dtype)
-        for i, (part, first) in enumerate(zip(self.parts, self.first_rows.tolist(), strict=False)):
-            values[of == i] = part[rows[of == i] - first]
+        for part, (is_own, own_rows) in zip(self.parts, self.numbers.divide(rows), strict=True):
+            values[is_own] = part[own_rows]
         return values
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:

@@ -1,23 +1,20 @@
-"""One or several tokenized data sets as one: their rows are numbered consecutively, in the order of the sets.
-
-Pairs of data sets: the same trained tokens, row by row, after other prompts that only a teacher reads.
-"""
+"""One or several tokenized data sets as one: their rows are numbered consecutively, in the order of the sets."""
 
 import copy
 import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mini_trainer.batch_packer import SampleLoad
-from mini_trainer.data.columns.base import IGNORED, DataTask, Sample
+from mini_trainer.data.columns.base import DataTask, Sample
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.tokenized.by_row import (
+    RowNumbers,
     RowRange,
     Rows,
     Values,
@@ -31,7 +28,7 @@ from mini_trainer.data.tokenized.order import draw_permutation
 from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 
 if TYPE_CHECKING:
-    from mini_trainer.data.tokenized.images import CountPatches, SampleImages
+    from mini_trainer.data.tokenized.images import SampleImages
 
 WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
 
@@ -45,8 +42,8 @@ class ByRow(Protocol):
 class Mixture:
     """Tokenized data sets from which samples are drawn by their `shares`.
 
-    `lengths`, `sizes`, `num_loss_tokens` and `kept` are indexed like their concatenations; `source_of` returns the
-    data set of a row.
+    `lengths`, `sizes`, `num_loss_tokens` and `kept` are indexed like their concatenations, by the row's number in
+    `numbers`.
     """
 
     def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
@@ -60,20 +57,18 @@ class Mixture:
         self.names = name_sources([source.path for source in sources])
         assert by in WEIGHED_BY, by
         self.weights, self.by = weights, by
-        self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
+        self.numbers = RowNumbers(len(source.lengths) for source in sources)
         self.lengths: Values = join_values([source.lengths for source in sources])
         self.sizes = self.lengths
         self.has_sequences = sources[0].sequences is not None  # as all have, which are for one task
         self.num_loss_tokens = join_values([source.num_loss_tokens for source in sources])
-        self.images: SampleImages | None = None  # set by `count_images`
-        self.seen: Mixture | None = (
-            None  # the rows that a teacher reads beside these; set by data.tokenized.mixture.pair
-        )
+        self.images: SampleImages | None = None  # set by run.images.count_set_images
+        self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by data.tokenized.pairs.pair
         self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
         self._find_kept()
 
     def _find_kept(self) -> None:
-        first_rows = self._first_rows.tolist()
+        first_rows = self.numbers.firsts.tolist()
         self.kept_of = [source.kept + first for source, first in zip(self.sources, first_rows, strict=False)]
         self.kept = join_rows(self.kept_of)  # the stream draws from these rows
         sizes = np.array([len(kept) for kept in self.kept_of], dtype=np.float64)
@@ -94,7 +89,7 @@ class Mixture:
             return int(self.lengths[find_top_row(self.lengths, self.kept)])
         if not isinstance(self.kept, RowRange):
             return max(int(self.list_sequences(rows).lengths.max()) for rows in iterate_chunks(self.kept))
-        parts = zip(self.sources, self._first_rows, strict=False)
+        parts = zip(self.sources, self.numbers.firsts, strict=False)
         return max(
             source.sequences.find_longest(self.kept.within(int(first), len(source.lengths))) for source, first in parts
         )
@@ -126,34 +121,11 @@ class Mixture:
         self._find_kept()
         return num_dropped
 
-    def count_images(self, count_patches: "CountPatches", *, cap: int | None, drop_overlong: bool) -> int:
-        """Sets `images`, and drops rows with more than `cap` patches; returns their number.
-
-        ValueError for such rows unless they may be dropped.
-        """
-        from mini_trainer.data.tokenized.images import SampleImages, count_row_images
-
-        counted = [count_row_images(source.image_sizes, count_patches) for source in self.sources]
-        tokens, patches, pairs = map(join, zip(*counted, strict=True))
-        self.images = SampleImages(tokens, patches, pairs, np.zeros(len(patches)), cap)
-        over = self.kept[patches[self.kept] > (math.inf if cap is None else cap)]
-        if len(over) == 0:
-            return 0
-        path, row = self.locate(int(over[patches[over].argmax()]))
-        if not drop_overlong or len(over) == len(self.kept):
-            raise ValueError(
-                f"{path}: row {row} has {patches[over].max():,} patches of images, and {len(over):,} of"
-                f" {len(self.kept):,} samples more than --max-image-tokens-per-gpu {cap}. Raise it to at least that, or"
-                " drop these samples with --drop-overlong"
-            )
-        for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
-            source.kept = source.kept[patches[source.kept + first] <= cap]
+    def keep_where(self, is_kept: np.ndarray) -> None:
+        """Keeps, of the kept rows, those of `is_kept`, (rows,) bool."""
+        for source, first in zip(self.sources, self.numbers.firsts.tolist(), strict=False):
+            source.kept = source.kept[is_kept[source.kept + first]]
         self._find_kept()
-        return len(over)
-
-    def weigh_images(self, costs: np.ndarray) -> None:
-        """Sets the cost of each row's images (rows,), in the packer's unit."""
-        self.images = replace(self.images, costs=costs)
 
     def load_of(self, rows: np.ndarray) -> SampleLoad | None:
         """The packer's load of some rows in addition to their tokens; None where each is one sequence of text."""
@@ -173,16 +145,14 @@ class Mixture:
             return Sequences(np.ones(len(rows), np.int64), self.lengths[rows])
         if len(self.sources) == 1:
             return self.sources[0].sequences.of(rows)
-        source_of, counts = self.source_of(rows), np.empty(len(rows), np.int64)
-        parts = [
-            source.sequences.of(rows[source_of == i] - int(first))
-            for i, (source, first) in enumerate(zip(self.sources, self._first_rows, strict=False))
-        ]
-        for i, part in enumerate(parts):
-            counts[source_of == i] = part.counts
+        counts, parts = np.empty(len(rows), np.int64), []
+        for source, (is_own, own_rows) in zip(self.sources, self.numbers.divide(rows), strict=True):
+            part = source.sequences.of(own_rows)
+            counts[is_own] = part.counts
+            parts.append((is_own, part))
         lengths = np.empty(counts.sum(), np.int32)
-        for i, part in enumerate(parts):
-            lengths[np.repeat(source_of == i, counts)] = part.lengths
+        for is_own, part in parts:
+            lengths[np.repeat(is_own, counts)] = part.lengths
         return Sequences(counts, lengths)
 
     def take_subset(self, subset: int | float, *, seed: int) -> None:
@@ -213,13 +183,9 @@ class Mixture:
             num_targets += times * sum_values(source.num_loss_tokens, source.kept)
         return counts, num_targets
 
-    def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
-        """Index of each row's data set."""
-        return np.searchsorted(self._first_rows, rows, side="right") - 1
-
     def read(self, row: int) -> Sample:
         """A row's columns, including the optional columns of any set: samples packed into one row must agree."""
-        number, own_row = self.find(row)
+        number, own_row = self.numbers.find(row)
         source = self.sources[number]
         sample = source.read(own_row)
         return (
@@ -249,20 +215,15 @@ class Mixture:
 
     def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """The first row in the stream with one of these token ids, and that id; None if there is none."""
-        for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
+        for source, first in zip(self.sources, self.numbers.firsts.tolist(), strict=False):
             if (found := source.find_tokens(token_ids)) is not None:
                 return first + found[0], found[1]
         return None
 
     def locate(self, row: int) -> tuple[Path, int]:
         """A row's file, and its number there, from 1."""
-        source, own_row = self.find(row)
+        source, own_row = self.numbers.find(row)
         return self.sources[source].path, own_row + 1
-
-    def find(self, row: int) -> tuple[int, int]:
-        """The number of a row's data set, and the row's number there, from 0."""
-        source = int(self.source_of(np.array(row)))
-        return source, row - int(self._first_rows[source])
 
     def name_rows(self, rows: Sequence[int], *, most: int = 20) -> str:
         """Rows as shown in messages: by file, numbered from 1, the first `most` of each."""
@@ -289,11 +250,6 @@ def find_common_task(sources: Sequence[TokenizedData]) -> DataTask:
     return first.task
 
 
-def join(arrays: list[np.ndarray]) -> np.ndarray:
-    """The concatenated arrays; a single one is not copied."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
 def name_sources(paths: Sequence[Path]) -> list[str]:
     """A name for each file: its own without the ending, or its whole path if two have the same."""
     twice = [str(path) for path, count in Counter(paths).items() if count > 1]
@@ -318,8 +274,3 @@ def interleave(shares: np.ndarray, *, start: int, count: int) -> tuple[np.ndarra
     num_earlier = start - sum(firsts)
     before = np.array(firsts) + np.bincount(order[:num_earlier], minlength=len(shares))
     return order[num_earlier : num_earlier + count], before
-
-
-def mark_trained(labels: np.ndarray) -> np.ndarray:  # (L,) bool
-    """Which tokens are trained: never the first, which nothing predicts."""
-    return (labels != IGNORED) & (np.arange(len(labels)) > 0)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mini_trainer.data.columns.base import Sample
+from mini_trainer.data.columns.base import IGNORED, Sample
 from mini_trainer.data.tokenized.by_row import join_values
-from mini_trainer.data.tokenized.mixture import Mixture, mark_trained
+from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 
 
@@ -15,6 +15,11 @@ def check_rows(ours: TokenizedData, theirs: TokenizedData) -> None:
     differs = np.flatnonzero(ours.num_loss_tokens != theirs.num_loss_tokens)
     if len(differs):
         raise_other_tokens(ours, theirs, int(differs[0]))
+
+
+def mark_trained(labels: np.ndarray) -> np.ndarray:  # (L,) bool
+    """Which tokens are trained: never the first, which nothing predicts."""
+    return (labels != IGNORED) & (np.arange(len(labels)) > 0)
 
 
 def read_pair(ours: TokenizedData, theirs: TokenizedData, row: int) -> Sample:
@@ -37,7 +42,7 @@ class PairedRows:
 
     def __getitem__(self, row: int) -> Sample:
         """ValueError for a row that trains other tokens."""
-        source, own_row = self.data.find(row)
+        source, own_row = self.data.numbers.find(row)
         sample = read_pair(self.data.sources[source], self.seen.sources[source], own_row)
         return {name: sample[name] for name in ("input_ids", "labels")}
 

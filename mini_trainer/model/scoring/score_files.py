@@ -19,7 +19,7 @@ import numpy as np
 
 from mini_trainer.data.stores.contents import check_recorded, sign, warn_of_edited
 from mini_trainer.data.stores.disk import list_wrong, naming_failed_writes, read_fields, read_object, written_aside
-from mini_trainer.data.tokenized.by_row import RunningSums
+from mini_trainer.data.tokenized.by_row import RowNumbers, RunningSums
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.fingerprints import digest_data
@@ -203,11 +203,11 @@ class ScoreColumn:
 
     def __init__(self, files: Sequence[ScoreFile | NoScores]):
         self.files = list(files)
-        self.first_rows = np.cumsum([0, *(len(file.num_records) for file in self.files)])
+        self.numbers = RowNumbers(len(file.num_records) for file in self.files)
 
     def __getitem__(self, row: int) -> np.ndarray:
-        source = int(np.searchsorted(self.first_rows, row, side="right")) - 1
-        return self.files[source][row - int(self.first_rows[source])]
+        source, own_row = self.numbers.find(row)
+        return self.files[source][own_row]
 
 
 def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
