@@ -189,7 +189,7 @@ def test_on_a_gpu_inputs_wait_in_cpu_memory_and_come_back_as_they_were(world, tm
             model.zero_grad()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            loss_sum = model(micro_batch)
+            loss_sum = model(micro_batch).loss
             kept = torch.cuda.memory_allocated() - before
             loss_sum.backward()
             torch.cuda.synchronize()

@@ -159,7 +159,7 @@ def test_the_simulated_peak_is_that_of_a_real_step_with_images(family, elsewhere
             with counter:
                 for tensor in micro_batch.extras.pixels.values():
                     counter.count(tensor)
-                packed(micro_batch).backward()
+                packed(micro_batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
         predicted = elsewhere(simulate, given, freeze)
