@@ -17,6 +17,7 @@ import json
 import os
 import queue
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,10 +43,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
 
-from mini_trainer.distributed import lifeline, meeting, monitor
+from mini_trainer.distributed import lifeline, meeting, monitor, watch
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer
-from mini_trainer.distributed.lifeline import Connection
+from mini_trainer.distributed.lifeline import Address, Connection
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, init_world, make_mesh
 from mini_trainer.model.method import Full
@@ -175,7 +176,7 @@ class Simulation:
         self.controls: dict[int, RunControl] = {}
         self.left: dict[int, threading.Event] = {}
         self.threads_of_rank0: set[int] = set()
-        self.ended_cpu = 0.0  # CPU seconds of rank 0's monitors that have ended
+        self.ended_cpu = 0.0  # CPU seconds of rank 0's watches that have ended
         self.python_threads: set[int] = set(map(int, os.listdir("/proc/self/task")))  # and torch's, before gloo's
         self.replace_transport()
         self.commands = [queue.SimpleQueue() for _ in range(num_ranks)]
@@ -191,9 +192,9 @@ class Simulation:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         lifeline.SECONDS_TO_CONNECT = SECONDS_TO_CONNECT
         meeting.open_store = lambda *args, **others: self.store
-        monitor.exit_process, monitor.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
-        monitor.dump_stacks = self.count_stacks
-        traceback.print_exc = lambda: None  # of the SystemExit that ends a monitor here
+        watch.exit_process, monitor.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
+        watch.dump_stacks = self.count_stacks
+        traceback.print_exc = lambda: None  # of the SystemExit that ends a watch here
         init_group, start, run, send = (
             dist.init_process_group,
             threading.Thread.start,
@@ -244,7 +245,7 @@ class Simulation:
         self.num_stacks += 1
 
     def leave(self, code: int) -> None:
-        """Ends a monitor's thread instead of its process."""
+        """Ends a watch's thread instead of its process."""
         if own_rank() == 0 and not self.left[0].is_set():
             self.threads_of_rank0.remove(threading.get_native_id())
             self.ended_cpu += time.thread_time()
@@ -255,10 +256,10 @@ class Simulation:
         """Closes a rank's sockets, as the end of its process does."""
         if not self.left[rank].is_set():
             control = self.controls[rank]
-            for key in list(control.lifeline.selector.get_map().values()):
-                key.fileobj.close()
-            for end in (control.lifeline.waker, control.signals_in, control.lifeline.selector):
-                end.close()
+            control.watch.call(sys.exit)  # before it notices that its connections are closed
+            for connection in control.lifeline.connections.values():
+                with contextlib.suppress(OSError):  # The other end is closed.
+                    connection.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             self.left[rank].set()
 
     def work(self, rank: int) -> None:
@@ -351,17 +352,17 @@ class Exchanges:
             assert all(isinstance(answer, RanksDiffer) for answer in answers) and len(set(map(str, answers))) == 1
 
     def connect(self, what: str = "", *, hang_timeout: float = LONG) -> None:
-        """Connects a lifeline among new monitors, which have its address in memory, not by a broadcast."""
-        address: Future[tuple[int, str]] = Future()
+        """Connects a lifeline among new watches, which have its address in memory, not by a broadcast."""
+        address: Future[Address] = Future()
 
         def connect(rank: int) -> None:
             control = self.simulation.controls[rank] = RunControl(hang_timeout=hang_timeout, max_seconds=None)
             self.simulation.left[rank] = threading.Event()
-            control.output_dir = self.directory
-            threading.Thread(target=control._watch, daemon=True).start()
+            control.files.output_dir = self.directory
+            threading.Thread(target=control.watch.run, daemon=True).start()
             if rank == 0:
-                address.set_result(control.listen())
-            control.connect(*address.result())
+                address.set_result(control.lifeline.listen())
+            control.lifeline.connect(address.result())
             control.start_loop()
             control.step_done(1)
 

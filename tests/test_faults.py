@@ -152,7 +152,7 @@ def test_a_frozen_rank(results):
     result = results["frozen"]
     check(result, ExitCode.HANG, 0, f"rank 1 (pid {result.job.ranks[1]} on ")
     stacks = (result.job.output_dir / "errors" / "rank_0.txt").read_text()
-    assert 'train.py", line' in stacks and "monitor.py" in stacks
+    assert 'train.py", line' in stacks and "watch.py" in stacks
     assert result.seconds < HANG_TIMEOUT + PROMISE
 
 

@@ -311,7 +311,7 @@ def test_torch_is_found_however_far_away():
 PRINT = {
     "distributed.messages": "what is clean, and what its callers have cleaned",
     "distributed.ending": "stacks of this program's threads",
-    "distributed.monitor": "what is clean, on a line of its own",
+    "distributed.watch": "what is clean, on a line of its own",
     "use.pages.preview": "segments that are made visible, in our colours",
     "use.inference.terminal": "pieces of answers, each made visible",
     "run.training_log": "JSON in ASCII",

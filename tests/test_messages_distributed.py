@@ -1,5 +1,6 @@
 """The whole texts of messages of mini_trainer/distributed; other tests look for what they name."""
 
+import asyncio
 import json
 import os
 import socket
@@ -9,10 +10,11 @@ import pytest
 import torch.distributed as dist
 from refusals import read_words
 
-from mini_trainer.distributed import compilation, lifeline, lock, meeting, process
+from mini_trainer.distributed import compilation, lifeline, lock, meeting, peers, process
 from mini_trainer.distributed.agreement import Account, describe_differences
 from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error
-from mini_trainer.distributed.lock import HeldDirectory, Peer, RunLock, describe_death, describe_hang
+from mini_trainer.distributed.lock import RunFiles, RunLock
+from mini_trainer.distributed.peers import Peer, describe_death, describe_hang
 from mini_trainer.distributed.row_group import check_sharing
 from mini_trainer.distributed.run_flags import Flag, stop_reason
 from mini_trainer.distributed.world import count_shards
@@ -44,7 +46,10 @@ def meet_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 def wait_for_ranks(path: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lifeline, "SECONDS_TO_CONNECT", 0.01)
-    lifeline.Lifeline(0, 3, on_met=print, on_message=print, on_lost=print).connect(7, "token")
+    loop = asyncio.new_event_loop()
+    nobody = lifeline.Lifeline(0, 3, loop, on_met=print, on_message=print, on_lost=print)
+    loop.close()
+    nobody.connect(lifeline.Address(7, "token", "node0", 1))
 
 
 def open_few_files(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -69,12 +74,13 @@ def take_lock_over(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 def lose_directory(path: Path, patch: pytest.MonkeyPatch, *, is_moved: bool) -> str:
     (path / "run").mkdir()
-    held = HeldDirectory(path / "run")
+    files = RunFiles()
+    files.own(path / "run")
     (path / "run").rename(path / "other")
     if not is_moved:
         (path / "other").rmdir()
-    text = held.describe_loss()
-    os.close(held.descriptor)
+    text = files.find_loss()
+    os.close(files.descriptor)
     return text
 
 
@@ -97,7 +103,7 @@ STUCK = {0: make_peer(10, moved=39, where="A"), 1: make_peer(11, where="B"), 2: 
 
 
 def stay_silent(path: Path, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(lock, "MOST_DETAILS", 1)
+    patch.setattr(peers, "MOST_DETAILS", 1)
     return describe_hang(SILENT, 100)
 
 

@@ -17,26 +17,39 @@ from breadth import wide
 from processes import ENV, ROOT, is_alive
 
 from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
-from mini_trainer.distributed.lock import Peer, RunLock, describe_hang, is_hanging, read_boot_id, write_exit_file
+from mini_trainer.distributed.lock import RunLock, read_boot_id, write_exit_file
+from mini_trainer.distributed.peers import Peer, describe_hang, is_hanging
 from mini_trainer.distributed.process import may_be_launcher
 from mini_trainer.distributed.run_flags import BY_USER, STOPS, Flag, stop_reason
 from mini_trainer.options import parse_duration
 
 pytestmark = pytest.mark.slow
+SECRET = "hunter2-hunter2"
 PROMISE = 10.0  # seconds within which all ranks are gone
 
 
 class Ranks:
-    """`num_ranks` processes of workers/controlled.py under a parent that stands for torchrun."""
+    """`num_ranks` processes of workers/controlled.py under a parent that stands for torchrun, also if that has started
+    each on a node of its own."""
 
-    def __init__(self, directory: Path, num_ranks: int, *, hang_timeout: float = 60, max_seconds: float = 0):
+    def __init__(
+        self,
+        directory: Path,
+        num_ranks: int,
+        *,
+        hang_timeout: float = 60,
+        max_seconds: float = 0,
+        num_local: int | None = None,
+    ):
         self.directory, self.num_ranks = directory, num_ranks
         words = [sys.executable, str(ROOT / "tests/workers/controlled.py"), str(directory), str(hang_timeout)]
+        num_local = num_local or num_ranks
         start = "".join(
-            f"RANK={r} LOCAL_RANK={r} {' '.join(words)} {max_seconds} 2> {directory}/stderr_{r} & "
+            f"RANK={r} LOCAL_RANK={r % num_local} {' '.join(words)} {max_seconds} 2> {directory}/stderr_{r} & "
             for r in range(num_ranks)
         )
-        env = ENV | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "test"}
+        env = ENV | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_local), "TORCHELASTIC_RUN_ID": "test"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "TEST_API_KEY": SECRET}
         self.parent = subprocess.Popen(["sh", "-c", f"{start} wait"], env=env)
 
     def wait(self, pattern: str = "steps_*") -> "Ranks":
@@ -135,6 +148,15 @@ def test_what_a_user_can_mend_has_no_traceback(ranks):
     assert "Traceback" not in group.stderr()
 
 
+def test_each_node_prints_the_cause_once_without_secrets(ranks):
+    group = ranks(4, num_local=2).wait()
+    group.order(3, "leak")
+    group.wait_until_gone()
+    said = [(group.directory / f"stderr_{rank}").read_text().splitlines() for rank in range(4)]
+    line = f"error: rank 3 on {socket.gethostname()}: the key *** is wrong"
+    assert said == [[line], [], [f"[rank 2] {line}"], []]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_others(rank, ranks):
     group = ranks(3).wait()
@@ -143,6 +165,14 @@ def test_a_killed_rank_ends_the_others(rank, ranks):
     check_outcome(group, ExitCode.PEER_DIED, rank, f"rank {rank} (pid {group.pids[rank]} on")
     assert (group.directory / "run" / ".lock").exists() == (rank == 0)
     RunLock(group.directory / "run").release()  # the next start takes the lock of a dead process over
+
+
+def test_a_watch_that_fails_ends_its_process(ranks):
+    group = ranks(2).wait()
+    group.order(1, "break_the_watch")
+    group.wait_until_gone()
+    assert (group.outcome()["name"], group.outcome()["rank"]) == ("peer_died", 1)
+    assert "ZeroDivisionError" in (group.directory / "stderr_1").read_text()
 
 
 def test_ranks_whose_parent_was_killed_end(ranks):
@@ -185,7 +215,7 @@ def test_a_frozen_rank_is_named_and_the_others_leave_their_stacks(rank, ranks):
     for other in others:
         text = (group.directory / "run" / "errors" / f"rank_{other}.txt").read_text()
         assert f"rank {other}, pid {group.pids[other]} on " in text
-        assert "take_part" in text and "_watch" in text  # the training thread and the monitor
+        assert "take_part" in text and "distributed/watch.py" in text  # the training thread and the watch
         assert "steps done" in text
 
 
@@ -215,18 +245,21 @@ def test_neither_a_slow_phase_nor_a_suspended_job_is_a_hang(ranks):
 
 def test_strangers_at_the_lifelines_port_change_nothing(ranks):
     group = ranks(2).wait()
-    port, token = json.loads((group.directory / "lifeline.json").read_text())
+    address = json.loads((group.directory / "lifeline.json").read_text())
+    place, token = ("127.0.0.1", address["port"]), address["token"]
     hello = dict(kind="hello", rank=1, host="x", pid=1)
     for text in (
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
         b"x" * 300_000,
+        b"[" * 150_000,
+        b'{"kind": "hello", "rank": Infinity, "token": "no"}',
         json.dumps(hello | {"token": "no"}).encode(),
     ):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
+        with socket.create_connection(place) as stranger:
             stranger.sendall(text + b"\n")
-    with socket.create_connection(("127.0.0.1", port)) as second:  # a rank that is there already
+    with socket.create_connection(place) as second:  # a rank that is there already
         second.sendall(json.dumps(hello | {"token": token}).encode() + b"\n")
         assert second.recv(100) == b""
     group.order(0, "finish")

@@ -336,8 +336,8 @@ def start(world: World, **options: object) -> TrainOptions:
         local = make_data_local(given, world, control)
         train(local, world, control)
     finally:
-        if control.run_lock is not None:
-            control.run_lock.release()
+        if control.files.lock is not None:
+            control.files.lock.release()
     return local
 
 

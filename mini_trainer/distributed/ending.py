@@ -45,6 +45,9 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # ended at once, without saving: Ctrl-C before the first step, or a second signal
 
 
+STOPPED = (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER)  # ends that were asked for
+
+
 class RunError(ValueError):
     """An error that ends a run with one message and a specific exit code."""
 
@@ -81,7 +84,7 @@ class Cause:
     @property
     def text(self) -> str:
         """Text to print: `message`, prefixed with the reporting rank unless it is rank 0."""
-        if self.code in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
+        if self.code in STOPPED:
             return self.message
         is_known = self.rank == 0 or self.code in (ExitCode.HANG, ExitCode.PEER_DIED)
         return f"{self.details}error: {'' if is_known else f'rank {self.rank} on {self.host}: '}{self.message}"

@@ -2,22 +2,19 @@
 
 All knowledge of the other ranks' processes comes from here: which are connected, what they report, and which are gone.
 A connection that closes before the run ends means that its process has exited: this is certain and immediate, on any
-number of nodes, while a collective with a dead rank can block until its timeout. distributed/monitor.py decides what
+number of nodes, while a collective with a dead rank can block until its timeout. distributed/watch.py decides what
 follows.
 
-A rank introduces itself with a token that only the run's own processes know, and rank 0 introduces itself in reply;
-all later messages are passed to the monitor unchanged.
+A rank introduces itself with a token that only the run's own processes know; later messages are passed on unchanged.
 """
 
-import contextlib
+import asyncio
 import hmac
 import json
 import os
-import queue
 import secrets
-import selectors
 import socket
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,43 +29,55 @@ LARGEST_MESSAGE = 200_000  # bytes of one JSON line
 Message = dict[str, Any]  # one JSON line; its "kind" determines the other keys
 
 
-@dataclass(eq=False)
-class Connection:
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens, and who it is."""
+
+    port: int
+    token: str  # the other ranks must send it
+    host: str
+    pid: int
+
+
+class Connection(asyncio.Protocol):
     """A socket that carries one JSON object per line."""
 
-    socket: socket.socket
-    opened: float  # by `Lifeline.clock`
-    rank: int | None = None  # None for a stranger, which has not shown the token
-    received: bytes = b""  # an incomplete line
-    unsent: bytes = b""
-    open: bool = True
+    transport: asyncio.Transport
+
+    def __init__(self, lifeline: "Lifeline", *, rank: int | None = None):
+        self.lifeline = lifeline
+        self.rank = rank  # None for a stranger, which has not shown the token
+        self.received = b""  # an incomplete line
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.lifeline.loop.call_later(SECONDS_TO_SAY_HELLO, self._drop_stranger)
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self.received = (self.received + data).split(b"\n")
+        try:
+            if len(self.received) > LARGEST_MESSAGE:
+                raise ValueError("a line without end")
+            for line in lines:
+                self.lifeline.receive(self, json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self.transport.abort()  # It is not a message that our ranks send.
+
+    def eof_received(self) -> None:
+        self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.rank is not None:
+            self.lifeline.on_lost(self.rank)
 
     def send(self, line: bytes) -> None:
-        """Sends an encoded message. Never blocks: unsent bytes are kept for the next `flush`."""
-        self.unsent += line
-        self.flush()
+        """Sends an encoded message. Never blocks; nothing is sent to a process that is gone."""
+        if not self.transport.is_closing():
+            self.transport.write(line)
 
-    def flush(self) -> None:
-        # The send buffer may be full, or the connection gone, which `receive` will notice.
-        with contextlib.suppress(OSError):
-            self.unsent = self.unsent[self.socket.send(self.unsent) :]
-
-    def receive(self) -> list[Message]:
-        """Returns the complete messages received; sets `open` to False at end of file. ValueError for invalid data."""
-        try:
-            data = self.socket.recv(65536)
-            self.open = bool(data)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data, self.open = b"", False
-        *lines, self.received = (self.received + data).split(b"\n")
-        if len(self.received) > LARGEST_MESSAGE:
-            raise ValueError("a line without end")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
-            raise ValueError("not an object with a kind")
-        return messages
+    def _drop_stranger(self) -> None:
+        if self.rank is None:
+            self.transport.abort()
 
 
 def encode(message: Message) -> bytes:
@@ -78,12 +87,10 @@ def encode(message: Message) -> bytes:
 class Lifeline:
     """This rank's end of the lifeline: rank 0 has a connection to every other rank, the others have one to rank 0.
 
-    One thread calls `poll` in a loop. Other threads may call `listen` and `connect`, once each, and `call`; all other
-    methods belong to the polling thread.
+    One thread runs `loop`, and calls all methods except `listen` and `connect`, which another thread calls once each.
 
-    `poll` reports three events through callbacks, which may send:
-    - `on_met(rank, host, pid)`: a rank is connected. Rank 0 gets this with each rank's introduction; another rank gets
-      it twice for rank 0, first with its address and process id 0, then with its introduction;
+    The loop reports three events through callbacks, which may send:
+    - `on_met(rank, host, pid)`: a rank is connected;
     - `on_message(rank, message)`: if it raises ValueError, KeyError or TypeError, the message is not one of ours, and
       the connection is closed;
     - `on_lost(rank)`: the connection has closed, so that rank's process has exited.
@@ -93,78 +100,78 @@ class Lifeline:
         self,
         rank: int,
         world_size: int,
+        loop: asyncio.AbstractEventLoop,
         *,
         on_met: Callable[[int, str, int], None],
         on_message: Callable[[int, Message], None],
         on_lost: Callable[[int], None],
     ):
-        self.rank, self.world_size, self.host = rank, world_size, socket.gethostname()
+        self.rank, self.world_size, self.loop = rank, world_size, loop
         self.on_met, self.on_message, self.on_lost = on_met, on_message, on_lost
-        self.clock = 0.0  # seconds during which this process was listening
-        self.last_poll = time.monotonic()
         self.token = ""
         self.connections: dict[int, Connection] = {}  # by rank; closed ones too, since no rank may connect twice
-        self.strangers: dict[Connection, None] = {}  # in the order in which they came
-        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.selector = selectors.DefaultSelector()
-        self.woken, self.waker = make_socket_pair()
-        self.watch(self.woken, self._make_calls)
+        self.has_met_all = threading.Event()
 
-    # Methods for any thread.
+    # Methods for another thread.
 
-    def listen(self) -> tuple[int, str]:
-        """Rank 0: opens a port for the other ranks; returns it with the token that they must send."""
+    def listen(self) -> Address:
+        """Rank 0: opens a port for the other ranks; returns what they need to connect."""
         self.token = secrets.token_hex(16)
         everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
         address, family = ("127.0.0.1", socket.AF_INET) if is_one_node() else everywhere
-        listener = socket.create_server(
-            (address, 0), family=family, backlog=self.world_size, dualstack_ipv6=family == socket.AF_INET6
-        )
-        listener.setblocking(False)
-        self.call(lambda: self.watch(listener, lambda: self._accept(listener)))
-        return listener.getsockname()[1], self.token
+        listener = socket.create_server((address, 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        serving = self.loop.create_server(lambda: Connection(self), sock=listener, backlog=self.world_size)
+        asyncio.run_coroutine_threadsafe(serving, self.loop).result()
+        return Address(listener.getsockname()[1], self.token, socket.gethostname(), os.getpid())
 
-    def connect(self, port: int, token: str) -> None:
+    def connect(self, address: Address) -> None:
         """Connects this rank to rank 0; on rank 0, waits for all others. RunError on failure."""
         if self.rank == 0:
-            self._wait_for_all(port)
+            self._wait_for_all(address)
             return
         host = "127.0.0.1" if is_one_node() else os.environ["MASTER_ADDR"]
         try:
-            connection = Connection(socket.create_connection((host, port), SECONDS_TO_CONNECT), self.clock)
+            connected = socket.create_connection((host, address.port), SECONDS_TO_CONNECT)
         except OSError as error:
-            reason = f"cannot reach rank 0 at {host}, port {port} (any free port): {error}"
+            reason = f"cannot reach rank 0 at {host}, port {address.port} (any free port): {error}"
             raise RunError(ExitCode.IO, reason) from None
-        hello = {"kind": "hello", "token": token, "rank": self.rank, "host": self.host, "pid": os.getpid()}
-        connection.send(encode(hello))
-        connection.socket.setblocking(False)
-        self.call(lambda: self._add_rank0(connection, host))
+        asyncio.run_coroutine_threadsafe(self._introduce(connected, address), self.loop).result()
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Runs `function` in the polling thread, so that only one thread touches its state."""
-        self.calls.put(function)
-        # If the socket is already full of wake-up bytes, another one is not needed.
-        with contextlib.suppress(BlockingIOError):
-            self.waker.send(b"\0")
+    def _wait_for_all(self, address: Address) -> None:
+        if not self.has_met_all.wait(SECONDS_TO_CONNECT):
+            missing = [rank for rank in range(1, self.world_size) if rank not in self.connections]
+            reason = f"{describe_ranks(missing)} did not connect to rank 0 on {address.host}, port {address.port}"
+            raise RunError(ExitCode.IO, reason)
 
-    # Methods for the polling thread.
+    # Methods for the loop's thread.
 
-    def poll(self, seconds: float) -> None:
-        """Waits at most this long for data, then dispatches what has arrived."""
-        for key, _ in self.selector.select(seconds):
-            key.data()
-        now = time.monotonic()
-        # If more time has passed, this process was suspended, perhaps with the whole job: no peer counts as silent.
-        self.clock += min(now - self.last_poll, 4 * seconds)
-        self.last_poll = now
-        self._drop_silent_strangers()
+    async def _introduce(self, connected: socket.socket, address: Address) -> None:
+        """Takes over a connection to rank 0, which sends nothing before the hello."""
+        _, connection = await self.loop.create_connection(lambda: Connection(self, rank=0), sock=connected)
+        hello = {"kind": "hello", "token": address.token, "rank": self.rank, "host": socket.gethostname()}
+        connection.send(encode(hello | {"pid": os.getpid()}))
+        self._meet(0, connection, address.host, address.pid)
 
-    def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:
-        """Adds `source` to those that `poll` waits for; calls `on_readable` when it has data."""
-        self.selector.register(source, selectors.EVENT_READ, on_readable)
+    def receive(self, connection: Connection, message: Message) -> None:
+        """Passes a rank's message on. A stranger's turns it into a rank, or is a ValueError, KeyError or TypeError."""
+        if connection.rank is not None:
+            self.on_message(connection.rank, message)
+            return
+        rank = message["rank"]
+        if not hmac.compare_digest(message["token"], self.token):
+            raise ValueError("a stranger")
+        if rank not in range(1, self.world_size) or rank in self.connections:
+            raise ValueError("a rank that does not exist or is connected already")
+        self._meet(rank, connection, message["host"], message["pid"])
+
+    def _meet(self, rank: int, connection: Connection, host: str, pid: int) -> None:
+        self.on_met(rank, host, pid)
+        connection.rank, self.connections[rank] = rank, connection
+        if len(self.connections) == self.world_size - 1:
+            self.has_met_all.set()
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends to a rank that has been met. Never blocks; nothing is sent to a rank that is gone."""
+        """Sends to a rank that has been met."""
         self.connections[rank].send(encode(message))
 
     def send_to_all(self, message: Message) -> None:
@@ -177,122 +184,20 @@ class Lifeline:
         """Sends to every rank without unsent messages; for the others, heartbeats would only pile up."""
         line = encode(message)
         for connection in self.connections.values():
-            if connection.unsent:
-                connection.flush()
-            else:
+            if connection.transport.get_write_buffer_size() == 0:
                 connection.send(line)
 
-    def wait_for_ends(self, seconds: float) -> None:
+    async def wait_for_ends(self, seconds: float) -> None:
         """Waits at most this long for the other ranks to close their connections.
 
         A process that exits with unread data resets its connections, and its peers would miss its last message.
         """
-        deadline = time.monotonic() + seconds
+        deadline = self.loop.time() + seconds
         connections = self.connections.values()
-        while any(connection.open for connection in connections) and time.monotonic() < deadline:
-            for connection in connections:
-                connection.flush()
-                with contextlib.suppress(ValueError):
-                    connection.receive()
-            time.sleep(0.01)
-
-    # Connections.
-
-    def _wait_for_all(self, port: int) -> None:
-        deadline = time.monotonic() + SECONDS_TO_CONNECT
-        while len(self.connections) < self.world_size - 1:
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(1, self.world_size) if rank not in self.connections]
-                reason = f"{describe_ranks(missing)} did not connect to rank 0 on {self.host}, port {port}"
-                raise RunError(ExitCode.IO, reason)
-            time.sleep(0.01)
-
-    def _add_rank0(self, connection: Connection, host: str) -> None:
-        connection.rank = 0
-        self.on_met(0, host, 0)
-        self.connections[0] = connection
-        self._watch_connection(connection)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """Accepts all connections that wait: from strangers, which may turn out to be ranks."""
-        with contextlib.suppress(OSError):
-            while True:
-                accepted, _ = listener.accept()
-                accepted.setblocking(False)
-                connection = Connection(accepted, self.clock)
-                self.strangers[connection] = None
-                self._watch_connection(connection)
-
-    def _welcome(self, connection: Connection, hello: Message) -> None:
-        """Turns a stranger into a rank by its first message; ValueError if it is not one."""
-        rank = int(hello["rank"])
-        if (
-            not hmac.compare_digest(str(hello["token"]), self.token)
-            or not 0 < rank < self.world_size
-            or rank in self.connections
-        ):
-            raise ValueError("a stranger")
-        host, pid = str(hello["host"]), int(hello["pid"])
-        connection.rank = rank
-        del self.strangers[connection]
-        self.on_met(rank, host, pid)
-        self.connections[rank] = connection
-        connection.send(encode({"kind": "welcome", "host": self.host, "pid": os.getpid()}))
-
-    def _drop_silent_strangers(self) -> None:
-        while self.strangers:
-            oldest = next(iter(self.strangers))
-            if self.clock - oldest.opened <= SECONDS_TO_SAY_HELLO:
-                break
-            self._drop(oldest)
-
-    def _drop(self, connection: Connection) -> None:
-        self.selector.unregister(connection.socket)
-        connection.socket.close()
-        connection.open = False
-        self.strangers.pop(connection, None)
-
-    # Incoming data.
-
-    def _watch_connection(self, connection: Connection) -> None:
-        self.watch(connection.socket, lambda: self._on_readable(connection))
-
-    def _on_readable(self, connection: Connection) -> None:
-        try:
-            for message in connection.receive():
-                self._hand_on(connection, message)
-        except (ValueError, KeyError, TypeError):
-            # Not a message that our ranks send.
-            connection.open = False
-        if not connection.open:
-            self._drop(connection)
-            if connection.rank is not None:
-                self.on_lost(connection.rank)
-
-    def _hand_on(self, connection: Connection, message: Message) -> None:
-        if connection.rank is None:
-            self._welcome(connection, message)
-        elif message["kind"] == "welcome":
-            self.on_met(connection.rank, message["host"], message["pid"])
-        else:
-            self.on_message(connection.rank, message)
-
-    def _make_calls(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self.woken.recv(4096)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.calls.get_nowait()()
+        while not all(one.transport.is_closing() for one in connections) and self.loop.time() < deadline:
+            await asyncio.sleep(0.01)
 
 
 def is_one_node() -> bool:
     """Whether all ranks are on this machine, according to torchrun's environment."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-
-
-def make_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected non-blocking sockets: a write to the second wakes a `poll` that watches the first."""
-    ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    return ends

@@ -1,4 +1,4 @@
-"""The lock that keeps an output directory to one run, how the last one ended, and the state of its ranks."""
+"""A run's hold on its output directory: the lock that keeps it to one run, and how the run ended."""
 
 import contextlib
 import errno
@@ -7,48 +7,17 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.distributed.ending import EXIT_FILE, ExitCode, RunError, log
-from mini_trainer.distributed.messages import describe_ranks
+from mini_trainer.distributed.ending import EXIT_FILE, Cause, ExitCode, RunError, log
+from mini_trainer.distributed.messages import say
 
 SECONDS_PER_BEAT = 5  # interval at which the holder touches its lock
 SECONDS_TO_WATCH = 20  # a lock of another host that is not touched for this long counts as stale
 
 LOCK_FILE, STOP_FILE, ERRORS_DIR = ".lock", "stop", "errors"
 OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # a directory with only these files contains no run
-
-
-class HeldDirectory:
-    """A run's directory, held open, since its path can come to refer to another directory during the run."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # open, so that its inode number is not reused
-
-    def is_in_place(self) -> bool:
-        """Whether the path still refers to this directory; True if the file system cannot say."""
-        try:
-            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            return error.errno != errno.ESTALE  # ESTALE: removed by another host
-
-    def describe_loss(self) -> str:
-        """Error message for a directory that has been moved or removed."""
-        found = ""
-        with contextlib.suppress(OSError):
-            found = os.readlink(f"/proc/self/fd/{self.descriptor}")
-        fate, advice = "removed", "from another directory's checkpoint (--resume), or from the beginning"
-        if found and not found.endswith(" (deleted)") and os.path.isdir(found):
-            fate, advice = f"moved to {found}", "after moving it back, or with --output-dir set to its new path"
-        return (
-            f"--output-dir {self.path} was {fate} while the run was writing to it; writing has stopped. Start"
-            f" again {advice}"
-        )
 
 
 class RunLock:
@@ -107,6 +76,76 @@ class RunLock:
         os.close(file)
 
 
+class RunFiles:
+    """What this rank holds of the run's directory. The training thread takes it, the watch writes how the run ended.
+
+    The directory is held open, since its path can come to refer to another one during the run.
+    """
+
+    def __init__(self) -> None:
+        self.output_dir: Path | None = None  # None until this run owns it
+        self.descriptor: int | None = None  # of the directory, if it is visible on this host
+        self.lock: RunLock | None = None  # rank 0's
+
+    def lock_directory(self, output_dir: Path) -> None:
+        """Rank 0; RunError if the directory is in use or cannot be written."""
+        try:
+            self.lock = RunLock(output_dir)
+        except OSError as error:
+            raise RunError(ExitCode.IO, f"--output-dir {output_dir}: cannot be written: {error}") from None
+
+    def own(self, output_dir: Path) -> None:
+        """Makes the checked directory this run's, without the earlier run's exit.json."""
+        if self.lock is not None:
+            (output_dir / EXIT_FILE).unlink(missing_ok=True)
+        self.output_dir = output_dir
+        with contextlib.suppress(FileNotFoundError):
+            # Open, so that its inode number is not reused.
+            self.descriptor = os.open(output_dir, os.O_RDONLY | os.O_DIRECTORY)
+
+    def find_loss(self) -> str | None:
+        """Error message if the owned directory has been moved or removed; a new one at its path is not this run's."""
+        if self.descriptor is None or is_same_file(self.descriptor, self.output_dir):
+            return None
+        found = ""
+        with contextlib.suppress(OSError):
+            found = os.readlink(f"/proc/self/fd/{self.descriptor}")
+        fate, advice = "removed", "from another directory's checkpoint (--resume), or from the beginning"
+        if found and not found.endswith(" (deleted)") and os.path.isdir(found):
+            fate, advice = f"moved to {found}", "after moving it back, or with --output-dir set to its new path"
+        return (
+            f"--output-dir {self.output_dir} was {fate} while the run was writing to it; writing has stopped. Start"
+            f" again {advice}"
+        )
+
+    def record(self, cause: Cause) -> bool:
+        """Writes exit.json if this run owns its directory. False if another rank has already said why the run ended."""
+        if self.output_dir is None or self.find_loss() is not None or self._is_untouched(cause):
+            return True
+        try:
+            return write_exit_file(self.output_dir, cause.record)
+        except OSError as error:
+            say(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", is_error=True)
+            return True
+
+    def clean_up(self, cause: Cause, *, was_stopped: bool) -> None:
+        """Rank 0: removes the stop file that was obeyed, the lock, and an output directory without other files."""
+        if self.lock is None:
+            return
+        output_dir, is_untouched = self.lock.path.parent, self._is_untouched(cause)
+        with contextlib.suppress(OSError):
+            if was_stopped and self.lock.is_in_place():
+                (output_dir / STOP_FILE).unlink(missing_ok=True)
+            self.lock.release()
+            if is_untouched:
+                output_dir.rmdir()
+
+    def _is_untouched(self, cause: Cause) -> bool:
+        """Whether the run failed before writing anything to a directory that it had created."""
+        failed_early = cause.code in (ExitCode.BAD_INPUT, ExitCode.IO)
+        return failed_early and self.lock is not None and self.lock.is_alone_in_its_directory()
+
+
 def try_flock(file: int, path: Path) -> bool:
     """True if flock succeeded, False if the file system does not support it. RunError if another process holds it."""
     try:
@@ -120,10 +159,13 @@ def try_flock(file: int, path: Path) -> bool:
 
 
 def is_same_file(file: int, path: Path) -> bool:
+    """Whether the path still refers to this file or directory; True if the file system cannot say."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        return error.errno != errno.ESTALE  # ESTALE: removed by another host
 
 
 def is_being_touched(path: Path, holder: dict[str, Any]) -> bool:
@@ -198,63 +240,3 @@ def write_exit_file(output_dir: Path, content: dict[str, int | str]) -> bool:
         return True
     finally:
         aside.unlink(missing_ok=True)
-
-
-SLOW_LIMIT = 3600.0  # seconds allowed without progress while loading, saving, or compiling in the first step
-SECONDS_PER_HEARTBEAT = 1.0
-MOST_DETAILS = 4  # silent ranks that a message describes one by one
-MOST_PLACES = 12  # phases that a message lists with the ranks in them
-
-
-@dataclass
-class Peer:
-    """A rank's state, from its heartbeats. Rank 0 knows all ranks, the others know rank 0 and themselves.
-
-    Times are in `Lifeline.clock`'s seconds.
-    """
-
-    host: str
-    pid: int
-    heard: float  # time of its last message
-    moved: float  # time of its training thread's last sign of progress
-    limit: float = SLOW_LIMIT  # seconds allowed without progress in the current phase
-    where: str = "the start"
-    said_goodbye: bool = False
-
-
-def is_hanging(peers: dict[int, Peer], clock: float, hang_timeout: float, *, is_rank0: bool) -> bool:
-    """Whether a rank is silent or makes no progress. Ranks other than 0 judge rank 0 only, and later than it does."""
-    if not is_rank0:
-        return 0 in peers and clock - peers[0].heard > 1.1 * hang_timeout + 2
-    return any(clock - peer.heard > hang_timeout or clock - peer.moved > peer.limit for peer in peers.values())
-
-
-def describe_death(rank: int, peer: Peer) -> str:
-    """Message about a rank whose connection closed without a report."""
-    return (
-        f"rank {rank} (pid {peer.pid} on {peer.host}) died without a report, last seen in {peer.where}: it crashed or"
-        " was killed, perhaps for lack of memory"
-    )
-
-
-def describe_hang(peers: dict[int, Peer], clock: float) -> str:
-    """Lists the silent ranks; if there are none, where each rank is."""
-    silent = {rank: peer for rank, peer in peers.items() if clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT}
-    stacks = f"stack traces of the responsive ranks are in {ERRORS_DIR}/"
-    if silent:
-        names = [
-            f"rank {rank} (pid {peer.pid} on {peer.host}) has sent no heartbeat for {clock - peer.heard:.0f} s,"
-            f" last seen in {peer.where}"
-            for rank, peer in sorted(silent.items())[:MOST_DETAILS]
-        ]
-        others = sorted(silent)[MOST_DETAILS:]
-        more = f"; nor {'has' if len(others) == 1 else 'have'} {describe_ranks(others)}" if others else ""
-        return f"{'; '.join(names)}{more}: stopped, or cut off from the network; {stacks}"
-    places: dict[str, list[int]] = {}
-    for rank, peer in sorted(peers.items()):
-        places.setdefault(peer.where, []).append(rank)
-    seconds = max(clock - peer.moved for peer in peers.values())
-    found = "; ".join(f"{describe_ranks(ranks)} in {where}" for where, ranks in list(places.items())[:MOST_PLACES])
-    if len(places) > MOST_PLACES:
-        found += f"; {sum(map(len, list(places.values())[MOST_PLACES:]))} ranks elsewhere"
-    return f"all ranks are alive, but some made no progress for {seconds:.0f} s (--hang-timeout): {found}; {stacks}"

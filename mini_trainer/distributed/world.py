@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import pad
 
 from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
-from mini_trainer.distributed.lock import SLOW_LIMIT
 from mini_trainer.distributed.memory import memory_limit
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
 from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.peers import SLOW_LIMIT
 from mini_trainer.distributed.process import (
     START_TIMEOUT,
     check_open_files,
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 RETURNED = "returned"
 Outcome = tuple[ExitCode | Literal["returned"], Any]  # with a message, or with what a function has returned
 
-# Collectives time out later than the watchdog of distributed/monitor.py, which knows which ranks are missing.
+# Collectives time out later than the watchdog of distributed/watch.py, which knows which ranks are missing.
 SECONDS_AFTER_WATCHDOG = 300.0
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -156,9 +156,9 @@ def connect_to_rank0(world: World) -> None:
 
 
 def connect_lifeline(world: World, control: RunControl) -> None:
-    """Connects every rank's monitor to rank 0's; the process group broadcasts the port and the token."""
+    """Connects every rank's watch to rank 0's; the process group broadcasts the address."""
     if world.world_size > 1:
-        control.connect(*call_on_rank0(world, control.listen))
+        control.lifeline.connect(call_on_rank0(world, control.lifeline.listen))
 
 
 def setup_logging(level: str) -> None:

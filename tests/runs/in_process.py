@@ -49,17 +49,14 @@ def end_here(world: World, **options: object) -> tuple[ExitCode, str, str]:
 
 
 class Unwatched(RunControl):
-    """A run's control without its monitor, which would take the signals; it can be closed before the process ends."""
-
-    def _watch_files(self, output_dir: Path) -> None:
-        """The thread would be there as long as the process, and no monitor hears it."""
+    """A run's control whose watch, which would take the signals, is not started; it can be closed."""
 
     def close(self) -> None:
-        if self.run_lock is not None:
-            self.run_lock.release()
-        if self.held is not None:
-            os.close(self.held.descriptor)
-        for end in (self.signals, self.signals_in, self.lifeline.woken, self.lifeline.waker, self.lifeline.selector):
+        if self.files.lock is not None:
+            self.files.lock.release()
+        if self.files.descriptor is not None:
+            os.close(self.files.descriptor)
+        for end in (self.watch.signals, self.watch.signals_in, self.watch.loop):
             end.close()
 
 

@@ -2,16 +2,19 @@
 
     RANK=r WORLD_SIZE=n LOCAL_WORLD_SIZE=n LOCAL_RANK=r python controlled.py DIR HANG_TIMEOUT MAX_SECONDS
 
-DIR/rank_{r} names what that rank does next: raise, refuse, stand_still, save_slowly, finish.
+DIR/rank_{r} names what that rank does next: raise, refuse, leak, break_the_watch, stand_still, save_slowly,
+finish.
 """
 
 import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.lifeline import Address
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.run_flags import stop_reason
 
@@ -28,12 +31,12 @@ def take_part() -> None:
         time.sleep(0.02)
     if rank == 0:
         control.lock(output_dir)
-        (directory / "aside").write_text(json.dumps(control.listen()))
+        (directory / "aside").write_text(json.dumps(asdict(control.lifeline.listen())))
         (directory / "aside").rename(lifeline)
     while not lifeline.exists():
         time.sleep(0.02)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        control.connect(*json.loads(lifeline.read_text()))
+        control.lifeline.connect(Address(**json.loads(lifeline.read_text())))
     control.own(output_dir)
     (output_dir / "params.json").touch()
     control.start_loop()
@@ -45,6 +48,11 @@ def take_part() -> None:
             raise RuntimeError("the third wheel came off")
         if what == "refuse":
             raise ValueError("row 7 is bad")
+        if what == "leak":
+            raise ValueError(f"the key {os.environ['TEST_API_KEY']} is wrong")
+        if what == "break_the_watch":
+            control.watch.call(lambda: 1 / 0)
+            time.sleep(1000)
         if what == "stand_still":
             time.sleep(1000)
         if what == "save_slowly":

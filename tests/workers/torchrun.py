@@ -13,7 +13,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main
 
-from mini_trainer.distributed import monitor
+from mini_trainer.distributed import watch
 
 
 class Rank:
@@ -41,7 +41,7 @@ def become(argv: list[str], env: dict[str, str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ |= env
-    monitor.PARENT = os.getppid()  # which a process of its own reads as it imports this
+    watch.PARENT = os.getppid()  # which a process of its own reads as it imports this
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 

@@ -1,0 +1,342 @@
+"""The watch: the thread that sees how this rank and its peers fare, and that alone ends the process.
+
+It learns of this rank from the marks that the training thread leaves, and of others over the lifeline
+(distributed/lifeline.py): rank 0 receives each rank's heartbeats, failures and end, and the others receive rank 0's
+verdict. So one cause is reported once, and every rank ends with the same exit code.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+from mini_trainer.distributed.command import find_installed_command
+from mini_trainer.distributed.ending import (
+    SECONDS_TO_BE_ENDED,
+    STOPPED,
+    Cause,
+    ExitCode,
+    choose_cause,
+    dump_stacks,
+    exit_process,
+    within,
+)
+from mini_trainer.distributed.lifeline import Lifeline, Message
+from mini_trainer.distributed.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunFiles
+from mini_trainer.distributed.messages import clean, leave_bars, print_as_is, say
+from mini_trainer.distributed.peers import (
+    SECONDS_PER_HEARTBEAT,
+    SLOW_LIMIT,
+    Peer,
+    describe_death,
+    describe_hang,
+    is_hanging,
+)
+from mini_trainer.distributed.process import PARENT, may_be_launcher
+from mini_trainer.distributed.run_flags import SIGNALS, Flag
+
+TICK = 0.25  # seconds between looks at the marks and the clock
+# From the first report of a failure to the verdict: a death noticed in this time explains other ranks' errors.
+SECONDS_TO_COLLECT = 0.5
+SECONDS_FOR_VERDICT = 5.0  # A rank that has reported a failure waits this long for rank 0's verdict, then ends alone.
+SECONDS_TO_TELL = 3.0  # Time limit for each final step: printing and writing, waiting for other ranks, cleaning up.
+SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun may both forward one SIGTERM: within this time it counts once.
+LARGEST_TEXT = 10_000  # maximum characters of a message (its first) or a traceback (its last)
+
+KNOWN_TO_ALL = (ExitCode.INTERRUPTED, ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED)  # before the lifeline exists
+
+
+@dataclass
+class Marks:
+    """State that the training thread shares with the watch: plain attributes, each written by one of them."""
+
+    count: int = 0
+    where: str = "the start"
+    steps_done: int = 0
+    num_slow_phases: int = 1  # Slow phases nest; the time until the end of the first step is one.
+    in_loop: bool = False
+    flags: int = 0  # the other direction: set by the watch, read by the training thread
+
+
+class Watch:
+    """One per process. Its thread calls `run`, and owns everything but the marks and the files.
+
+    The first verdict counts: later events do not change how the process ends. Other threads use `call` and
+    `make_cause`.
+    """
+
+    def __init__(self, marks: Marks, files: RunFiles, *, hang_timeout: float):
+        self.marks, self.files, self.hang_timeout = marks, files, hang_timeout
+        self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        self.world_size, self.host = int(os.environ.get("WORLD_SIZE", 1)), socket.gethostname()
+        self.has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self.parent_started_this = may_be_launcher(PARENT)
+        self.loop = asyncio.new_event_loop()
+        self.lifeline = Lifeline(
+            self.rank,
+            self.world_size,
+            self.loop,
+            on_met=self._on_met,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+        )
+        self.signals, self.signals_in = socket.socketpair()
+        for end in (self.signals, self.signals_in):
+            end.setblocking(False)
+        self.first_signal: float | None = None
+        self.clock = 0.0  # seconds during which this process was watching
+        self.last_tick, self.last_heartbeat = time.monotonic(), 0.0
+        self.marks_seen = 0
+        self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0)}
+        self.causes: list[Cause] = []  # With the first one, the time until the verdict begins.
+        self.reporters: set[int] = set()  # ranks that have sent their own error
+        self.goodbye: Cause | None = None
+        self.verdict: asyncio.Future[Cause] = self.loop.create_future()
+
+    # Methods for other threads.
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls `function` in the watch's thread."""
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def make_cause(self, code: ExitCode, message: str, details: str = "", *, died: bool = False) -> Cause:
+        texts = message[:LARGEST_TEXT], details[-LARGEST_TEXT:]
+        return Cause(code, texts[0], self.rank, self.host, self.marks.steps_done, texts[1], died)
+
+    def watch_files(self) -> None:
+        """Rank 0: watches the lock, the stop file and the directory, in its own thread, since file systems can
+        block."""
+        beats = 0.0
+        while True:
+            time.sleep(1)
+            loss = self.files.find_loss()
+            if loss is not None:
+                return self.call(self.report, self.make_cause(ExitCode.IO, loss))
+            if self.files.lock is None:
+                continue
+            with contextlib.suppress(OSError):
+                if (self.files.lock.path.parent / STOP_FILE).exists():
+                    self.call(self._raise_flag, Flag.STOP_FILE)
+                if time.monotonic() - beats >= SECONDS_PER_BEAT:
+                    beats = time.monotonic()
+                    self.files.lock.beat()
+
+    # The thread.
+
+    def run(self) -> NoReturn:
+        """Watches until there is a verdict, then ends the process."""
+        try:
+            self.loop.run_until_complete(self._watch())
+        except BaseException:  # Without a watch, nothing would end this process.
+            try:
+                traceback.print_exc()
+            finally:
+                exit_process(ExitCode.FAILED)
+
+    async def _watch(self) -> NoReturn:
+        self.loop.set_exception_handler(self._on_error)
+        self.loop.add_reader(self.signals, self._on_signals)
+        while not self.verdict.done():
+            self._tick()
+            await asyncio.wait([self.verdict], timeout=TICK)
+        await self._end(self.verdict.result())
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Ends the watch with an error that a callback has raised. OSErrors are those of connections."""
+        error = context.get("exception")
+        if error is not None and not isinstance(error, OSError) and not self.verdict.done():
+            self.verdict.set_exception(error)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        # If more time has passed, this process was suspended, perhaps with the whole job: no peer counts as silent.
+        self.clock += min(now - self.last_tick, 4 * TICK)
+        self.last_tick = now
+        self._look_at_marks()
+        if self.clock - self.last_heartbeat >= SECONDS_PER_HEARTBEAT:
+            self._send_heartbeat()
+        if self.causes:
+            return
+        if self.has_torchrun and (os.getppid() != PARENT or not self.parent_started_this):
+            name = f"pid {PARENT} on" if self.parent_started_this else "of"
+            self.report(self.make_cause(ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
+        elif is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
+            self._conclude(self.make_cause(ExitCode.HANG, describe_hang(self.peers, self.clock)))
+
+    def _look_at_marks(self) -> None:
+        """Updates this rank's own entry among the peers."""
+        own = self.peers[self.rank]
+        own.heard, own.where = self.clock, self.marks.where
+        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.num_slow_phases else self.hang_timeout
+        if self.marks.count != self.marks_seen:
+            self.marks_seen, own.moved = self.marks.count, self.clock
+
+    def _send_heartbeat(self) -> None:
+        self.last_heartbeat, own = self.clock, self.peers[self.rank]
+        still = self.clock - own.moved
+        self.lifeline.send_beat({"kind": "beat", "still": still, "limit": own.limit, "where": own.where})
+
+    def _on_signals(self) -> None:
+        for number in self.signals.recv(4096):
+            if number in SIGNALS:
+                self._on_signal(signal.Signals(number))
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        is_second = self.first_signal is not None
+        if self.goodbye is not None or (is_second and now - self.first_signal < SECONDS_OF_ONE_SIGNAL):
+            return
+        if is_second:
+            self.report(self.make_cause(ExitCode.INTERRUPTED, f"second signal ({number.name}): ended without saving"))
+        elif not self.marks.in_loop:
+            code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.SAVED_AND_REQUEUE
+            self.report(self.make_cause(code, f"{number.name} before the first step: nothing new to save"))
+        else:
+            self._raise_flag(SIGNALS[number])
+        self.first_signal = now
+
+    def _raise_flag(self, flag: Flag) -> None:
+        self.marks.flags |= flag
+
+    # Callbacks of the lifeline.
+
+    def _on_met(self, rank: int, host: str, pid: int) -> None:
+        """Starts monitoring `rank`'s heartbeats."""
+        self.peers[rank] = Peer(host, pid, self.clock, self.clock)
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        peer = self.peers[rank]
+        peer.heard = self.clock
+        match message.pop("kind"):
+            case "beat":
+                peer.moved = self.clock - message["still"]
+                peer.limit, peer.where = message["limit"], message["where"]
+            case "failed":
+                cause = Cause(**message)
+                if not cause.died:
+                    self.reporters.add(rank)
+                self.report(cause)
+            case "goodbye":
+                peer.said_goodbye = True
+                self._end_together()
+            case "end":
+                # Rank 0 has printed the reason; other nodes have their own logs.
+                if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
+                    say(f"[rank {self.rank}] {message['reason']}", is_error=True)
+                if message["code"] == ExitCode.HANG:
+                    self._dump_stacks()
+                self._leave(message["code"])
+
+    def _on_lost(self, rank: int) -> None:
+        """Handles a closed connection, whose process is gone: rank 0 informs all ranks, any other rank ends."""
+        if rank in self.reporters:
+            return  # It has reported why it ends, and did not wait for the verdict.
+        message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
+        cause = Cause(ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True)
+        self._add(cause, seconds=SECONDS_TO_COLLECT)
+        if self.rank > 0:
+            self._decide()
+
+    # The verdict.
+
+    def report(self, cause: Cause) -> None:
+        """Records a cause; rank 0 chooses among all that arrive within `SECONDS_TO_COLLECT`."""
+        if self.rank > 0 and 0 in self.peers:
+            self.lifeline.send(0, {"kind": "failed"} | asdict(cause))
+            seconds = SECONDS_FOR_VERDICT
+        elif self._others_know(cause):
+            seconds = 0.0
+        elif self.local_rank > 0:
+            # Before the lifeline exists, local rank 0 reports errors common to all ranks, and torchrun ends the rest.
+            seconds = SECONDS_TO_BE_ENDED
+        else:
+            seconds = SECONDS_TO_COLLECT if self.world_size > 1 else 0.0
+        self._add(cause, seconds=seconds)
+
+    def say_goodbye(self, cause: Cause) -> None:
+        """Ends this rank normally, once all others have also said goodbye."""
+        self.goodbye = cause
+        if self.rank > 0:
+            self.lifeline.send(0, {"kind": "goodbye"})
+        else:
+            self._end_together()
+
+    def _end_together(self) -> None:
+        """Rank 0: ends the run once every rank, itself included, has said goodbye."""
+        others = (peer for rank, peer in self.peers.items() if rank != 0)
+        if self.goodbye is not None and all(peer.said_goodbye for peer in others):
+            self._conclude(self.goodbye)
+
+    def _others_know(self, cause: Cause) -> bool:
+        """Whether, before the lifeline exists, local rank 0 has seen and reports the same cause."""
+        return self.local_rank > 0 and 0 not in self.peers and cause.code in KNOWN_TO_ALL
+
+    def _add(self, cause: Cause, *, seconds: float) -> None:
+        """Adds a cause to choose from; the first one decides how long others may come."""
+        self.causes.append(cause)
+        if len(self.causes) == 1:
+            self.loop.call_later(seconds, self._decide)
+
+    def _decide(self) -> None:
+        self._conclude(choose_cause(self.causes))
+
+    def _conclude(self, cause: Cause) -> None:
+        if not self.verdict.done():
+            self.verdict.set_result(cause)
+
+    # The end.
+
+    async def _end(self, cause: Cause) -> NoReturn:
+        """Reports the cause to the other ranks, the user and exit.json, then exits this process."""
+        if self.rank == 0:
+            is_error = cause.code not in (ExitCode.DONE, *STOPPED)
+            reason = replace(cause, details="").text if is_error else ""
+            printed = cause.is_printed_by_all
+            self.lifeline.send_to_all(
+                {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": printed}
+            )
+        within(SECONDS_TO_TELL, lambda: self._tell(cause))
+        if cause.code == ExitCode.HANG:
+            self._dump_stacks()
+        if self.rank == 0:
+            await self.lifeline.wait_for_ends(SECONDS_TO_TELL)
+        was_stopped = bool(self.marks.flags & Flag.STOP_FILE)
+        within(SECONDS_TO_TELL, lambda: self.files.clean_up(cause, was_stopped=was_stopped))
+        self._leave(cause.code)
+
+    def _tell(self, cause: Cause) -> None:
+        """Writes the cause to exit.json and prints it, with its afterword; only the first rank to write it prints."""
+        if self._others_know(cause) or not self.files.record(cause):
+            return
+        texts = ["" if cause.code == ExitCode.DONE else cause.text, cause.afterword]
+        text = "\n".join(filter(None, texts))
+        if text:
+            # A single write including the newline, since several ranks may print at once.
+            print_as_is(f"{leave_bars()}{clean(text)}\n", sys.stderr)
+
+    def _dump_stacks(self) -> None:
+        """Dumps every thread's stack to output_dir/errors/rank_{rank}.txt, or to stderr without a directory."""
+        head = (
+            f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+            f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
+        )
+        output_dir = self.files.output_dir
+        path = None if output_dir is None else output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
+        with contextlib.suppress(OSError):
+            within(SECONDS_TO_TELL, lambda: dump_stacks(head, path))
+
+    def _leave(self, code: int) -> NoReturn:
+        """Exits with `code`, or under torchrun with 0 after a stop that was asked for, with everything saved.
+
+        torchrun would report a failure at length, and with --max-restarts start the ranks again; `mini-trainer` returns
+        the code.
+        """
+        is_stop = self.goodbye is not None and code in STOPPED
+        exit_process(ExitCode.DONE if is_stop and self.has_torchrun and find_installed_command() is None else code)
