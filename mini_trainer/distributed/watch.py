@@ -229,7 +229,7 @@ class Watch:
             case "end":
                 # Rank 0 has printed the reason; other nodes have their own logs.
                 if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
-                    say(f"[rank {self.rank}] {message['reason']}", is_error=True)
+                    within(SECONDS_TO_TELL, lambda: say(f"[rank {self.rank}] {message['reason']}", is_error=True))
                 if message["code"] == ExitCode.HANG:
                     self._dump_stacks()
                 self._leave(message["code"])
