@@ -7,12 +7,13 @@ A model is complete when its config.json is there: that file is written last, an
 
 import os
 import shutil
-import threading
 import time
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+
+from huggingface_hub import HfApi
+from huggingface_hub.utils import disable_progress_bars
 
 from mini_trainer.data.stores.disk import ASIDE
 from mini_trainer.data.stores.remote import check_writable, describe_upload, list_remote, retry, upload_directory
@@ -34,13 +35,6 @@ class Upload:
     links: Path
     kind: str
     message: str
-    is_uploaded: Future[bool] = field(default_factory=Future)  # cancelled if a newer export takes its place
-    done: set[str] = field(default_factory=set)  # files that an attempt has written
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether the export is not uploaded, and no newer one takes its place."""
-        return not self.is_uploaded.done() or not (self.is_uploaded.cancelled() or self.is_uploaded.result())
 
 
 BRANCHES = {REGULAR: None, BEST: "best"}  # by the export's kind; None: the main one
@@ -63,16 +57,14 @@ class Hub:
 
     def prepare(self) -> None:
         """Creates the repository. Raises an error if nothing can be uploaded, as `Store.prepare` does."""
-        from huggingface_hub import HfApi
-        from huggingface_hub.utils import disable_progress_bars
-
         disable_progress_bars()
         private = True if self.options.hub_private else None
         self.repo_id = HfApi().create_repo(self.repo_id, private=private, exist_ok=True).repo_id
 
     def upload(self, upload: Upload) -> str:
-        from huggingface_hub import HfApi
+        return retry(lambda: self._commit(upload), SECONDS_TO_WAIT)
 
+    def _commit(self, upload: Upload) -> str:
         self.prepare()
         api, branch = HfApi(), BRANCHES[upload.kind]
         if branch is not None:
@@ -86,7 +78,9 @@ class Hub:
         ).commit_url
 
     def describe_command(self, export_dir: Path, kind: str) -> str:
-        return describe_upload(export_dir, f"hf://{self.repo_id}", revision=BRANCHES[kind])
+        branch = BRANCHES[kind]
+        command = describe_upload(export_dir, f"hf://{self.repo_id}")
+        return command if branch is None else f"{command} --revision {branch}"
 
 
 WRITTEN_LAST = ("adapter_config.json", "config.json")  # files by which loaders take a directory for a model
@@ -108,7 +102,7 @@ class Store:
 
     def upload(self, upload: Upload) -> str:
         url = f"{self.name}/{upload.export_dir.name}"
-        upload_directory(upload.links, url, last=WRITTEN_LAST, done=upload.done)
+        upload_directory(upload.links, url, last=WRITTEN_LAST, waits=SECONDS_TO_WAIT)
         return url
 
     def describe_command(self, export_dir: Path, kind: str) -> str:
@@ -119,15 +113,16 @@ Destination = Hub | Store
 
 
 class Uploads:
-    """Uploads exports one at a time, on rank 0, in a thread that alone calls the place's `prepare` and `upload`."""
+    """Uploads exports one at a time, on rank 0, in a thread that alone calls the place's `prepare` and `upload`.
+
+    A thread of an executor holds up an ordinary end of the process; runs end by `exit_process`, which does not wait.
+    """
 
     def __init__(self, place: Destination):
-        self.place = place
-        self.uploads: list[Upload] = []
-        self.queue: SimpleQueue[Upload | None] = SimpleQueue()  # None: there will be no more
-        self.has_told = False
-        self.thread = threading.Thread(target=self._work, name="uploads", daemon=True)
-        self.thread.start()
+        self.place, self.has_told = place, False
+        self.uploads: dict[Upload, Future[bool]] = {}  # whether they succeeded; without those that newer ones replace
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
+        self.thread.submit(self._prepare)
 
     def add(self, export_dir: Path, *, kind: str, message: str) -> None:
         """Queues an export for upload, in its current state, if the place takes its kind."""
@@ -138,21 +133,22 @@ class Uploads:
             shutil.copytree(export_dir, links, copy_function=link_or_copy)
         except OSError as error:
             return self.tell(f"{export_dir} cannot be uploaded: {describe_error(error)}", export_dir, kind)
-        for older in self.uploads if kind in self.place.newest_only else []:
-            if older.export_dir == export_dir and older.is_uploaded.cancel():  # it still waits
+        for older in list(self.uploads) if kind in self.place.newest_only else []:
+            if older.export_dir == export_dir and self.uploads[older].cancel():  # it still waits
                 shutil.rmtree(older.links, ignore_errors=True)
-        self.uploads.append(Upload(export_dir, links, kind, message))
-        self.queue.put(self.uploads[-1])
+                del self.uploads[older]
+        upload = Upload(export_dir, links, kind, message)
+        self.uploads[upload] = self.thread.submit(self._upload, upload)
 
     def close(self, *, is_done: bool) -> None:
         """Waits a limited time for pending uploads, and prints commands for those that are left."""
-        self.queue.put(None)
         seconds = SECONDS_TO_UPLOAD if is_done else SECONDS_AT_A_STOP
-        num_pending = sum(not upload.is_uploaded.done() for upload in self.uploads)
-        if num_pending:
-            log.info(f"waiting for {num_pending} uploads to {self.place.name}, at most {seconds:.0f} s")
-        self.thread.join(seconds)
-        left = [upload for upload in self.uploads if upload.is_missing]
+        pending = [future for future in self.uploads.values() if not future.done()]
+        if pending:
+            log.info(f"waiting for {len(pending)} uploads to {self.place.name}, at most {seconds:.0f} s")
+        wait(pending, seconds)
+        left = [upload for upload, future in self.uploads.items() if not (future.done() and future.result())]
+        self.thread.shutdown(wait=False, cancel_futures=True)
         if left:
             commands = "\n  ".join(self.place.describe_command(upload.export_dir, upload.kind) for upload in left)
             log.warning(
@@ -167,26 +163,23 @@ class Uploads:
             command = self.place.describe_command(export_dir or Path("EXPORT"), kind)
             log.warning(f"warning: {self.place.option}: {what}; training continues. To upload later: {command}")
 
-    def _work(self) -> None:
+    def _prepare(self) -> None:
         try:
             self.place.prepare()  # at the start of the run, so that problems show early
         except (Exception, SystemExit) as error:
             self.tell(f"cannot be used: {explain(error)}")
-        while (upload := self.queue.get()) is not None:
-            if upload.is_uploaded.set_running_or_notify_cancel():
-                self._try_to_upload(upload)
 
-    def _try_to_upload(self, upload: Upload) -> None:
-        is_uploaded = False
+    def _upload(self, upload: Upload) -> bool:
+        """Whether it succeeded; problems are told."""
         try:
-            url = retry(lambda: self.place.upload(upload), SECONDS_TO_WAIT)
-            is_uploaded = True
-            log.info(f"uploaded {upload.export_dir} to {url}")
+            log.info(f"uploaded {upload.export_dir} to {self.place.upload(upload)}")
+            return True
         except (Exception, SystemExit) as error:
             what = f"{upload.export_dir.name} was not uploaded: {explain(error)}"
             self.tell(what, upload.export_dir, upload.kind)
-        shutil.rmtree(upload.links, ignore_errors=True)
-        upload.is_uploaded.set_result(is_uploaded)
+            return False
+        finally:
+            shutil.rmtree(upload.links, ignore_errors=True)
 
 
 def explain(error: BaseException) -> str:

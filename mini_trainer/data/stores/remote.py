@@ -24,6 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from mini_trainer.distributed.messages import hide_secrets
+from mini_trainer.options.problems.packages import require
 from mini_trainer.options.urls import (
     PACKAGES,
     RefusedRedirect,
@@ -67,10 +68,8 @@ def is_final(error: BaseException) -> bool:
     """Whether another attempt would fail in the same way."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-    cause = error.__cause__
-    is_unreachable = isinstance(error, FileNotFoundError) and isinstance(cause, OSError)  # fsspec's, of a web server
-    if cause is not None and (is_unreachable or isinstance(error, ValueError)):
-        return is_final(cause)
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):  # fsspec's, of a web server
+        return is_final(error.__cause__)
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return error.response.status_code < 500 and error.response.status_code not in (408, 429)
     final = (FileNotFoundError, ValueError, TypeError, LocalTokenNotFoundError, OfflineModeIsEnabled)
@@ -81,10 +80,10 @@ def is_denied(error: BaseException) -> bool:
     return isinstance(error, PermissionError) or type(error).__name__ in WITHOUT_CREDENTIALS
 
 
-def retry_transfer(attempt: Callable[[], Result], what: str) -> Result:
-    """The result of `attempt`, which is tried several times; ValueError that begins with `what` if it keeps failing."""
+def retry_transfer(attempt: Callable[[], Result], what: str, waits: Sequence[float] | None = None) -> Result:
+    """`retry`; ValueError that begins with `what` if it keeps failing."""
     try:
-        return retry(attempt, SECONDS_TO_WAIT)
+        return retry(attempt, SECONDS_TO_WAIT if waits is None else waits)
     except Exception as error:
         reason = str(error) if isinstance(error, BrokenTransfer) else f"{type(error).__name__}: {error}"
         raise ValueError(hide_secrets(f"{what}: {reason}")) from error
@@ -114,13 +113,9 @@ def is_web(url: str) -> bool:
     return url.startswith("http")
 
 
-def open_filesystem(url: str, *, flag: str = "") -> tuple[Any, str]:
-    """The store's file system, and the URL's path in it. ValueError if its package is missing."""
-    package = PACKAGES[split_scheme(url)[0]]
-    try:
-        return url_to_fs(url, **make_http_settings(SECONDS_WITHOUT_BYTES) if package == "aiohttp" else {})
-    except ImportError:
-        raise ValueError(f"{flag} {url}: needs the package {package} (pip install {package})".strip()) from None
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """The store's file system, and the URL's path in it. ImportError if its package is missing."""
+    return url_to_fs(url, **make_http_settings(SECONDS_WITHOUT_BYTES) if is_web(url) else {})
 
 
 @dataclass(frozen=True)
@@ -151,9 +146,13 @@ class RemoteReader(AbstractBufferedFile):
     """
 
     def __init__(self, remote: RemoteFile) -> None:
-        filesystem, path = open_filesystem(remote.url)
-        super().__init__(filesystem, path, block_size=FETCHED_BYTES, size=remote.num_bytes)
-        self.url, self.file = remote.url, None
+        super().__init__(*open_filesystem(remote.url), block_size=FETCHED_BYTES, size=remote.num_bytes)
+        self.url = remote.url
+
+    @functools.cached_property
+    def file(self) -> AbstractBufferedFile:
+        """The store's own file: each read is a request, so that one that failed leaves nothing behind."""
+        return self.fs.open(self.path, "rb", cache_type="none")
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         """The bytes that fsspec asks for, to read ahead."""
@@ -164,24 +163,18 @@ class RemoteReader(AbstractBufferedFile):
         return data
 
     def _read(self, start: int, end: int) -> bytes:
-        file, self.file = self.file, None  # opened again after an error
-        if file is None:
-            file = self.fs.open(self.path, "rb", cache_type="none")
-        file.seek(start)
-        data = file.read(end - start)
+        self.file.seek(start)
+        data = self.file.read(end - start)
         if not data:
             raise BrokenTransfer("the connection ended")
-        self.file = file
         return data
 
 
 def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
     """The file of a URL, those that match its wildcards, or all of a folder; each with its path there. ValueError if
     there is none, or the URL holds credentials."""
-    if faults := find_url_faults(url, flag=flag):
-        raise ValueError("\n".join(faults))
-    filesystem, path = open_filesystem(url, flag=flag)
     with refused_if_unreachable(url, flag=flag):
+        filesystem, path = open_filesystem(url)
         literal, *pattern = WILDCARDS.split(path, maxsplit=1)
         if pattern:
             found = filesystem.glob(path)
@@ -221,7 +214,10 @@ def look_up_remote(url: str) -> RemoteFile | None:
 
 @contextmanager
 def refused_if_unreachable(url: str, *, flag: str) -> Iterator[None]:
-    """Raises ValueError naming the URL if its store cannot be asked."""
+    """Raises ValueError naming the URL if it is faulty, or its store cannot be asked."""
+    if faults := find_url_faults(url, flag=flag):
+        raise ValueError("\n".join(faults))
+    require(PACKAGES[split_scheme(url)[0]], flag=f"{flag} {url}:")
     try:
         yield
     except ValueError:
@@ -237,8 +233,8 @@ def refused_if_unreachable(url: str, *, flag: str) -> Iterator[None]:
         raise ValueError(hide_secrets(f"{flag} {url}: {why}")) from None
 
 
-def upload_file(source: Path, url: str) -> None:
-    """Copies a file to a store; ValueError, caused by the store's error, if that keeps failing."""
+def upload_file(source: Path, url: str, waits: Sequence[float] | None = None) -> None:
+    """Copies a file to a store; ValueError if that keeps failing. `waits`: seconds before each new attempt."""
     filesystem, path = open_filesystem(url)
     size = source.stat().st_size
 
@@ -249,10 +245,10 @@ def upload_file(source: Path, url: str) -> None:
         if found != size:
             raise BrokenTransfer(f"{found:,} of {size:,} bytes are there")
 
-    retry_transfer(put, f"{url}: could not be written")
+    retry_transfer(put, f"{url}: could not be written", waits)
 
 
-def remove_remote(url: str) -> None:
+def remove_remote(url: str, waits: Sequence[float] | None = None) -> None:
     """Removes a file, if it is there."""
     filesystem, path = open_filesystem(url)
 
@@ -260,23 +256,23 @@ def remove_remote(url: str) -> None:
         if look_up_remote(url) is not None:
             filesystem.rm_file(path)
 
-    retry_transfer(remove, f"{url}: could not be removed")
+    retry_transfer(remove, f"{url}: could not be removed", waits)
 
 
-def list_remote(folder: str) -> list[str]:
+def list_remote(folder: str, waits: Sequence[float] | None = None) -> list[str]:
     """Paths of all files below a folder, relative to it."""
     filesystem, path = open_filesystem(folder)
     filesystem.invalidate_cache()
     root = path.rstrip("/") + "/"
-    found = retry_transfer(lambda: filesystem.find(path), f"{folder}: could not be listed")
+    found = retry_transfer(lambda: filesystem.find(path), f"{folder}: could not be listed", waits)
     return sorted(one.removeprefix(root) for one in found if one.startswith(root))
 
 
-def upload_directory(source: Path, url: str, *, last: Sequence[str], done: set[str]) -> None:
+def upload_directory(source: Path, url: str, *, last: Sequence[str] = (), waits: Sequence[float] | None = None) -> None:
     """Makes the files at `url` those of a directory.
 
     Files named as in `last`, without which nobody takes the others for complete, are removed first and written last,
-    in that order. `done`: names that an earlier attempt has written, to which this one adds its own.
+    in that order.
     """
 
     def rank(name: str) -> tuple[int, str]:
@@ -284,29 +280,26 @@ def upload_directory(source: Path, url: str, *, last: Sequence[str], done: set[s
         return last.index(base) + 1 if base in last else 0, name
 
     names = sorted((str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()), key=rank)
-    there = list_remote(url)
-    outdated = [name for name in there if name not in done and (name not in names or rank(name)[0])]
+    outdated = [name for name in list_remote(url, waits) if name not in names or rank(name)[0]]
     for name in sorted(outdated, key=rank, reverse=True):
-        remove_remote(f"{url}/{name}")
+        remove_remote(f"{url}/{name}", waits)
     for name in names:
-        if name not in done:
-            upload_file(source / name, f"{url}/{name}")
-            done.add(name)
+        upload_file(source / name, f"{url}/{name}", waits)
 
 
 def check_writable(folder: str) -> None:
     """ValueError if nothing can be written below a URL: no such bucket, no credentials, no permission."""
-    filesystem, path = open_filesystem(folder)
-    scheme, place = split_scheme(folder)
+    is_hub = split_scheme(folder)[0] == "hf"
     try:
-        if scheme == "hf":  # anything written is a commit
-            filesystem.ls(name_repository(place))
+        filesystem, path = open_filesystem(f"{folder.rstrip('/')}/{PROBE}")
+        if is_hub:  # anything written is a commit
+            filesystem.resolve_path(path)
             return
-        filesystem.pipe_file(f"{path.rstrip('/')}/{PROBE}", b"")
+        filesystem.pipe_file(path, b"")
         with suppress(Exception):  # whoever may write need not be allowed to remove
-            filesystem.rm_file(f"{path.rstrip('/')}/{PROBE}")
+            filesystem.rm_file(path)
     except FileNotFoundError as error:
-        what = "repository" if scheme == "hf" else "bucket"
+        what = "repository" if is_hub else "bucket"
         raise ValueError(f"the store has no such {what}: create it first ({error})") from error
     except Exception as error:  # each store's library has its own
         advice = ": set the credentials in the environment (docs/data.md)" if is_denied(error) else ""
@@ -314,21 +307,12 @@ def check_writable(folder: str) -> None:
         raise ValueError(hide_secrets(f"cannot be written: {reason}{advice}")) from error
 
 
-def name_repository(place: str) -> str:
-    """The repository of a path at hf://, such as datasets/OWNER/NAME."""
-    parts = place.split("/")
-    return "/".join(parts[: 3 if parts[0] in KINDS_OF_REPOSITORIES else 2])
-
-
-def describe_upload(directory: Path, url: str, *, revision: str | None = None) -> str:
-    """A command that copies a directory to a store. `revision`: a branch of the hub other than the main one."""
+def describe_upload(directory: Path, url: str) -> str:
+    """A command that copies a directory to a store."""
     scheme, place = split_scheme(url)
     if scheme in COPYING:
         return shlex.join([*COPYING[scheme], str(directory), url])
-    repository = name_repository(place)
-    below = place.removeprefix(repository).strip("/") or "."
-    kind, _, name = repository.partition("/")
-    options = [] if revision is None else ["--revision", revision]
-    if kind in KINDS_OF_REPOSITORIES:
-        repository, options = name, ["--repo-type", KINDS_OF_REPOSITORIES[kind], *options]
-    return shlex.join(["hf", "upload", repository, str(directory), below, *options])
+    parts, options = place.strip("/").split("/"), []
+    if parts[0] in KINDS_OF_REPOSITORIES:
+        options = ["--repo-type", KINDS_OF_REPOSITORIES[parts.pop(0)]]
+    return shlex.join(["hf", "upload", "/".join(parts[:2]), str(directory), "/".join(parts[2:]) or ".", *options])

@@ -29,7 +29,7 @@ from mini_trainer.data.tokenized.reader import FOLDER, SOURCE_FILE
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0
 from mini_trainer.options import flag_name
-from mini_trainer.options.urls import find_url_faults, is_url
+from mini_trainer.options.urls import is_url
 
 SECONDS_BETWEEN_LINES = 20.0  # about how much of a long download is done
 ENDINGS = (".arrow", ".parquet", ".jsonl")
@@ -90,14 +90,12 @@ def find_sets(given: Mapping[str, Sequence[str]], *, beside: Sequence[str] = ())
 
 def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
     """The files at a URL: the data set, its sidecar, its tokenizer, and files that end in `beside`."""
-    if faults := find_url_faults(url, flag=flag):
-        raise ValueError("\n".join(faults))
     folder, _, name = url.rpartition("/")
-    if PurePosixPath(name).suffix not in ENDINGS:
-        raise ValueError(f"{flag} {url}: must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-    sidecar_name = str(DataSetFiles(Path(name)).sidecar)
     with refused_if_unreachable(url, flag=flag):
+        if PurePosixPath(name).suffix not in ENDINGS:
+            raise ValueError(f"{flag} {url}: must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
         data = describe_remote(url)
+        sidecar_name = str(DataSetFiles(Path(name)).sidecar)
         names = [sidecar_name, *(name + ending for ending in beside)]
         others = {other: file for other in names if (file := look_up_remote(f"{folder}/{other}")) is not None}
         sidecar = read_sidecar(others[sidecar_name]) if sidecar_name in others else {}

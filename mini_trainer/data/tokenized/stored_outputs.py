@@ -101,7 +101,7 @@ class StoredOutputs(Outputs):
                 continue
             url = self.name(path)
             if path.is_dir():
-                upload_directory(path, url, last=(), done=set())
+                upload_directory(path, url)
             elif path.is_file():
                 upload_file(path, url)
             elif path in directories:
