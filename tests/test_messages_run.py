@@ -112,7 +112,7 @@ def track_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
         raise OSError("no network")
 
     run = TrackedRun("name", None, path, 0, options={}, facts={})
-    Trackers({"wandb": SimpleNamespace(start=fail)}, run).close()
+    Trackers({"wandb": fail}, run).close()
 
 
 def upload_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Trackers: the real packages have every step once, also after a kill; their troubles cost training nothing."""
 
-import functools
 import importlib.util
 import json
 import os
@@ -25,7 +24,14 @@ from mini_trainer.options import TrainOptions, doors, group_options
 from mini_trainer.options.problems import packages
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run import trackers
-from mini_trainer.run.trackers import TrackedRun, Trackers, clean_name, name_step_metrics, name_validation_metrics
+from mini_trainer.run.trackers import (
+    StartedRun,
+    TrackedRun,
+    Trackers,
+    clean_name,
+    name_step_metrics,
+    name_validation_metrics,
+)
 
 STEPS, KILLED_AFTER, RESUMED_FROM = 6, 4, 2
 TRACKERS = tuple(doors.TRACKERS)
@@ -234,9 +240,9 @@ class Standin:
         elif trouble is not None:
             raise trouble
 
-    def start(self, run: TrackedRun, ids: dict, keep: object) -> tuple[str, dict[str, int]]:
+    def start(self, run: TrackedRun, ids: dict, keep: object) -> StartedRun:
         self.meet("start")
-        return "here", self.first_lacking
+        return StartedRun("here", self.log, self.finish, self.first_lacking)
 
     def log(self, entries: list) -> None:
         self.calls += 1
@@ -257,7 +263,7 @@ def follow(tmp_path, monkeypatch, caplog):
     def follow(*standins: Standin, num_steps: int) -> tuple[list[str], float, float]:
         caplog.clear()
         with caplog.at_level("INFO", logger="mini_trainer"):
-            sink = Trackers({f"t{i}": standin for i, standin in enumerate(standins)}, run)
+            sink = Trackers({f"t{i}": standin.start for i, standin in enumerate(standins)}, run)
             start = time.monotonic()
             for step in range(1, num_steps + 1):
                 sink.write(dict(step=step, loss=1.0))
@@ -328,7 +334,7 @@ def test_a_resumed_tracker_has_each_step_and_validation_once(first_lacking, expe
         rows = (json.dumps(dict(step=step, loss=1.0)) + "\n" for step in steps)
         (tmp_path / f"{name}_metrics_0.jsonl").write_text("".join(rows))
     tracker = Standin(first_lacking)
-    sink = Trackers({"t": tracker}, TrackedRun("name", None, tmp_path, 3, options={}, facts={}))
+    sink = Trackers({"t": tracker.start}, TrackedRun("name", None, tmp_path, 3, options={}, facts={}))
     sink.write(dict(step=4, loss=1.0))
     sink.write_validation(dict(step=4, loss=1.0))
     sink.close()
@@ -340,7 +346,7 @@ def test_a_resumed_tracker_has_each_step_and_validation_once(first_lacking, expe
 def test_a_run_with_a_tracker_that_hangs_ends_as_it_would_without(world, tracked, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.2)
     troubles = dict(wandb=dict(start="hangs"), trackio={"first log": "hangs"}, mlflow=dict(start=OSError()))
-    standins = {name: functools.partial(Standin, **trouble) for name, trouble in troubles.items()}
+    standins = {name: Standin(**trouble).start for name, trouble in troubles.items()}
     monkeypatch.setattr("mini_trainer.run.trackers.TRACKERS", standins)
     options = tracked.options | dict(output_dir=str(tmp_path / "run"), track=tuple(troubles), max_steps=2)
     train_here(world, **options)

@@ -49,10 +49,10 @@ OPTIMIZERS = Doors(
 
 TRACKERS = Doors(
     {
-        "wandb": "mini_trainer.run.tracker_packages:Wandb",
-        "tensorboard": "mini_trainer.run.tracker_packages:TensorBoard",
-        "mlflow": "mini_trainer.run.tracker_packages:MLflow",
-        "trackio": "mini_trainer.run.tracker_packages:Trackio",
+        "wandb": "mini_trainer.run.tracker_packages:start_wandb",
+        "tensorboard": "mini_trainer.run.tracker_packages:start_tensorboard",
+        "mlflow": "mini_trainer.run.tracker_packages:start_mlflow",
+        "trackio": "mini_trainer.run.tracker_packages:start_trackio",
     }
 )
 TRACKER_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy")}  # of trackers that need more modules than their namesake

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mini_trainer.data.stores.disk import read_metrics, read_object, written_aside
 from mini_trainer.distributed.ending import log
@@ -62,21 +62,18 @@ Ids = dict[str, str]  # what the next start needs to resume a tracker's run
 Keep = Callable[[Ids], None]  # stores them
 
 
-class Tracker(Protocol):
-    """One tracker package. All methods are called in this tracker's thread, and may raise or block."""
+@dataclass(frozen=True)
+class StartedRun:
+    """A package's own run, new or resumed. Its functions are called in the tracker's thread, and may raise or block."""
 
-    def start(self, run: TrackedRun, ids: Ids, keep: Keep) -> tuple[str, dict[str, int]]:
-        """Creates the tracker's run, or resumes the earlier one. `ids`: kept by an earlier start; empty in the first.
+    where: str
+    log: Callable[[list[Entry]], None]  # of the numbers of some steps, in order
+    finish: Callable[[], None]
+    first_lacking: dict[str, int]  # first steps that it does not have, by `STEP` and `VALIDATION`; empty if unknown
 
-        Returns its location, and the first steps that it does not have, by `STEP` and `VALIDATION`; empty if unknown.
-        """
-        ...
 
-    def log(self, entries: list[Entry]) -> None:
-        """Logs the numbers of some steps, in order."""
-        ...
-
-    def finish(self) -> None: ...
+# Creates the run of a package in the tracker's thread, or resumes the earlier one; without one, the ids are empty.
+Tracker = Callable[[TrackedRun, Ids, Keep], StartedRun]
 
 
 class KnownRuns:
@@ -84,13 +81,11 @@ class KnownRuns:
 
     def __init__(self, output_dir: Path):
         self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()
+        self.runs: dict[str, Ids] = {}
         try:
-            self.runs: dict[str, Ids] = read_object(self.path) if self.path.exists() else {}
-            if not all(isinstance(ids, dict) for ids in self.runs.values()):
-                raise ValueError(f"{self.path}: its entries are not valid")
+            self.runs = read_object(self.path) if self.path.exists() else {}
         except ValueError as error:
             log.warning(f"warning: {error}: trackers start new runs")
-            self.runs = {}
 
     def keep(self, title: str, ids: Ids) -> None:
         with self.lock:
@@ -107,7 +102,6 @@ class TrackerThread:
         self.queue: queue.Queue[Entry] = queue.Queue(QUEUE_LENGTH)
         self.told: set[str] = set()  # kinds of problems that have been reported
         self.num_lost = 0  # steps and validations that were not logged
-        self.first_lacking: dict[str, int] = {}  # by `STEP` and `VALIDATION`: earlier steps are in the tracker
         self.is_dead = False
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"tracker {title}", daemon=True)
@@ -134,6 +128,7 @@ class TrackerThread:
         self.is_dead = not self._succeeds(self._start, "could not be started")
         if self.is_dead:
             return
+        self.first_lacking = dict(self.started.first_lacking)
         if self.first_lacking:
             earlier = read_earlier(self.run.output_dir, last_step=self.run.first_step)
             while entries := list(itertools.islice(earlier, QUEUE_LENGTH)):
@@ -142,7 +137,7 @@ class TrackerThread:
         while not is_over:
             is_over = self.ending.wait(SECONDS_TO_COLLECT)  # before the queue is emptied for the last time
             self._log([self.queue.get() for _ in range(self.queue.qsize())])
-        self._succeeds(self.tracker.finish, "could not be finished")
+        self._succeeds(self.started.finish, "could not be finished")
 
     def _succeeds(self, call: Callable[[], None], failure: str) -> bool:
         try:
@@ -154,13 +149,13 @@ class TrackerThread:
 
     def _start(self) -> None:
         ids, keep = self.known.runs.get(self.title, {}), partial(self.known.keep, self.title)
-        where, self.first_lacking = self.tracker.start(self.run, ids, keep)
-        log.info(f"tracking: {self.title}: {hide_secrets(where)}")
+        self.started = self.tracker(self.run, ids, keep)
+        log.info(f"tracking: {self.title}: {hide_secrets(self.started.where)}")
 
     def _log(self, entries: list[Entry]) -> None:
         """Logs those that the tracker lacks; after a failure, later ones may succeed, when the network is back."""
         lacking = [entry for entry in entries if self._lacks(entry)]
-        if lacking and not self._succeeds(partial(self.tracker.log, lacking), "failed"):
+        if lacking and not self._succeeds(partial(self.started.log, lacking), "failed"):
             self.num_lost += len(lacking)
 
     def _lacks(self, entry: Entry) -> bool:
@@ -218,7 +213,7 @@ def open_trackers(options: TrackingOptions, output_dir: Path, values: Mapping[st
         options=json.loads(json.dumps(values)),
         facts={"host": socket.gethostname(), "output_dir": str(place)} | {name: start[name] for name in FACTS},
     )
-    return Trackers({title: TRACKERS[title]() for title in options.track}, run)
+    return Trackers({title: TRACKERS[title] for title in options.track}, run)
 
 
 def read_earlier(output_dir: Path, *, last_step: int) -> Iterator[Entry]:
