@@ -109,16 +109,13 @@ class Store:
         return describe_upload(export_dir, f"{self.name}/{export_dir.name}")
 
 
-Destination = Hub | Store
-
-
 class Uploads:
     """Uploads exports one at a time, on rank 0, in a thread that alone calls the place's `prepare` and `upload`.
 
     A thread of an executor holds up an ordinary end of the process; runs end by `exit_process`, which does not wait.
     """
 
-    def __init__(self, place: Destination):
+    def __init__(self, place: Hub | Store):
         self.place, self.has_told = place, False
         self.uploads: dict[Upload, Future[bool]] = {}  # whether they succeeded; without those that newer ones replace
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
@@ -132,7 +129,7 @@ class Uploads:
         try:
             shutil.copytree(export_dir, links, copy_function=link_or_copy)
         except OSError as error:
-            return self.tell(f"{export_dir} cannot be uploaded: {describe_error(error)}", export_dir, kind)
+            return self.tell(f"{export_dir} cannot be uploaded", error, export_dir, kind)
         for older in list(self.uploads) if kind in self.place.newest_only else []:
             if older.export_dir == export_dir and self.uploads[older].cancel():  # it still waits
                 shutil.rmtree(older.links, ignore_errors=True)
@@ -156,18 +153,21 @@ class Uploads:
                 f" {commands}"
             )
 
-    def tell(self, what: str, export_dir: Path | None = None, kind: str = REGULAR) -> None:
+    def tell(self, what: str, error: BaseException, export_dir: Path = Path("EXPORT"), kind: str = REGULAR) -> None:
         """Warns once; later problems are reported together at the end."""
         if not self.has_told:
             self.has_told = True
-            command = self.place.describe_command(export_dir or Path("EXPORT"), kind)
-            log.warning(f"warning: {self.place.option}: {what}; training continues. To upload later: {command}")
+            reason = describe_error(error).removeprefix("ValueError: ")  # which are for users
+            command = self.place.describe_command(export_dir, kind)
+            log.warning(
+                f"warning: {self.place.option}: {what}: {reason}; training continues. To upload later: {command}"
+            )
 
     def _prepare(self) -> None:
         try:
             self.place.prepare()  # at the start of the run, so that problems show early
         except (Exception, SystemExit) as error:
-            self.tell(f"cannot be used: {explain(error)}")
+            self.tell("cannot be used", error)
 
     def _upload(self, upload: Upload) -> bool:
         """Whether it succeeded; problems are told."""
@@ -175,16 +175,10 @@ class Uploads:
             log.info(f"uploaded {upload.export_dir} to {self.place.upload(upload)}")
             return True
         except (Exception, SystemExit) as error:
-            what = f"{upload.export_dir.name} was not uploaded: {explain(error)}"
-            self.tell(what, upload.export_dir, upload.kind)
+            self.tell(f"{upload.export_dir.name} was not uploaded", error, upload.export_dir, upload.kind)
             return False
         finally:
             shutil.rmtree(upload.links, ignore_errors=True)
-
-
-def explain(error: BaseException) -> str:
-    """The first line of an error, with its type unless it is one that we or a library raise for users."""
-    return describe_error(error).removeprefix("ValueError: ")
 
 
 def link_or_copy(source: str, target: str) -> None:

@@ -100,12 +100,9 @@ class StoredOutputs(Outputs):
             if path == self.page:
                 continue
             url = self.name(path)
-            if path.is_dir():
+            if path in directories:  # also one that is not there: an older one's files go
                 upload_directory(path, url)
             elif path.is_file():
                 upload_file(path, url)
-            elif path in directories:
-                for name in list_remote(url):
-                    remove_remote(f"{url}/{name}")
             else:
                 remove_remote(url)
