@@ -299,6 +299,7 @@ def test_data_sets_that_cannot_be_copied(bucket, model, tmp_path, monkeypatch):
         "s3://bucket/rows/": r"s3://bucket/rows/: .*\.arrow, \.parquet or \.jsonl",
         f"{web.url}/t.arrow": "t.arrow.tokenizer: web servers",
         "s3://me:hunter2@bucket/t.arrow": "password",
+        "s3://me:hunter2@bucket/rows/": "password",
     }
     for url, reason in cases.items():
         with pytest.raises(ValueError, match=f"--data-path .*{reason}") as error:
