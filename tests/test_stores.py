@@ -27,14 +27,14 @@ from mini_trainer.data.tokenized.reader import TokenizedData, name_source
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_each_node
-from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options import HubOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import RefusedRedirect
 from mini_trainer.process_data import choose_part, process_data
 from mini_trainer.run import uploads as uploads_module
 from mini_trainer.run.raw_rows import make_data_local
-from mini_trainer.run.uploads import REGULAR, WRITTEN_LAST, Store, Uploads
+from mini_trainer.run.uploads import BEST, REGULAR, WRITTEN_LAST, Hub, Store, Uploads
 from mini_trainer.train import train
 
 ROWS = [chat(i) for i in range(40)]
@@ -513,6 +513,9 @@ def test_commands_that_upload():
     assert describe_upload(here, "gs://b/x") == "gcloud storage rsync --recursive 'runs/a b' gs://b/x"
     assert describe_upload(here, "hf://datasets/me/d/x/y") == "hf upload me/d 'runs/a b' x/y --repo-type dataset"
     assert describe_upload(here, "hf://me/m") == "hf upload me/m 'runs/a b' ."
+    hub = Hub(HubOptions(push_to_hub="me/m"))
+    assert hub.describe_command(here, REGULAR) == "hf upload me/m 'runs/a b' ."
+    assert hub.describe_command(here, BEST) == "hf upload me/m 'runs/a b' . --revision best"
 
 
 @pytest.mark.parametrize(

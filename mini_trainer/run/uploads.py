@@ -170,7 +170,7 @@ class Uploads:
             self.tell("cannot be used", error)
 
     def _upload(self, upload: Upload) -> bool:
-        """Whether it succeeded; problems are told."""
+        """Whether it succeeded; problems are reported."""
         try:
             log.info(f"uploaded {upload.export_dir} to {self.place.upload(upload)}")
             return True

@@ -129,11 +129,11 @@ def find_tokenizer(folder: str, name: str, *, flag: str) -> dict[str, RemoteFile
             f"{flag} {url}: web servers do not list the files of a directory, here of the tokenizer that the data was"
             " made with: download both, and name the copy"
         )
-    found = [] if "/" in name else find_remote(f"{url}/", flag=flag)
-    paths = [PurePosixPath(name, file) for file, _ in found]
-    if not paths or any(part in ("..", "/") for path in paths for part in path.parts):
+    listed = [] if "/" in name else find_remote(f"{url}/", flag=flag)
+    found = {PurePosixPath(name, file): remote for file, remote in listed}
+    if not found or any(part in ("..", "/") for path in found for part in path.parts):
         raise ValueError(f"{flag} {url}: is not a directory of a tokenizer as process_data.py writes it")
-    return {str(path): remote for path, (_, remote) in zip(paths, found, strict=True)}
+    return {str(path): remote for path, remote in found.items()}
 
 
 def fetch_sets(found: Found, cache_dir: str) -> None:
