@@ -40,9 +40,7 @@ def pack_batch(
     first, so a run that lacks memory fails at once. Never needs more steps than first-fit decreasing. Raises
     ValueError for samples that cannot be packed.
     """
-    lengths = _check_lengths(lengths, max_tokens_per_gpu)
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
+    lengths = _check_lengths(lengths, max_tokens_per_gpu, num_ranks)
     if not (attention_cost >= 0 and np.isfinite(attention_cost)):
         raise ValueError(f"attention_cost is {attention_cost}; it must be finite and not negative")
     if len(lengths) == 0:
@@ -75,7 +73,29 @@ def batch_lengths_to_minibatches_lpt(
     batch_lengths: Sequence[int], max_tokens_per_rank: int, num_ranks: int, rank: int
 ) -> list[list[int]]:
     """Returns one rank's column of `pack_batch` at attention_cost 0, `[-1]` if the rank idles."""
-    table = pack_batch(batch_lengths, max_tokens_per_rank, num_ranks)
+    return _take_column(pack_batch(batch_lengths, max_tokens_per_rank, num_ranks), num_ranks, rank)
+
+
+def batch_lengths_to_minibatches(
+    batch_lengths: Sequence[int], max_tokens_per_rank: int, num_ranks: int, rank: int
+) -> list[list[int]]:
+    """Returns one rank's column of a greedy table, `[-1]` if the rank idles: `pack_batch`'s baseline.
+
+    Each sample, in the order given, joins the rank with the fewest tokens; if it does not fit, it opens a new step.
+    """
+    steps: list[list[list[int]]] = []
+    tokens: list[int] = []  # per rank in the last step
+    for i, length in enumerate(_check_lengths(batch_lengths, max_tokens_per_rank, num_ranks).tolist()):
+        if not steps or min(tokens) + length > max_tokens_per_rank:
+            steps.append([[] for _ in range(num_ranks)])
+            tokens = [0] * num_ranks
+        emptiest = tokens.index(min(tokens))
+        steps[-1][emptiest].append(i)
+        tokens[emptiest] += length
+    return _take_column(steps, num_ranks, rank)
+
+
+def _take_column(table: list[list[list[int]]], num_ranks: int, rank: int) -> list[list[int]]:
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}; with num_ranks={num_ranks} it must be in 0..{num_ranks - 1}")
     return [step[rank] or [-1] for step in table]
@@ -100,7 +120,9 @@ def sum_step_costs(
     return float(sum(max(sum(costs[i] for i in indices) for indices in step) for step in micro_batches))
 
 
-def _check_lengths(lengths: Sequence[int], max_tokens_per_gpu: int) -> np.ndarray:
+def _check_lengths(lengths: Sequence[int], max_tokens_per_gpu: int, num_ranks: int) -> np.ndarray:
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
     if max_tokens_per_gpu < 1:
         raise ValueError(f"the cap is {max_tokens_per_gpu} tokens per micro-batch; it must be at least 1")
     array = np.asarray(lengths)

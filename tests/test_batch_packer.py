@@ -122,13 +122,10 @@ def test_ranks_idle_when_samples_are_fewer():
     table = pack_batch([3, 9], max_tokens_per_gpu=10, num_ranks=4)
     assert len(table) == 1
     assert sorted(table[0]) == [[], [], [0], [1]]
-    columns = [batch_lengths_to_minibatches_lpt([3, 9], 10, 4, rank) for rank in range(4)]
-    assert sorted(columns) == [[[-1]], [[-1]], [[0]], [[1]]]
 
 
 def test_no_samples_need_no_micro_batches():
     assert pack_batch([], 10, 4) == []
-    assert batch_lengths_to_minibatches_lpt([], 10, 4, 0) == []
 
 
 def test_samples_at_the_cap_stay_alone():
@@ -231,12 +228,6 @@ def test_the_costliest_step_is_first():
 def test_what_cannot_be_packed_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         pack_batch(*arguments)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_out_of_range_is_refused(rank):
-    with pytest.raises(ValueError, match=rf"rank is {rank}.*0\.\.1"):
-        batch_lengths_to_minibatches_lpt([3], 10, 2, rank)
 
 
 def draw_images(lengths, cap, seed, share=0.6):
