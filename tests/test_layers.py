@@ -316,6 +316,7 @@ PRINT = {
     "use.inference.terminal": "pieces of answers, each made visible",
     "run.training_log": "JSON in ASCII",
     "options.command_line": "the user's options as YAML",
+    "options.help": "our own texts",
     "__main__": "the user's own words",
     "distributed.children": "lines of a script, which are clean",
     "run.raw_rows": "lines of a script, which are clean",

@@ -16,6 +16,14 @@ REQUIRED = {
 FLAGS = [
     ("--bach-size 3", "unknown option --bach-size; did you mean --batch-size?"),
     ("--lr 1e-5", "unknown option --lr; did you mean --learning-rate?"),
+    ("--launcher x", "unknown option --launcher"),
+    ("--preview 3", "unknown option --preview; --preview is an option of process_data.py"),
+    ("--wandb_run_name x", "unknown option --wandb-run-name: --track wandb, with --track-name"),
+    (
+        "--lora-target-modules q_proj,v_proj",
+        "--lora-target-modules q_proj,v_proj: values of a list are separated by spaces:"
+        " --lora-target-modules q_proj v_proj (in a file: [q_proj, v_proj])",
+    ),
     (
         "--lr-scheduler triangle",
         "--lr-scheduler triangle: allowed: constant_with_warmup, constant, linear, cosine, cosine_with_restarts, "
@@ -65,6 +73,16 @@ PROBLEMS = [
 # Contents of a file of train.py's options; DIR stands for its folder.
 FILES = [
     ("bach_size: 3", "unknown option 'bach_size'; did you mean 'batch_size'?"),
+    ("launcher: x", "unknown option 'launcher'"),
+    (
+        "use_cpu: true",
+        "unknown option 'use_cpu': a machine without a GPU trains on the CPU; CUDA_VISIBLE_DEVICES= hides GPUs",
+    ),
+    (
+        "track: wandb, mlflow",
+        "--track wandb, mlflow: values of a list are separated by spaces: --track wandb mlflow"
+        " (in a file: [wandb, mlflow])",
+    ),
     ("compile: 1", "compile: given 1, allowed: true or false"),
     ("output_dir:", "output_dir: given null, allowed: a value; leave the line out for the default, if it has one"),
     (

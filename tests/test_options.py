@@ -22,11 +22,10 @@ from mini_trainer.objectives.specs import find_class
 from mini_trainer.options import TrainOptions, flatten_options, group_options, list_types, replace_options, tools
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.names_elsewhere import NAMES_ELSEWHERE, find_closest
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES
 from mini_trainer.options.problems import packages
 from mini_trainer.options.problems.finding import find_problems, find_wrong_options
-from mini_trainer.options.tools import GenerateOptions, ProcessDataOptions
+from mini_trainer.options.tools import ProcessDataOptions
 
 ROOT = Path(__file__).parent.parent
 OTHERS = sorted({*PROGRAMS} - {"train"})  # words of mini-trainer
@@ -123,23 +122,6 @@ def test_bad_flags_get_one_message(argv, reasons, capfd):
     message = refuse([*REQUIRED, *argv], capfd)
     for reason in reasons:
         assert reason in message
-
-
-@pytest.mark.parametrize(
-    ("flag", "meant"),
-    [("--lr", "--learning-rate"), ("--save_steps", "--checkpoint-every-steps"), ("--no-osf", "--no-osft")],
-)
-def test_another_trainers_flag_names_the_one_here(flag, meant, capfd):
-    assert re.search(rf"option {flag.replace('_', '-')};.* {meant}\?", refuse([*REQUIRED, flag, "1"], capfd))
-
-
-def test_names_elsewhere_are_none_of_this_programs_and_stand_for_its_own():
-    train, data, generate = map(list_types, (TrainOptions, ProcessDataOptions, GenerateOptions))
-    assert not NAMES_ELSEWHERE.keys() & (train.keys() | data.keys())
-    for name, meant in NAMES_ELSEWHERE.items():
-        assert set(meant) <= train.keys() | data.keys() | generate.keys(), name
-    assert find_closest("packing", train) is None
-    assert find_closest("data", train) == "data_path" and find_closest("data", data) == "input_file"
 
 
 def test_bad_flags_end_the_script_without_a_traceback():

@@ -9,13 +9,12 @@ import io
 import itertools
 import logging
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer.distributed.command import describe_version, name_command
 from mini_trainer.distributed.ending import exit_with_message, shorten_interrupts
@@ -25,13 +24,12 @@ from mini_trainer.options import (
     TrainOptions,
     flag_name,
     flatten_options,
-    iterate_fields,
     list_preset_values,
     list_types,
     replace_options,
 )
 from mini_trainer.options.choices import list_choices
-from mini_trainer.options.fields import flag_for, name_type
+from mini_trainer.options.fields import flag_for
 from mini_trainer.options.problems.finding import find_problems
 
 HELP = ("--help", "-h")
@@ -51,6 +49,8 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         sys.exit()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
     if (topic := find_topic(argv)) is not None:
+        from mini_trainer.options.help import show_help
+
         show_help(options_class, topic, is_shown=is_first)
     try:
         import tyro
@@ -66,6 +66,10 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         argv, allowed = take_allowed(argv, options_class)
         refuse_repeated_flags(argv, options_class)
         refuse_empty_flags(argv, options_class)
+        if any("," in word for word in argv):
+            from mini_trainer.options.misread import refuse_joined_values
+
+            refuse_joined_values(iterate_flags(argv), options_class)
         check_unicode([os.getcwd(), *argv])
         words = [*read_configs(argv, options_class, allowed), *argv]
         check_unicode(words)
@@ -100,23 +104,10 @@ def find_topic(argv: Sequence[str]) -> str | None:
     return None
 
 
-def show_help(options_class: type, topic: str, *, is_shown: bool) -> NoReturn:
-    """Prints the help on a topic, and exits."""
-    from mini_trainer.options.help import describe_help
-
-    try:
-        text = describe_help(options_class, topic, command=name_command())
-    except ValueError as error:
-        exit_with_message(str(error))
-    if is_shown:
-        print_as_is(f"{text}\n", sys.stdout)
-    sys.exit()
-
-
 def leave_out_callbacks(options: TrainOptions, argv: list[str], *, is_first: bool) -> TrainOptions:
     """The options of a dry run, which imports only the callbacks that the command line itself names."""
     named = options.callbacks.callbacks
-    if not named or any(word.partition("=")[0] == "--callbacks" for word in argv):
+    if not named or "callbacks" in dict(iterate_flags(argv)):
         return options
     if is_first:
         say(f"dry run: callbacks of --config are not imported: {', '.join(named)}; --callbacks NAME imports them")
@@ -156,17 +147,9 @@ def reading_flags(options_class: type) -> Iterator[None]:
             raise
         lines = [line.strip("│").rstrip() for line in said.getvalue().splitlines() if line[:1] not in "╭╰"]
         message = itertools.takewhile(lambda line: "──" not in line, lines)  # below the first rule is help
+        from mini_trainer.options.misread import describe_misread
+
         raise ValueError(describe_misread(textwrap.dedent("\n".join(message)), options_class)) from None
-
-
-def describe_misread(message: str, options_class: type) -> str:
-    """tyro's message in one line, if it is about a value of another type; otherwise as it is."""
-    misread = re.match(r"Error parsing (--[\w-]+): .*?(\[.*?\]|'.*?')", message, re.DOTALL)
-    if misread is None:
-        return message
-    flag, given = misread.groups()
-    kind = list_types(options_class)[name_option(flag)]
-    return f"{flag}: given {given.strip('[]')}, allowed: {name_type(kind).removesuffix(' or null')}"
 
 
 def check_unicode(words: list[str]) -> None:
@@ -190,63 +173,59 @@ def refuse_hub_kernels() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it advises to install that package
 
 
+def iterate_flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the names of the words' flags, with no_ for --no-, and their values."""
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            flag, equals, first = word.partition("=")
+            others = itertools.takewhile(lambda after: not after.startswith("--"), words[i + 1 :])
+            yield flag.removeprefix("--").replace("-", "_"), [*([first] if equals else []), *others]
+
+
 def find_preset_words(words: list[str], options_class: type) -> list[str]:
     """The command line of the preset that `words` name, without options that they have themselves."""
     if options_class is not TrainOptions:
         return []
-    names = [after for word, after in itertools.pairwise([*words, ""]) if word == "--preset"]
-    names += [word.removeprefix("--preset=") for word in words if word.startswith("--preset=")]
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    values = list_preset_values(names[-1] if names else None, given)  # tyro refuses a name that is none
+    given = dict(iterate_flags(words))
+    preset = (given.get("preset") or [None])[-1]  # tyro refuses a name that is none
     types = list_types(TrainOptions)
+    values = list_preset_values(preset, given)
     return [word for name, value in values.items() for word in flag_for(name, value, field_type=types[name])]
 
 
 def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
     """Refuses two values for one option, of which one would be dropped silently."""
-    names = [word.split("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
-    names = [name.removeprefix("no_") for name in names]
-    repeated = {option.name for option, _ in iterate_fields(options_class) if names.count(option.name) > 1}
+    names = [name.removeprefix("no_") for name, _ in iterate_flags(argv)]
+    repeated = {name for name in list_types(options_class) if names.count(name) > 1}
     if repeated:
         raise ValueError(f"given more than once: {', '.join(map(flag_name, sorted(repeated)))}")
 
 
 def refuse_empty_flags(argv: list[str], options_class: type) -> None:
     """ValueError for a flag that takes several values and has none, which would have no effect."""
-    names = [name for name, field_type in list_types(options_class).items() if get_origin(field_type) is tuple]
-    for word, after in itertools.pairwise([*argv, "--"]):
-        name, equals, value = word.partition("=")
-        is_empty = not value if equals else after.startswith("--")
-        if is_empty and name.startswith("--") and name.removeprefix("--").replace("-", "_") in names:
-            raise ValueError(f"{name}: given without a value; give one or more, or leave it out")
+    types = list_types(options_class)
+    for name, values in iterate_flags(argv):
+        if values in ([], [""]) and get_origin(types.get(name)) is tuple:
+            raise ValueError(f"{flag_name(name)}: given without a value; give one or more, or leave it out")
 
 
 def refuse_unknown_words(words: list[str], options_class: type) -> None:
     """ValueError for flags that do not exist, and for values that are none of a flag's choices, with what is close."""
     types, problems = list_types(options_class), []
     choices = {name: values for name, values in list_choices(options_class).items() if takes_choices_only(types[name])}
-    flags = {flag_name(name): name for name in types}
-    flags |= {flag.replace("--", "--no-", 1): name for flag, name in flags.items() if types[name] is bool}
-    for word, after in itertools.pairwise([*words, "--"]):
-        flag, equals, value = word.partition("=")
-        flag, value = flag.replace("_", "-"), value if equals else after
-        if not flag.startswith("--") or flag == "--help":
-            continue
-        if flag not in flags:
-            from mini_trainer.options.names_elsewhere import find_closest
+    known = [*types, *(f"no_{name}" for name, kind in types.items() if kind is bool)]
+    for name, values in iterate_flags(words):
+        allowed = choices.get(name)
+        if name not in known:
+            from mini_trainer.options.names_elsewhere import describe_unknown
 
-            close = find_closest(name_option(flag), [name_option(known) for known in flags])
-            problems.append(f"unknown option {flag}{'' if close is None else f'; did you mean {flag_name(close)}?'}")
-        elif flags[flag] in choices and not value.startswith("--") and value not in (*choices[flags[flag]], "None"):
-            allowed = choices[flags[flag]]
-            problems.append(f"{flag} {value}: allowed: {', '.join(allowed)}{suggest(value, allowed)}")
+            problems.append(f"unknown option {flag_name(name)}{describe_unknown(name, known, spell=flag_name)}")
+        elif allowed and values and values[0] not in (*allowed, "None"):
+            problems.append(
+                f"{flag_name(name)} {values[0]}: allowed: {', '.join(allowed)}{suggest(values[0], allowed)}"
+            )
     if problems:
         raise ValueError("\n  ".join(problems))
-
-
-def name_option(flag: str) -> str:
-    """The name of a flag's option, with no_ for --no-."""
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def takes_choices_only(kind: Any) -> bool:
@@ -274,11 +253,6 @@ def read_configs(argv: list[str], options_class: type, allowed: Collection[str])
 
 def find_configs(argv: list[str], options_class: type) -> list[Path]:
     """The values of `--config F G` or `--config=F G`; none for options without such files."""
-    if all(option.name != "config" for option, _ in iterate_fields(options_class)):
+    if "config" not in list_types(options_class):
         return []
-    for i, flag in enumerate(argv):
-        name, equals, first = flag.partition("=")
-        if name == "--config":
-            others = itertools.takewhile(lambda word: not word.startswith("--"), argv[i + 1 :])
-            return [Path(word) for word in [*([first] if equals else []), *others]]
-    return []
+    return [Path(value) for name, values in iterate_flags(argv) if name == "config" for value in values]

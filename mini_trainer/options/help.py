@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -13,12 +12,27 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
+from mini_trainer.distributed.command import name_command
+from mini_trainer.distributed.ending import exit_with_message
+from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.options.fields import flag_name, iterate_fields, list_groups, list_types
+from mini_trainer.options.names_elsewhere import describe_unknown
 
 ALONE = "general"  # options of no group, as a topic
 MOST_WIDTH, INDENT = 100, " " * 6
+
+
+def show_help(options_class: type, topic: str, *, is_shown: bool) -> NoReturn:
+    """Prints the help on a topic, and exits."""
+    try:
+        text = describe_help(options_class, topic, command=name_command())
+    except ValueError as error:
+        exit_with_message(str(error))
+    if is_shown:
+        print_as_is(f"{text}\n", sys.stdout)
+    sys.exit()
 
 
 def describe_help(options_class: type, topic: str, *, command: str) -> str:
@@ -43,10 +57,9 @@ def describe_help(options_class: type, topic: str, *, command: str) -> str:
         name for name, text in texts.items() if topic in name or word.lower() in text.lower()
     }
     if not found:
-        close = difflib.get_close_matches(topic, [*of_groups, *groups], n=1)
-        meant = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+        answer = describe_unknown(topic, [*of_groups, *groups], spell=lambda name: name.replace("_", "-"))
         raise ValueError(
-            f"--help {topic.replace('_', '-')}: no option, group or text has this word{meant}"
+            f"--help {topic.replace('_', '-')}: no option, group or text has this word{answer}"
             + (f"; groups: {', '.join(groups)}" if groups else "")
         )
     return "\n\n".join(describe_options(options_class, found))

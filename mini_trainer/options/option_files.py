@@ -11,12 +11,13 @@ import yaml
 
 from mini_trainer.options import environment, iterate_fields, list_types
 from mini_trainer.options.fields import flag_for
-from mini_trainer.options.names_elsewhere import find_closest
+from mini_trainer.options.misread import refuse_joined_values
 from mini_trainer.options.reading import read_small
 
 MOST_BYTES = 1 << 20  # of a YAML file
 MOST_KEYS = 10_000
 MOST_VALUES = 100_000  # of a YAML file, with its aliases expanded
+MOST_LISTED = 40  # options that a message lists; --help all has those of train.py
 MOST_PROBLEMS = 20  # of one file that a message lists
 DATE, TEXT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:str"
 
@@ -135,7 +136,9 @@ def read_configs_as_flags(paths: list[Path], options_class: type, *, allowed: Co
         with naming_place(f"--config {path}"):
             if groups:
                 raise ValueError(f"{', '.join(groups)}: the file has no groups: write the options below it without it")
-            flags |= convert_known(given, types, lambda name, value: flag_for(name, value, field_type=types[name]))
+            read = convert_known(given, types, lambda name, value: flag_for(name, value, field_type=types[name]))
+            refuse_joined_values(((name, words[1:]) for name, words in read.items()), options_class)
+            flags |= read
     return [word for words in flags.values() for word in words]
 
 
@@ -145,9 +148,12 @@ def convert_known(given: Any, known: Collection[str], convert: Callable[[str, An
     def convert_one(name: str, value: Any) -> Any:
         if name in known:
             return convert(name, value)
-        close = find_closest(name, known)
-        hint = f"allowed: {', '.join(known)}" if close is None else f"did you mean {close!r}?"
-        raise ValueError(f"unknown option {name!r}; {hint}")
+        from mini_trainer.options.names_elsewhere import describe_unknown
+
+        answer = describe_unknown(name, known, spell=repr)
+        if not answer and len(known) <= MOST_LISTED:
+            answer = f"; allowed: {', '.join(known)}"
+        raise ValueError(f"unknown option {name!r}{answer}")
 
     return convert_each(name_values(given), convert_one)
 
