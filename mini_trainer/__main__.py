@@ -113,7 +113,8 @@ COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see distri
 # Options of torchrun that `PARALLEL` words take beside their own; each has one value.
 TORCHRUN_OPTIONS = {
     "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; train starts one per GPU",
-    "nnodes": "machines, each of which runs the same command",
+    "nnodes": "machines, each of which runs the same command; MIN:MAX if they may leave and join",
+    "max-restarts": "how often ranks are started again after a failure; with --nnodes MIN:MAX, on the machines left",
     "node-rank": "number of this machine, from 0, where there is no rendezvous",
     "rdzv-id": "name of the job, the same on every machine",
     "rdzv-backend": "how the machines meet: c10d",
@@ -309,8 +310,10 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
 
         flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
         os.environ |= find_this_package()
+        if ":" in torchrun_options.get("nnodes", ""):
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a machine could not join later: see meeting.py
         torchrun([*flags, "--no-python", *name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv])
-        return 0
+        killed_by = None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
@@ -323,9 +326,10 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         return INTERRUPTED
     except ValueError as error:  # what torchrun says of an option's value
         refuse(f"torchrun: {error}")
-    # The ranks heard of it and ended together: they have written why.
-    was_written = exit_file is not None and exit_file.exists() and identify_file(exit_file) != before
-    return json.loads(exit_file.read_text())["code"] if was_written else 128 + killed_by
+    # The ranks of a run end together, and write why: for torchrun, a stop that was asked for is no failure.
+    if exit_file is not None and exit_file.exists() and identify_file(exit_file) != before:
+        return json.loads(exit_file.read_text())["code"]
+    return 0 if killed_by is None else 128 + killed_by
 
 
 def end_with(parent: int) -> None:

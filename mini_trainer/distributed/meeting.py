@@ -4,6 +4,8 @@ Until then there is neither a process group nor a lifeline, so only the store kn
 """
 
 import os
+import re
+import secrets
 import socket
 import threading
 import time
@@ -13,17 +15,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.distributed.command import repeat_command
+from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.messages import describe_ranks, say
 from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks
 
 SECONDS_PER_NOTICE = 30.0
+SECONDS_PER_LOOK = 2.0  # between looks for a newer start
 MOST_NODES = 8  # nodes that a message lists one by one
-ARRIVED, NUM_ARRIVED, COMPLETE = "arrived", "num_arrived", "complete"  # keys of the store
+NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: rank 0 then hosts the store
+NEWEST = "newest start"  # key of the store
+ARRIVED, NUM_ARRIVED, ALL_ARRIVED, COMPLETE = "arrived", "num_arrived", "all_arrived", "complete"  # keys of a start
 
 
 def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.Store:
-    """Returns the store that torchrun's environment names, once every rank has registered in it.
+    """Returns this start's part of the store that torchrun's environment names, once every rank has registered there.
 
     While ranks are missing, the first rank of each node lists them every 30 s; RunError after `timeout` s.
     """
@@ -32,14 +38,11 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
     try:
         with late_notice(seconds_per_notice, f"waiting for the rendezvous at {host}, port {port}"):
             store = open_store(host, port, rank, world_size, timeout=timeout)
-        # One string for all arrivals: reading it takes one request, not one per rank.
-        store.append(ARRIVED, f"{rank} {socket.gethostname()}\n")
-        if store.add(NUM_ARRIVED, 1) == world_size:
-            store.set(COMPLETE, "yes")
-        while not is_complete(store, min(seconds_per_notice, deadline - time.monotonic())):
+        start = Start(store, rank, world_size)
+        while not start.is_complete(min(seconds_per_notice, deadline - time.monotonic())):
             missing = "other ranks"  # Only one rank of a node reads who has arrived: for all it would be N² bytes.
             if is_first_of_node():
-                missing = describe_missing(store.get(ARRIVED).decode(), world_size, count_local_ranks())
+                missing = start.describe_missing()
             if time.monotonic() >= deadline:
                 raise RunError(
                     ExitCode.PEER_DIED,
@@ -52,13 +55,18 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
         raise RunError(
             ExitCode.PEER_DIED, f"no rendezvous at {host}, port {port} (--start-timeout {timeout:g}): {reason}"
         ) from None
-    return store
+    return start.store
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: float) -> dist.Store:
     """The store of torchrun's agent, or one hosted by rank 0 if there is no agent."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    if has_agent and rank == 0 and takes_machines_later():
+        log.warning(
+            "warning: torchrun --nnodes MIN:MAX: a machine that joins later would wait forever for the address of"
+            f" torchrun's store: set {NO_AGENT_STORE}=1 for torchrun on every machine"
+        )
+    return dist.TCPStore(
         host,
         port,
         world_size,
@@ -66,13 +74,62 @@ def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: flo
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
     )
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def is_complete(store: dist.Store, seconds: float) -> bool:
-    """Waits at most this long for all ranks to arrive; returns whether they have."""
+def takes_machines_later() -> bool:
+    """Whether torchrun was started for a range of machines, by option or environment."""
+    words = " ".join([*repeat_command(), "--nnodes", os.environ.get("PET_NNODES", "")])
+    return re.search(r"--nnodes[= ]\d+:\d", words) is not None
+
+
+class Start:
+    """One start of all ranks, in a store that may also hold those before torchrun restarted them.
+
+    Rank 0 names it, and confirms that it is complete, so that no rank takes an earlier one for its own. torchrun's
+    count of restarts does not tell them apart: every node has its own, and a node that joins later begins at 0.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.all_starts, self.rank, self.world_size = store, rank, world_size
+        self.store, self.name, self.is_over = store, "", True
+        if rank == 0:
+            store.set(NEWEST, f"{secrets.token_hex(8)} of {world_size}")
+
+    def is_complete(self, seconds: float) -> bool:
+        """Waits at most this long for all ranks to arrive; returns whether they have."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and has_key(self.all_starts, NEWEST, left):
+            self._join(self.all_starts.get(NEWEST).decode())
+            look = min(SECONDS_PER_LOOK, left)
+            if self.is_over:
+                time.sleep(look)
+            elif has_key(self.store, ALL_ARRIVED if self.rank == 0 else COMPLETE, look):
+                self.store.set(COMPLETE, "yes")
+                return True
+        return False
+
+    def _join(self, newest: str) -> None:
+        """Registers in the newest start, unless this rank has."""
+        if newest == self.name:
+            return
+        self.name, self.store = newest, dist.PrefixStore(newest, self.all_starts)
+        # One string for all arrivals: reading it takes one request, not one per rank.
+        self.store.append(ARRIVED, f"{self.rank} {socket.gethostname()}\n")
+        number = self.store.add(NUM_ARRIVED, 1)
+        self.is_over = number > self.world_size or not newest.endswith(f" of {self.world_size}")
+        if number == self.world_size:
+            self.store.set(ALL_ARRIVED, "yes")
+
+    def describe_missing(self) -> str:
+        if self.is_over:
+            return "rank 0"
+        return describe_missing(self.store.get(ARRIVED).decode(), self.world_size, count_local_ranks())
+
+
+def has_key(store: dist.Store, key: str, seconds: float) -> bool:
+    """Waits at most this long for the key to be set."""
     try:
-        store.wait([COMPLETE], timedelta(seconds=max(seconds, 0.001)))
+        store.wait([key], timedelta(seconds=max(seconds, 0.001)))
     except dist.DistStoreError:
         return False
     return True

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
-from mini_trainer.distributed.command import find_installed_command
 from mini_trainer.distributed.ending import (
     SECONDS_TO_BE_ENDED,
     STOPPED,
@@ -335,8 +334,8 @@ class Watch:
     def _leave(self, code: int) -> NoReturn:
         """Exits with `code`, or under torchrun with 0 after a stop that was asked for, with everything saved.
 
-        torchrun would report a failure at length, and with --max-restarts start the ranks again; `mini-trainer` returns
-        the code.
+        torchrun would report a failure at length, and with --max-restarts start the ranks again. `mini-trainer` returns
+        the code, which it reads in exit.json.
         """
         is_stop = self.goodbye is not None and code in STOPPED
-        exit_process(ExitCode.DONE if is_stop and self.has_torchrun and find_installed_command() is None else code)
+        exit_process(ExitCode.DONE if is_stop and self.has_torchrun else code)
