@@ -24,9 +24,11 @@ if TYPE_CHECKING:
         ShardingStrategies,
         TorchrunArgs,
         TrainingArgs,
+        TrainingMode,
     )
     from mini_trainer.api.errors import TrainingError
     from mini_trainer.api.launch import TrainingResult, process_data, run_training
+    from mini_trainer.api.trainer_callbacks import TrainerCallback, TrainingContext
     from mini_trainer.options import OSFTOptions
     from mini_trainer.run.hooks import Answer, Callback, StartedRun
 
@@ -46,8 +48,11 @@ __all__ = [
     "ShardingStrategies",
     "StartedRun",
     "TorchrunArgs",
+    "TrainerCallback",
     "TrainingArgs",
+    "TrainingContext",
     "TrainingError",
+    "TrainingMode",
     "TrainingResult",
     "process_data",
     "run_training",
@@ -56,6 +61,7 @@ __all__ = [
 MODULES = {  # of these names; all others are in api.arguments
     **dict.fromkeys(("Answer", "Callback", "StartedRun"), "run.hooks"),
     **dict.fromkeys(("TrainingResult", "process_data", "run_training"), "api.launch"),
+    **dict.fromkeys(("TrainerCallback", "TrainingContext"), "api.trainer_callbacks"),
     "TrainingError": "api.errors",
     "OSFTOptions": "options",
 }

@@ -2,17 +2,16 @@
 
 Every option of train.py is a field of `TrainingArgs`, and every option of process_data.py one of `DataProcessArgs`,
 under its own name and with its default from `options/`. The fields declared below have the names and meanings of
-InstructLab's trainer.
+InstructLab's trainer and of Red Hat's mini_trainer.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from mini_trainer.options import OSFTOptions, TrainOptions, iterate_fields
 from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.run.hooks import Callback
 
 
 class Given(Enum):
@@ -27,10 +26,17 @@ class Given(Enum):
 NOTHING = Given.NOTHING
 
 
+class FieldsByName:
+    """pydantic's `model_fields`, in which callers of InstructLab's trainer look for a field."""
+
+    def __get__(self, instance: Any, owner: type) -> dict[str, Any]:
+        return {field.name: field for field in dataclasses.fields(owner)}
+
+
 def make_own_fields(name: str, options_class: type) -> type:
     """Makes a dataclass with a field for every option of every group; all fields are optional."""
     fields = [(option.name, option.type | Given, field(default=NOTHING)) for option, _ in iterate_fields(options_class)]
-    return dataclasses.make_dataclass(name, fields, kw_only=True)
+    return dataclasses.make_dataclass(name, fields, kw_only=True, namespace={"model_fields": FieldsByName()})
 
 
 class DistributedBackend(Enum):
@@ -102,21 +108,31 @@ class DeepSpeedOptions:
     save_samples: int | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PretrainingConfig:
-    """Documents in blocks; `run_training` refuses this and says what to do instead."""
+    """Pre-training: documents are joined, and cut into blocks of this many tokens."""
 
     block_size: int
-    document_column_name: str = "document"
+    document_column_name: str = "document"  # of documents that are not tokenized yet
+
+
+class TrainingMode(StrEnum):
+    """Red Hat's name for the end of a run: which of `max_epochs`, `max_steps` and `max_tokens` counts."""
+
+    EPOCH = "epoch"
+    STEP = "step"
+    TOKEN = "token"
+    INFINITE = "infinite"
 
 
 @dataclass(kw_only=True)
 class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """Training arguments: any option of train.py, under its own name or InstructLab's, but not both.
 
-    With `process_data`, `data_path` names chats, which are first tokenized into `data_output_dir`; without, it names
-    the output of process_data.py. Alternatives to `data_path` are `input_file`, `input_dataset` and `mock_data`.
-    `lora` and `osft` take True, with separate options, or an object that holds their options.
+    If `data_path` names chats, they are first tokenized into `data_output_dir`; if it names tokenized data, that is
+    what is trained on, and with `process_data=False` nothing is tokenized. Alternatives to `data_path` are
+    `input_file`, `input_dataset` and `mock_data`. `lora` and `osft` take True, with separate options, or an object that
+    holds their options.
     """
 
     process_data: bool = True
@@ -167,8 +183,9 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     disable_flash_attn: bool = False
     """`attention="sdpa"`."""
 
-    callbacks: type[Callback] | str | tuple[type[Callback] | str, ...] | Given = NOTHING
-    """Classes derived from `Callback`, or their import paths, package.module:Class."""
+    callbacks: Any = NOTHING
+    """Classes derived from `Callback` or from Red Hat's `TrainerCallback`, objects of them, or import paths,
+    package.module:Class; one, or a list."""
 
     mlflow_tracking_uri: str | None = None
     """Track with MLflow at this address."""
@@ -187,16 +204,44 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     is_padding_free: bool | None = None
     """No effect: training is always padding-free."""
 
-    use_dolomite: Any = NOTHING
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    use_legacy_tmpl: Any = NOTHING
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    accelerate_full_state_at_epoch: Any = NOTHING
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    on_demand_checkpointing: Any = NOTHING
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    pretraining_config: Any = NOTHING
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
+    training_mode: TrainingMode | str | Given | None = NOTHING
+    """Which of `max_epochs`, `max_steps` and `max_tokens` ends the run. Callers that give it are written for Red Hat's
+    mini_trainer: its defaults apply where they differ (docs/training_hub.md)."""
+    beta1: float | Given = NOTHING
+    beta2: float | Given = NOTHING
+    eps: float | Given = NOTHING
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """transformers' arguments of the schedule: `min_lr`, `min_lr_rate`, `num_cycles`, `power`, `lr_end`,
+    `num_decay_steps`, `min_lr_ratio`."""
+    train_dtype: str | Given | None = NOTHING
+    """Data type of the weights: `master_weights`."""
+    save_dtype: str | Given | None = NOTHING
+    """Data type of exports: `export_dtype`."""
+    osft_upcast_dtype: str | Given | None = NOTHING
+    """No effect: OSFT decomposes in float64 and computes in float32; lower precision is refused."""
+    min_samples_per_validation: int | None = None
+    """Validate whenever this many samples were trained on: `validate_every_steps`, by `batch_size`."""
+    validate_at_final: bool | Given | None = NOTHING
+    """No effect: validation data is always measured after the last step."""
+    save_best_val_loss: bool | Given | None = NOTHING
+    """Export the best model: `export_best`."""
+    val_loss_improvement_threshold: float | Given | None = NOTHING
+    """By how much a validation has to be better to be the best: `best_metric="loss:0.01"`."""
+    resume_from_full_state_checkpoint: str | Given | None = NOTHING
+    """Directory of a checkpoint to resume from: `resume`."""
+    accelerate_full_state_at_epoch: bool | Given | None = NOTHING
+    """No effect: checkpoints hold the full state, always."""
+    on_demand_checkpointing: bool | Given | None = NOTHING
+    """No effect: every run saves its state when it is asked to stop."""
+    pretraining_config: PretrainingConfig | None = None
+    """Documents, tokenized or not, in blocks of tokens."""
+
+    use_dolomite: bool | Given | None = NOTHING
+    """Refused: every model of transformers is trained with packed sequences."""
+    use_legacy_tmpl: bool | Given | None = NOTHING
+    """Refused: name the template's Jinja file with `chat_tmpl_path`."""
+    osft_output_dtype: str | Given | None = NOTHING
+    """Refused: exports have one data type, `save_dtype`."""
 
 
 @dataclass(kw_only=True)

@@ -1,12 +1,11 @@
 """Made by `python -m mini_trainer.api.stub`: types of arguments.py for editors and type checkers."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
 from mini_trainer.options import OSFTOptions
-from mini_trainer.run.hooks import Callback
 
 class Given(Enum):
     """Type of `NOTHING`, which marks a field without a value: the option's own default applies."""
@@ -17,6 +16,12 @@ class Given(Enum):
         return self.value
 
 NOTHING = Given.NOTHING
+
+class FieldsByName:
+    """pydantic's `model_fields`, in which callers of InstructLab's trainer look for a field."""
+
+    def __get__(self, instance: Any, owner: type) -> dict[str, Any]:
+        return {field.name: field for field in dataclasses.fields(owner)}
 
 class DistributedBackend(Enum):
     """InstructLab's names of backends; only FSDP (here FSDP2) is implemented."""
@@ -80,20 +85,29 @@ class DeepSpeedOptions:
     cpu_offload_optimizer_pin_memory: bool = False
     save_samples: int | None = None
 
-@dataclass(kw_only=True)
+@dataclass
 class PretrainingConfig:
-    """Documents in blocks; `run_training` refuses this and says what to do instead."""
+    """Pre-training: documents are joined, and cut into blocks of this many tokens."""
 
     block_size: int
-    document_column_name: str = "document"
+    document_column_name: str = "document"  # of documents that are not tokenized yet
+
+class TrainingMode(StrEnum):
+    """Red Hat's name for the end of a run: which of `max_epochs`, `max_steps` and `max_tokens` counts."""
+
+    EPOCH = "epoch"
+    STEP = "step"
+    TOKEN = "token"
+    INFINITE = "infinite"
 
 @dataclass(kw_only=True)
 class TrainingArgs:
     """Training arguments: any option of train.py, under its own name or InstructLab's, but not both.
 
-    With `process_data`, `data_path` names chats, which are first tokenized into `data_output_dir`; without, it
-    names the output of process_data.py. Alternatives to `data_path` are `input_file`, `input_dataset` and
-    `mock_data`. `lora` and `osft` take True, with separate options, or an object that holds their options."""
+    If `data_path` names chats, they are first tokenized into `data_output_dir`; if it names tokenized data, that is
+    what is trained on, and with `process_data=False` nothing is tokenized. Alternatives to `data_path` are
+    `input_file`, `input_dataset` and `mock_data`. `lora` and `osft` take True, with separate options, or an object
+    that holds their options."""
     output_dir: str | Path | Given = ...
     """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
     config: str | Path | tuple[str | Path, ...] | list[str | Path] | Given = ...
@@ -287,7 +301,7 @@ class TrainingArgs:
     best_metric: str | Path | Given = ...
     """Metric of the best model and of early stopping: loss, perplexity or token_accuracy; for classifiers loss,
     accuracy, precision, recall, f1, f1_weighted or matthews; for regression loss, mse, mae, pearson or spearman;
-    for preferences loss, rewards/accuracies or rewards/margins."""
+    for preferences loss, rewards/accuracies or rewards/margins. METRIC:D, such as loss:0.01: better by more than D."""
     write_predictions: bool | Given = ...
     """Classifiers: write each validation's predictions to OUTPUT_DIR/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None | Given = ...
@@ -412,8 +426,9 @@ class TrainingArgs:
     """Project, or MLflow experiment. Default: from the tracker's environment, else mini_trainer."""
     track_name: str | Path | None | Given = ...
     """Name of the run. Default: the name of OUTPUT_DIR."""
-    callbacks: type[Callback] | str | Path | tuple[type[Callback] | str | Path, ...] | list[type[Callback] | str | Path] | Given = ...
-    """Classes derived from `Callback`, or their import paths, package.module:Class."""
+    callbacks: Any = ...
+    """Classes derived from `Callback` or from Red Hat's `TrainerCallback`, objects of them, or import paths,
+    package.module:Class; one, or a list."""
     callback_errors: Literal['stop', 'log'] | Given = ...
     """After an exception in a callback. stop: end the run with a checkpoint and exit code 1; log: log each kind once
     and continue."""
@@ -609,16 +624,46 @@ class TrainingArgs:
     """Refused: `track="tensorboard"` writes into the run's directory."""
     is_padding_free: bool | None = ...
     """No effect: training is always padding-free."""
-    use_dolomite: Any = ...
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    use_legacy_tmpl: Any = ...
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    accelerate_full_state_at_epoch: Any = ...
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    on_demand_checkpointing: Any = ...
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
-    pretraining_config: Any = ...
-    """Refused: InstructLab's option has no counterpart (`api.commands.NO_COUNTERPART`)."""
+    training_mode: TrainingMode | str | Path | Given | None = ...
+    """Which of `max_epochs`, `max_steps` and `max_tokens` ends the run. Callers that give it are written for Red Hat's
+    mini_trainer: its defaults apply where they differ (docs/training_hub.md)."""
+    beta1: float | Given = ...
+    """`adam_beta1`: AdamW's decay of the first moment."""
+    beta2: float | Given = ...
+    """`adam_beta2`: AdamW's decay of the second moment."""
+    eps: float | Given = ...
+    """`adam_eps`: AdamW's epsilon."""
+    lr_scheduler_kwargs: dict[str, Any] | None = ...
+    """transformers' arguments of the schedule: `min_lr`, `min_lr_rate`, `num_cycles`, `power`, `lr_end`,
+    `num_decay_steps`, `min_lr_ratio`."""
+    train_dtype: str | Path | Given | None = ...
+    """Data type of the weights: `master_weights`."""
+    save_dtype: str | Path | Given | None = ...
+    """Data type of exports: `export_dtype`."""
+    osft_upcast_dtype: str | Path | Given | None = ...
+    """No effect: OSFT decomposes in float64 and computes in float32; lower precision is refused."""
+    min_samples_per_validation: int | None = ...
+    """Validate whenever this many samples were trained on: `validate_every_steps`, by `batch_size`."""
+    validate_at_final: bool | Given | None = ...
+    """No effect: validation data is always measured after the last step."""
+    save_best_val_loss: bool | Given | None = ...
+    """Export the best model: `export_best`."""
+    val_loss_improvement_threshold: float | Given | None = ...
+    """By how much a validation has to be better to be the best: `best_metric="loss:0.01"`."""
+    resume_from_full_state_checkpoint: str | Path | Given | None = ...
+    """Directory of a checkpoint to resume from: `resume`."""
+    accelerate_full_state_at_epoch: bool | Given | None = ...
+    """No effect: checkpoints hold the full state, always."""
+    on_demand_checkpointing: bool | Given | None = ...
+    """No effect: every run saves its state when it is asked to stop."""
+    pretraining_config: PretrainingConfig | None = ...
+    """Documents, tokenized or not, in blocks of tokens."""
+    use_dolomite: bool | Given | None = ...
+    """Refused: every model of transformers is trained with packed sequences."""
+    use_legacy_tmpl: bool | Given | None = ...
+    """Refused: name the template's Jinja file with `chat_tmpl_path`."""
+    osft_output_dtype: str | Path | Given | None = ...
+    """Refused: exports have one data type, `save_dtype`."""
 
 @dataclass(kw_only=True)
 class DataProcessArgs:

@@ -5,6 +5,7 @@ Arguments that no option can express are refused here, by the name that the user
 
 import dataclasses
 import os
+import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -15,15 +16,19 @@ from mini_trainer.api.arguments import (
     DataProcessArgs,
     DeepSpeedOptions,
     LoraOptions,
+    PretrainingConfig,
     TorchrunArgs,
     TrainingArgs,
+    TrainingMode,
 )
 from mini_trainer.api.errors import make_bad_input
-from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file
+from mini_trainer.api.red_hat import convert_fields
+from mini_trainer.api.sent_callbacks import send_callbacks
+from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, names_tokenized
 from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, iterate_fields
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import is_url
-from mini_trainer.run.hooks import FOLDERS, check_callback
+from mini_trainer.run.hooks import FOLDERS
 
 NUM_MOCK_SAMPLES = 10_000  # if mock_data is True
 
@@ -50,15 +55,6 @@ DATA_NAMES = {
     "model_path": "model_name_or_path",
     "chat_tmpl_path": "chat_template",
     "num_cpu_procs": "num_proc",
-}
-NO_COUNTERPART = {
-    "use_dolomite": "every transformers model is trained with packed sequences",
-    "use_legacy_tmpl": "name the template's Jinja file with chat_tmpl_path",
-    "accelerate_full_state_at_epoch": "checkpoint_every_steps and checkpoint_every_minutes set when the full state is"
-    " saved, and a run that is asked to stop also saves it",
-    "on_demand_checkpointing": "every run saves its state when asked to stop (SIGTERM, SIGINT, SIGUSR1)",
-    "pretraining_config": 'tokenize documents with process_data(DataProcessArgs(format="document", block_size=...)) and'
-    " train on the result with process_data=False",
 }
 # InstructLab's tracker fields: the tracker that each enables, and the option that it sets, if any.
 TRACKER_NAMES = {
@@ -115,19 +111,25 @@ def make_torchrun_words(args: TorchrunArgs) -> list[str]:
 
 def make_train_words(args: TrainingArgs) -> list[str]:
     """Command-line arguments of train.py; BadInputError for options without a counterpart or given under two names."""
+    return make_words(TrainOptions, make_train_values(args))
+
+
+def make_train_values(args: TrainingArgs) -> Values:
+    """Options of train.py, with the fields that they are from."""
     values, given = Values(), list_given(args)
-    for name, reason in NO_COUNTERPART.items():
-        if given.pop(name, None):
-            raise make_bad_input(f"{name} has no counterpart here: {reason}")
+    for option, (name, value) in convert_fields(given).items():
+        values.give(option, value, by=name)
     if given.get("mock_data") is False:
         del given["mock_data"]
-    if given.get("mock_data") is True:
-        given["mock_data"] = NUM_MOCK_SAMPLES
+    if given.get("mock_data"):
+        given["mock_data"] = NUM_MOCK_SAMPLES if given["mock_data"] is True else given["mock_data"]
+        given.pop("data_path", None)  # which InstructLab requires, and does not read then
     if tokenizes_first(args):
         given.pop("data_path", None)
         values.give("data_path", (str(find_data_file(args)),), by="process_data")
     elif args.data_output_dir is not None and not gives_rows(args):
         given["data_path"] = choose_tokenized(args)
+    give_blocks(values, args, given)
     if "adamw_betas" in given:
         for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
             values.give(name, beta, by="adamw_betas")
@@ -137,7 +139,7 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     give_sharding(values, args)
     give_validation(values, args)
     give_trackers(values, given)
-    callbacks = tuple(map(name_callback, list_callbacks(given.pop("callbacks", None))))
+    callbacks = tuple(sent.path for sent in send_callbacks(list_callbacks(given.pop("callbacks", None))))
     if callbacks:
         given["callbacks"] = callbacks
     if args.keep_last_checkpoint_only:
@@ -148,14 +150,14 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     for name, value in given.items():
         if name in own or name in TRAIN_NAMES:
             values.give(TRAIN_NAMES.get(name, name), value, by=name)
-    if not any(end in values for end in ENDS):
+    if not any(end in values for end in ENDS) and args.training_mode != TrainingMode.INFINITE:
         values.give("max_epochs", 1, by="the default of InstructLab")
-    return make_words(TrainOptions, values)
+    return values
 
 
 def tokenizes_first(args: TrainingArgs) -> bool:
     """Whether `data_path` names chats to tokenize: not if train.py itself gets rows, or mock data."""
-    return args.process_data and not gives_rows(args)
+    return args.process_data and not gives_rows(args) and not names_tokenized(args)
 
 
 def gives_rows(args: TrainingArgs) -> bool:
@@ -166,6 +168,10 @@ def gives_rows(args: TrainingArgs) -> bool:
 
 def make_data_words(args: DataProcessArgs) -> list[str]:
     """Command-line arguments of process_data.py."""
+    return make_words(ProcessDataOptions, make_data_values(args))
+
+
+def make_data_values(args: DataProcessArgs) -> Values:
     values, given = Values(), list_given(args)
     for name, value in given.items():
         if name == "data_output_path" and not Path(value).suffix:
@@ -175,7 +181,7 @@ def make_data_words(args: DataProcessArgs) -> list[str]:
                 continue
             check_template(value)
         values.give(DATA_NAMES.get(name, name), value, by=name)
-    return make_words(ProcessDataOptions, values)
+    return values
 
 
 def make_data_args(args: TrainingArgs) -> DataProcessArgs:
@@ -189,12 +195,19 @@ def make_data_args(args: TrainingArgs) -> DataProcessArgs:
         model_path=model,
         model_revision=args.model_revision,
         trust_remote_code=args.trust_remote_code,
-        max_seq_len=NOTHING if args.max_seq_len is None else args.max_seq_len,
+        max_seq_len=NOTHING if args.max_seq_len is None or args.pretraining_config is not None else args.max_seq_len,
         chat_tmpl_path=args.chat_tmpl_path,
         num_cpu_procs=NOTHING if args.data_process_num_cpu_procs is None else args.data_process_num_cpu_procs,
         validation_share=args.validation_split or NOTHING,
         preview=0,
+        **make_document_args(args.pretraining_config),
     )
+
+
+def make_document_args(config: PretrainingConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    return dict(format="document", text_field=config.document_column_name, block_size=config.block_size)
 
 
 def check_template(path: str) -> None:
@@ -213,6 +226,16 @@ def list_given(args: Any) -> dict[str, Any]:
         for name, value in given.items()
         if value is not NOTHING and (value is not None or name in NONE_IS_A_VALUE)
     }
+
+
+def give_blocks(values: Values, args: TrainingArgs, given: dict[str, Any]) -> None:
+    """Converts `pretraining_config`, of which training_hub also gives the block size by itself."""
+    config = args.pretraining_config
+    if gives_rows(args):
+        for name, value in make_document_args(config).items():
+            values.give(name, value, by="pretraining_config")
+    elif "block_size" in given and (config is None or given.pop("block_size") != config.block_size):
+        raise make_bad_input("block_size cuts documents: give pretraining_config=PretrainingConfig(block_size=...)")
 
 
 def give_methods(values: Values, given: dict[str, Any]) -> None:
@@ -267,9 +290,9 @@ def give_sharding(values: Values, args: TrainingArgs) -> None:
 
 def give_validation(values: Values, args: TrainingArgs) -> None:
     """Converts the validation split and its frequency in steps."""
-    if args.validation_split:
-        if not tokenizes_first(args):
-            raise make_bad_input("validation_split has no effect without process_data: give validation_data_path")
+    if args.validation_split and gives_rows(args):
+        values.give("validation_share", args.validation_split, by="validation_split")
+    elif args.validation_split and tokenizes_first(args):  # that of tokenized data: `api.derived`
         file = find_data_file(args)
         validation_file = file.with_name(f"{file.stem}.validation{file.suffix}")
         values.give("validation_data_path", (str(validation_file),), by="validation_split")
@@ -304,23 +327,6 @@ def list_callbacks(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def name_callback(callback: Any) -> str:
-    """A callback's import path; BadInputError for one that the processes of the run cannot import."""
-    if isinstance(callback, str):
-        return callback
-    try:
-        check_callback(callback, f"callbacks: {callback!r}")
-    except ValueError as error:
-        raise make_bad_input(str(error)) from None
-    path = f"{callback.__module__}:{callback.__qualname__}"
-    if callback.__module__ == "__main__" or "<locals>" in path:
-        raise make_bad_input(
-            f"callbacks: {path}: the processes of the run cannot import it: move the class to the top level of a module"
-            " of its own, such as hooks.py (in a notebook: a cell that begins with %%writefile hooks.py), and import it"
-        )
-    return path
-
-
 def find_callback_folders(args: TrainingArgs) -> list[str]:
     """Folders from which this process has imported the callbacks that are given as classes."""
     folders = []
@@ -332,11 +338,31 @@ def find_callback_folders(args: TrainingArgs) -> list[str]:
     return list(dict.fromkeys(folders))
 
 
-def make_environment(args: TrainingArgs) -> dict[str, str]:
-    """Environment variables for fields of trackers that have no option, and for where callbacks are."""
+def make_environment(args: TrainingArgs, sent_to: Path | None = None) -> dict[str, str]:
+    """Environment variables for fields of trackers that have no option, and for where callbacks are.
+
+    `sent_to`: the folder of the modules of callbacks that are sent, which may import all that this process can.
+    """
     pairs = ((variable, getattr(args, name)) for name, variable in TRACKER_VARIABLES.items())
-    folders = {FOLDERS: os.pathsep.join(find_callback_folders(args)) or None}
+    known = [] if sent_to is None else [str(sent_to), *filter(None, sys.path)]
+    folders = {FOLDERS: os.pathsep.join(find_callback_folders(args) + known) or None}
     return {variable: value for variable, value in [*pairs, *folders.items()] if value is not None}
+
+
+def name_arguments(message: str, args: TrainingArgs | DataProcessArgs, values: Values) -> str:
+    """A script's message with arguments, as they were given, in place of flags, and without advice on --help."""
+    fields = {field.name for field in dataclasses.fields(args)}
+
+    def name_field(found: re.Match) -> str:
+        name = found[0].removeprefix("--").replace("-", "_")
+        given = values.given_as.get(name, name)
+        if given in fields or name in fields:
+            return given if given in fields else name
+        positive = name.removeprefix("no_")
+        return f"{positive}=False" if positive in fields else found[0]
+
+    lines = [line for line in message.splitlines() if "--help" not in line]
+    return re.sub(r"--[a-z][a-z0-9-]*[a-z0-9]", name_field, "\n".join(lines))
 
 
 def to_plain(value: Any) -> Any:

@@ -1,21 +1,29 @@
 """Exceptions raised by `run_training` and `process_data`: one class per exit code."""
 
 import copyreg
+from pathlib import Path
 from typing import Any
 
 from mini_trainer.distributed.ending import ExitCode
 
 
 class TrainingError(RuntimeError):
-    """A process failed. `code` is its exit code, `message` its error message."""
+    """A process failed. `code` is its exit code, `message` its error message, `log_file` has its output.
 
-    def __init__(self, message: str, *, code: int):
+    `log_file` is None for what was refused before a run was started, and for `process_data`, whose output is printed.
+    """
+
+    def __init__(self, message: str, *, code: int, log_file: Path | None = None):
         super().__init__(message)
         self.message = message
         self.code = code
+        self.log_file = log_file
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Lets pickle pass on `code`, which is not among `args`: pools return errors of their processes pickled."""
+        """Lets pickle pass on `code` and `log_file`, which are not among `args`.
+
+        Pools return errors of their processes pickled.
+        """
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
@@ -71,5 +79,5 @@ def make_bad_input(message: str) -> BadInputError:
     return BadInputError(message, code=ExitCode.BAD_INPUT)
 
 
-def make_error(code: int, message: str) -> TrainingError:
-    return ERRORS.get(code, StartedProcessError)(message, code=code)
+def make_error(code: int, message: str, log_file: Path | None = None) -> TrainingError:
+    return ERRORS.get(code, StartedProcessError)(message, code=code, log_file=log_file)

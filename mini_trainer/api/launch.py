@@ -6,23 +6,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mini_trainer.api.arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
 from mini_trainer.api.commands import (
     list_callbacks,
     make_data_args,
-    make_data_words,
+    make_data_values,
     make_environment,
     make_torchrun_words,
+    make_train_values,
     make_train_words,
+    make_words,
+    name_arguments,
     tokenizes_first,
 )
+from mini_trainer.api.derived import derive_data
 from mini_trainer.api.errors import make_error
+from mini_trainer.api.red_hat import list_notes
+from mini_trainer.api.sent_callbacks import send_callbacks, write_modules
+from mini_trainer.api.tokenized import names_tokenized
 from mini_trainer.data.stores.disk import identify_file, read_metrics
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
-from mini_trainer.run.hooks import Callback
+from mini_trainer.options import TrainOptions
+from mini_trainer.options.tools import ProcessDataOptions
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ def run_training(
     *,
     torch_args: TorchrunArgs | None = None,
     train_args: TrainingArgs | None = None,
-    callbacks: Sequence[type[Callback] | str] | None = None,
+    callbacks: Sequence[Any] | None = None,
 ) -> TrainingResult:
     """Tokenizes (unless `process_data` is False) and trains, in child processes whose output is streamed.
 
@@ -58,7 +67,8 @@ def run_training(
     Args:
         torchrun_args: Processes to start; None: one. InstructLab's name `torch_args` is also accepted.
         training_args: Training options. `train_args` is also accepted.
-        callbacks: Classes derived from `Callback`, or their import paths: the field of `training_args` of this name.
+        callbacks: Classes derived from `Callback`, objects of them, or import paths: the field of `training_args` of
+            this name.
 
     Raises:
         TrainingError: the subclass for the cause (`api.errors`).
@@ -71,23 +81,33 @@ def run_training(
     if callbacks is not None:
         choose_one(list_callbacks(training_args.callbacks) or None, callbacks, "callbacks and those of training_args")
         training_args = replace(training_args, callbacks=tuple(callbacks))
-    words = [*make_torchrun_words(torchrun_args), *make_train_words(training_args)]  # refused before anything starts
+    launch_words = make_torchrun_words(torchrun_args)
+    make_train_words(training_args)  # refused before anything is written or started
+    for note in list_notes(training_args):
+        print(f"note: {note}", flush=True)
+    with raising_storage_errors():
+        if names_tokenized(training_args) or not training_args.process_data:
+            training_args = derive_data(training_args)
+    values = make_train_values(training_args)
     if tokenizes_first(training_args):
         with raising_storage_errors():
             Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)
         process_data(make_data_args(training_args))
-    output_dir = next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-dir="))
+    output_dir = Path(values["output_dir"])
     log_file = output_dir.with_name(f"{output_dir.name}.console_node{torchrun_args.node_rank}.log")
     before = identify_file(output_dir / EXIT_FILE)
     with raising_storage_errors():
         log_file.parent.mkdir(parents=True, exist_ok=True)
         log = log_file.open("a", encoding="utf-8")
-    with log:
-        code, last_words = run_child(["train", *words], log, more=make_environment(training_args))
+    sent = send_callbacks(list_callbacks(training_args.callbacks))
+    with log, TemporaryDirectory(prefix="mini_trainer_callbacks_") as folder:
+        sent_to = write_modules(sent, Path(folder))
+        words = [*launch_words, *make_words(TrainOptions, values)]
+        code, last_words = run_child(["train", *words], log, more=make_environment(training_args, sent_to))
     has_written_why = identify_file(output_dir / EXIT_FILE) not in (None, before)
     reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
     if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
-        raise make_error(code, reason)
+        raise make_error(code, name_arguments(reason, training_args, values), log_file)
     return TrainingResult(output_dir, code, reason, list_exports(output_dir), read_last_metrics(output_dir), log_file)
 
 
@@ -107,11 +127,11 @@ def process_data(args: DataProcessArgs) -> Path:
         BadInputError: for invalid rows or options.
         KeyboardInterrupt: after Ctrl-C; no output is left then.
     """
-    words = make_data_words(args)
-    code, last_words = run_child(["process-data", *words])
+    values = make_data_values(args)
+    code, last_words = run_child(["process-data", *make_words(ProcessDataOptions, values)])
     if code != ExitCode.DONE:
-        raise make_error(code, last_words)
-    return next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-file="))
+        raise make_error(code, name_arguments(last_words, args, values))
+    return Path(values["output_file"])
 
 
 def choose_one(first: Any, second: Any, names: str) -> Any:

@@ -15,25 +15,25 @@ from typing import Any, Union, get_args, get_origin
 
 from mini_trainer.api import arguments
 from mini_trainer.api.commands import DATA_NAMES, TRAIN_NAMES
+from mini_trainer.api.red_hat import NAMES
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.help import read_class_helps, read_helps
 from mini_trainer.options.tools import ProcessDataOptions
 
 STUB = Path(arguments.__file__).with_suffix(".pyi")
 GENERATED = {
-    arguments.TrainingArgs: (TrainOptions, TRAIN_NAMES),
+    arguments.TrainingArgs: (TrainOptions, TRAIN_NAMES | NAMES),
     arguments.DataProcessArgs: (ProcessDataOptions, DATA_NAMES),
 }
 WIDTH = 112  # of help texts
 HEADER = '''"""Made by `python -m mini_trainer.api.stub`: types of arguments.py for editors and type checkers."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import OSFTOptions
-from mini_trainer.run.hooks import Callback'''
+from mini_trainer.options import OSFTOptions'''
 
 
 def make_stub() -> str:

@@ -1,5 +1,7 @@
 """InstructLab's second stage: training on the data set in `data_output_dir` that an earlier call has tokenized."""
 
+import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from mini_trainer.options.urls import is_url
 
 DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
 ENDING = ".meta.json"  # of the file beside a data set that says what it was made from
+TOKENS_COLUMN = "input_ids"
 ADVICE = "tokenize again (process_data=True), or leave data_path out to train on that data set as it is"
 
 
@@ -50,9 +53,34 @@ def list_given(value: Any) -> list[str]:
     return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
 
 
+def names_tokenized(args: TrainingArgs) -> bool:
+    """Whether `data_path` names data sets, not chats; BadInputError if it names both."""
+    given = list_given(args.data_path)
+    tokenized = list(filter(is_tokenized, given))
+    if tokenized and len(tokenized) < len(given):
+        raise make_bad_input(f"data_path: {', '.join(tokenized)}: tokenized already, beside files that are not")
+    return bool(given) and tokenized == given
+
+
 def is_tokenized(path: str) -> bool:
-    """Whether a path names a data set: by its sidecar, or by an ending that files of chats do not have."""
-    return path.endswith(".arrow") or (not is_url(path) and Path(f"{path}{ENDING}").exists())
+    """Whether a path names a data set: by its sidecar, an ending that files of chats do not have, or its columns."""
+    if path.endswith(".arrow") or (not is_url(path) and Path(f"{path}{ENDING}").exists()):
+        return True
+    return not is_url(path) and Path(path).is_file() and TOKENS_COLUMN in list_columns(Path(path))
+
+
+def list_columns(path: Path) -> Collection[str]:
+    """Names of the columns of a Parquet file, or of the first row of JSON lines; none of what is neither."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return pyarrow.parquet.read_schema(path).names
+        with path.open(encoding="utf-8") as file:
+            row = json.loads(next((line for line in file if line.strip()), "{}"))
+    except (OSError, ValueError):
+        return ()
+    return row if isinstance(row, dict) else ()
 
 
 def read_sidecar(file: Path, found: str) -> dict[str, Any]:

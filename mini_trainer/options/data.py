@@ -153,7 +153,7 @@ class ValidationOptions:
     best_metric: str = "loss"
     """Metric of the best model and of early stopping: loss, perplexity or token_accuracy; for classifiers loss,
     accuracy, precision, recall, f1, f1_weighted or matthews; for regression loss, mse, mae, pearson or spearman; for
-    preferences loss, rewards/accuracies or rewards/margins."""
+    preferences loss, rewards/accuracies or rewards/margins. METRIC:D, such as loss:0.01: better by more than D."""
     write_predictions: bool = False
     """Classifiers: write each validation's predictions to OUTPUT_DIR/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None = option(None, at_least=1)
@@ -163,3 +163,11 @@ class ValidationOptions:
     def is_asked(self) -> bool:
         """Whether there is validation data."""
         return bool(self.validation_data_path) or self.validate_training_data
+
+    @property
+    def deciding_metric(self) -> str:
+        return self.best_metric.partition(":")[0]
+
+    @property
+    def least_improvement(self) -> float:
+        return float(self.best_metric.partition(":")[2] or 0)

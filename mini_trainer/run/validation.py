@@ -39,13 +39,14 @@ class Progress:
     best_step: int | None = None
     num_worse: int = 0  # validations since the best
 
-    def after(self, value: float | None, *, step: int, more_is_better: bool) -> "Progress":
-        """The progress after another validation with this `value` of the metric; step 0 never counts as the best."""
+    def after(self, value: float | None, *, step: int, more_is_better: bool, least: float = 0.0) -> "Progress":
+        """The progress after another validation with this `value` of the metric, which is the best if it is better by
+        more than `least`; step 0 never is."""
         seen = replace(self, last_step=step, num_validations=self.num_validations + 1)
         if step == 0:
             return seen
         is_number, best = value is not None and math.isfinite(value), self.best_value
-        if is_number and (best is None or (value > best if more_is_better else value < best)):
+        if is_number and (best is None or (value - best if more_is_better else best - value) > least):
             return replace(seen, best_value=value, best_step=step, num_worse=0)
         return replace(seen, num_worse=self.num_worse + 1)
 
@@ -132,7 +133,7 @@ class Validations:
         self.progress: Progress | None = None  # None without validation data
         if inputs.validation_data is not None:
             self.progress = call_on_rank0(
-                world, lambda: start_progress(inputs.validation_data, previous, metric=options.best_metric)
+                world, lambda: start_progress(inputs.validation_data, previous, metric=options.deciding_metric)
             )
 
     @property
@@ -175,7 +176,7 @@ class Validations:
 
         `cap`: tokens per rank and micro-batch.
         """
-        inputs, metric = self.inputs, self.options.best_metric
+        inputs, metric = self.inputs, self.options.deciding_metric
         where = {
             "step": position.step,
             "epoch": position.num_samples / len(inputs.data.kept),
@@ -196,7 +197,10 @@ class Validations:
                 of_average = run()
             metrics |= {f"average_{name}": of_average[name] for name in inputs.objective.metrics}
         self.progress = self.progress.after(
-            metrics[metric], step=position.step, more_is_better=inputs.objective.metrics[metric]
+            metrics[metric],
+            step=position.step,
+            more_is_better=inputs.objective.metrics[metric],
+            least=self.options.least_improvement,
         )
         metrics["is_best"] = is_best = self.progress.best_step == position.step
         log.write_validation(metrics)

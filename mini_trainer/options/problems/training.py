@@ -1,6 +1,7 @@
 """Problems with train.py's options: data, optimization, computation, and the end of a run."""
 
 import math
+import re
 
 from mini_trainer.options import (
     TrainOptions,
@@ -95,6 +96,8 @@ def find_validation_problems(options: TrainOptions) -> list[str]:
         return [f"{', '.join(given)}: no effect without --validation-data-path"] if given else []
     if o.validation_data_path and options.rows.validation_share:
         return ["--validation-share and --validation-data-path both specify validation data: give only one of them"]
+    if not re.fullmatch(r"[^:]+(:\d+(\.\d*)?(e-?\d+)?)?", o.best_metric):
+        return [f"--best-metric {o.best_metric}: must be METRIC, or METRIC:D with a number D, such as loss:0.01"]
     if o.early_stopping_patience is not None and o.validate_every_steps is None and not o.validate_at_epoch:
         return ["--early-stopping-patience needs validations during the run: add --validate-every-steps or"
                 " --validate-at-epoch"]  # fmt: skip

@@ -106,7 +106,7 @@ class SweepSettings:
     @property
     def metric(self) -> str:
         """The metric of validations that decides which trial is best."""
-        return self.train.get("best_metric", "loss")
+        return self.train.get("best_metric", "loss").partition(":")[0]
 
     @property
     def is_drawn(self) -> bool:
