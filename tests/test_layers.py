@@ -36,7 +36,18 @@ LAYERS = [
     {"tools"},
     {"api"},
     # Scripts: nothing imports them.
-    {"train", "process_data", "generate", "evaluate_model", "data_process", "__main__"},
+    {
+        "train",
+        "process_data",
+        "generate",
+        "evaluate_model",
+        "data_process",
+        "__main__",
+        "api_train",
+        "callbacks",
+        "osft_utils",
+        "training_types",
+    },
 ]
 EVERYWHERE = {"mini_trainer", "root_files"}  # import nothing of the rooms
 PACKAGE = "mini_trainer."

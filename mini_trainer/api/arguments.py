@@ -226,7 +226,7 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     save_best_val_loss: bool | Given | None = NOTHING
     """Export the best model: `export_best`."""
     val_loss_improvement_threshold: float | Given | None = NOTHING
-    """By how much a validation has to be better to be the best: `best_metric="loss:0.01"`."""
+    """Least improvement by which a validation is the best: `best_metric="loss:0.01"`."""
     resume_from_full_state_checkpoint: str | Given | None = NOTHING
     """Directory of a checkpoint to resume from: `resume`."""
     accelerate_full_state_at_epoch: bool | Given | None = NOTHING

@@ -30,6 +30,7 @@ from mini_trainer.api.tokenized import names_tokenized
 from mini_trainer.data.stores.disk import identify_file, read_metrics
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
+from mini_trainer.distributed.messages import say
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.tools import ProcessDataOptions
 
@@ -84,7 +85,7 @@ def run_training(
     launch_words = make_torchrun_words(torchrun_args)
     make_train_words(training_args)  # refused before anything is written or started
     for note in list_notes(training_args):
-        print(f"note: {note}", flush=True)
+        say(f"note: {note}")
     with raising_storage_errors():
         if names_tokenized(training_args) or not training_args.process_data:
             training_args = derive_data(training_args)
