@@ -569,7 +569,7 @@ def test_two_stages_as_instructlabs_users_write_them(process_data, chats, tmp_pa
 @pytest.mark.slow
 def test_a_refused_run_raises(chats):
     refused, _ = call({}, chats, process_data=False, data_path="/nowhere.arrow").communicate(timeout=240)
-    assert "ERROR BadInputError 2 --data-path /nowhere.arrow" in refused
+    assert "ERROR BadInputError 2 data_path /nowhere.arrow" in refused
 
 
 @pytest.mark.long
