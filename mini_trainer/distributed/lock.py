@@ -17,8 +17,7 @@ SECONDS_PER_BEAT = 5  # interval at which the holder touches its lock
 SECONDS_TO_WATCH = 20  # a lock of another host that is not touched for this long counts as stale
 
 LOCK_FILE, STOP_FILE, ERRORS_DIR = ".lock", "stop", "errors"
-# A directory with only these files contains no run; the last is training_hub's, which it writes first.
-OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR, "training_hub_callbacks.json"}
+OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR, "training_hub_callbacks.json"}  # with only these: no run
 
 
 class RunLock:

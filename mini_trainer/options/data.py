@@ -165,9 +165,7 @@ class ValidationOptions:
         return bool(self.validation_data_path) or self.validate_training_data
 
     @property
-    def deciding_metric(self) -> str:
-        return self.best_metric.partition(":")[0]
-
-    @property
-    def least_improvement(self) -> float:
-        return float(self.best_metric.partition(":")[2] or 0)
+    def deciding(self) -> tuple[str, float]:
+        """The metric of --best-metric, and by more than how much it has to be better."""
+        metric, _, least = self.best_metric.partition(":")
+        return metric, float(least or 0)

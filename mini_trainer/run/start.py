@@ -84,7 +84,7 @@ def open_inputs(
 
         errors.attempt(lambda: check_offloading(device))
     data = open_data(options.data, options.validation, options.teacher, num_sharing=num_sharing, errors=errors)
-    made = make_from_data(name, settings, data, best_metric=options.validation.deciding_metric, errors=errors)
+    made = make_from_data(name, settings, data, best_metric=options.validation.deciding[0], errors=errors)
     model = open_model(
         options.model, data, make_family(name, settings) if made is None else made.family, method, errors
     )

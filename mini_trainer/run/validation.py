@@ -40,8 +40,7 @@ class Progress:
     num_worse: int = 0  # validations since the best
 
     def after(self, value: float | None, *, step: int, more_is_better: bool, least: float = 0.0) -> "Progress":
-        """The progress after another validation with this `value` of the metric, which is the best if it is better by
-        more than `least`; step 0 never is."""
+        """The progress after another validation: the best if better by more than `least`, and never at step 0."""
         seen = replace(self, last_step=step, num_validations=self.num_validations + 1)
         if step == 0:
             return seen
@@ -133,7 +132,7 @@ class Validations:
         self.progress: Progress | None = None  # None without validation data
         if inputs.validation_data is not None:
             self.progress = call_on_rank0(
-                world, lambda: start_progress(inputs.validation_data, previous, metric=options.deciding_metric)
+                world, lambda: start_progress(inputs.validation_data, previous, metric=options.deciding[0])
             )
 
     @property
@@ -176,7 +175,7 @@ class Validations:
 
         `cap`: tokens per rank and micro-batch.
         """
-        inputs, metric = self.inputs, self.options.deciding_metric
+        inputs, (metric, least) = self.inputs, self.options.deciding
         where = {
             "step": position.step,
             "epoch": position.num_samples / len(inputs.data.kept),
@@ -197,10 +196,7 @@ class Validations:
                 of_average = run()
             metrics |= {f"average_{name}": of_average[name] for name in inputs.objective.metrics}
         self.progress = self.progress.after(
-            metrics[metric],
-            step=position.step,
-            more_is_better=inputs.objective.metrics[metric],
-            least=self.options.least_improvement,
+            metrics[metric], step=position.step, more_is_better=inputs.objective.metrics[metric], least=least
         )
         metrics["is_best"] = is_best = self.progress.best_step == position.step
         log.write_validation(metrics)

@@ -266,10 +266,9 @@ def check_names(schema: pa.Schema, kind: Columns, *, named: str) -> None:
     wanted = {field.name: None for field in (*kind.schema, *COMMON_SCHEMA)}
     missing = [name for name in wanted if name not in (*kind.optional, *schema.names)]
     if missing:
+        what_to_do = "Tokenize the data with process_data.py"
         if missing == ["num_loss_counted_tokens"]:
             what_to_do = "Add it: the number of each row's targets, which is 1 where the row has one for all its tokens"
-        else:
-            what_to_do = "Tokenize the data with process_data.py"
         found = [name for name in schema.names if name not in kind.optional]  # reading JSON lines adds those
         raise ValueError(f"{named}: no column {', '.join(missing)}; found {', '.join(found)}. {what_to_do}")
 
