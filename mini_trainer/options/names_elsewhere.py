@@ -145,7 +145,7 @@ EXPLAINED: dict[str, str] = {
     "do_predict": "generate.py and evaluate_model.py read prompts; --write-predictions is for classifiers",
     "min_samples_per_validation": "--validate-every-steps counts steps, each of --batch-size samples",
     **dict.fromkeys(("val_loss_improvement_threshold", "early_stopping_threshold"),
-                    "every improvement counts, without a threshold (--export-best, --early-stopping-patience)"),
+                    "--best-metric loss:0.01 sets the least improvement"),
     **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size", "eval_accumulation_steps", "prediction_loss_only",
                      "batch_eval_metrics", "include_for_metrics", "eval_do_concat_batches", "eval_use_gather_object"),
                     EVALUATION),
