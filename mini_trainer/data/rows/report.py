@@ -212,8 +212,9 @@ def print_report(totals: Totals, task: DataTask, *, seconds: float, sources: Seq
     rows = totals.rows
     blank = f", {rows['blank_lines']:,} blank lines" if rows["blank_lines"] else ""
     formats = ", ".join(sorted({source.format for source in sources if source.format is not None}))
+    read_as = f", read as {formats}" if formats else ""
     speed = f"{rows['in'] / seconds:,.0f} rows/s"
-    say(f"{describe_sources(sources)}: {rows['in']:,} rows{blank}, read as {formats}, {speed}")
+    say(f"{describe_sources(sources)}: {rows['in']:,} rows{blank}{read_as}, {speed}")
     for key, label in {"kept": "kept", **DROPPED}.items():
         say(format_count(label, rows[key]))
     if totals.num_samples != rows["kept"]:
