@@ -63,8 +63,10 @@ FIELDS = [
         dict(use_dolomite=True),
         "use_dolomite has no counterpart here: every transformers model is trained with packed sequences",
     ),
-    (dict(process_data=True), "data_output_dir is missing: give a directory for the tokenized data"),
-    (dict(validation_split=0.1), "validation_split has no effect without process_data: give validation_data_path"),
+    (
+        dict(process_data=True, data_path="chats.jsonl"),
+        "data_output_dir is missing: give a directory for the tokenized data",
+    ),
 ]
 
 
