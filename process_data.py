@@ -41,11 +41,13 @@ from mini_trainer.data.rows.parts import (
     FORMAT_VERSION,
     JoinedElsewhere,
     Part,
+    count_bytes,
     describe_read,
     divide,
     fill_in,
     find_count,
     find_faults,
+    has_parts,
     identify_sources,
     joining,
     list_parts,
@@ -83,7 +85,7 @@ from mini_trainer.data.stores.disk import hash_file, identify_file, written_asid
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.tokenized.cache import identify_images, identify_options
 from mini_trainer.data.tokenized.outputs import Outputs
-from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_versions
+from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_versions, is_made_of
 from mini_trainer.data.tokenized.stored_outputs import open_outputs
 from mini_trainer.distributed.ending import ExitCode, exit_with_message
 from mini_trainer.distributed.messages import say
@@ -115,14 +117,16 @@ def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDa
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = divide(sources, index, count) if count > 1 else sources
     prepared = prepare(options, sources)
+    part = Part(name_directory(outputs.data), index, count)
+    if count > 1 and part.content is None and identify_file(outputs.data) != before:  # joined parts are removed
+        return say(f"part {part}: another process has joined all parts to {outputs.data}")
+    if (options.join or count > 1) and are_joined(outputs, prepared, options):
+        return say(f"all parts are joined already, to {outputs.data}: nothing is left to do")
     if options.join:
         return join_parts(outputs, find_count(name_directory(outputs.data)), prepared, options)
     if count == 1:
         num_bytes = sum(source.num_bytes for source in sources)
         return write_data_set(outputs, tokenize(sources, prepared, options), num_bytes, prepared, options)
-    part = Part(name_directory(outputs.data), index, count)
-    if part.content is None and identify_file(outputs.data) != before:  # parts are removed once they are joined
-        return say(f"part {part}: another process has joined all parts to {outputs.data}")
     make_part(part, divided, prepared, options)
     join_if_complete(outputs, count, prepared, options)
 
@@ -216,7 +220,7 @@ def make_part(part: Part, divided: list[Source], prepared: Prepared, options: Pr
             raise ValueError(f"part {part}: an input file changed while it was read: make the part again")
         return {"made_with": made_with, "read": describe_read(prepared.sources, divided), "rows": dict(counts)}
 
-    num_bytes = sum(source.num_bytes for source in prepared.sources) // part.count
+    num_bytes = count_bytes(divided)
     write_part(part, count_rows(), describe)
     say(f"part {part}: {counts['in']:,} rows, {counts['kept']:,} kept, in {part.rows}")
 
@@ -235,6 +239,15 @@ def identify_parts(count: int, prepared: Prepared, options: ProcessDataOptions) 
         "versions": [FORMAT_VERSION, describe_versions()],
     }
     return json.loads(json.dumps(found))  # as it is read back
+
+
+def are_joined(outputs: Outputs, prepared: Prepared, options: ProcessDataOptions) -> bool:
+    """Whether the outputs are there, made of these rows with these options, and no part is."""
+    files = [outputs.page, *(path for one in outputs.data_sets for path in (one.data, one.sidecar))]
+    if not all(path is None or path.exists() for path in files) or has_parts(name_directory(outputs.data)):
+        return False
+    sources, tokenizer = prepared.sources, prepared.tokenizer
+    return all(is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
 
 
 def join_if_complete(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:

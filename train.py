@@ -13,7 +13,7 @@ import os
 
 from mini_trainer.distributed.ending import exit_process
 from mini_trainer.distributed.monitor import RunControl
-from mini_trainer.distributed.process import pause_collector, resume_collector
+from mini_trainer.distributed.process import check_tasks, pause_collector, resume_collector
 from mini_trainer.options import TrainOptions, flatten_options, parse_duration, replace_options
 from mini_trainer.options.command_line import parse_options
 
@@ -164,6 +164,7 @@ if __name__ == "__main__":
     resume_collector()
     setup_logging(options.logging_level)
     try:
+        check_tasks()
         world = init_world(hang_timeout=options.end.hang_timeout, start_timeout=options.end.start_timeout)
         compare_ranks(
             world, lambda: describe_start(flatten_options(options), world)

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from heavy import need
 from program import list_sources
@@ -51,6 +52,12 @@ def test_the_image_installs_the_dependencies_of_the_extras_and_has_every_file_of
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     files = {name.partition("/")[0] for name in list_sources()}
     assert {"mini_trainer", "train.py"} <= files and not files & set(ignored)
+
+
+@pytest.mark.parametrize("name", [path.name for path in CLUSTERS.glob("*.sbatch")])
+def test_a_job_that_is_requeued_keeps_its_output(name):
+    lines = (CLUSTERS / name).read_text().splitlines()
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
 
 
 def test_a_task_of_the_array_makes_its_part(tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from mini_trainer.data.stores.disk import (
     remove_quietly,
 )
 from mini_trainer.distributed.ending import ExitCode, RunError, log
+from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0, gather_rows
 from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import state_keys
@@ -177,7 +179,9 @@ class Checkpointer:
         try:
             return {"file": name, "entry": write_tensors(self.aside / name, shards, self.pool)}
         except Exception as error:
-            return {"file": name, "error": str(error) or type(error).__name__}
+            number = error.errno if isinstance(error, OSError) else None
+            place = f" on {socket.gethostname()}" if count_local_ranks() < self.world.world_size else ""
+            return {"file": name, "error": f"{name}{place}: {str(error) or type(error).__name__}", "errno": number}
 
     def _commit(self, outcomes: list[dict[str, Any]]) -> Hidden:
         """Rank 0: once all ranks' files are written, writes the rest and renames; then hides old checkpoints."""
@@ -185,7 +189,9 @@ class Checkpointer:
         try:
             errors = [outcome for outcome in outcomes if "error" in outcome]
             if errors:
-                raise OSError(f"{errors[0]['file']}: {errors[0]['error']}")
+                failure = OSError(errors[0]["error"])
+                failure.errno = errors[0]["errno"]
+                raise failure
             files = {outcome["file"]: outcome["entry"] for outcome in outcomes if outcome}
             files[STATE] = write_json(self.aside / STATE, self.state)
             shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}

@@ -13,6 +13,7 @@ from mini_trainer.data.stores.disk import remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.run_flags import Flag
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
@@ -25,6 +26,7 @@ from mini_trainer.options import (
 )
 from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
+from mini_trainer.run.disk_check import check_disk
 from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import EXPORTS_DIR, Exports
 from mini_trainer.run.identity import (
@@ -61,6 +63,7 @@ class RunDirectory:
         self.path, self.options, self.world, self.control = Path(path), options, world, control
         call_on_rank0(world, lambda: control.lock(self.path))
         call_on_rank0(world, lambda: check_output_dir(self.path))
+        check_disks(world, self.path)
         self.checkpointer = Checkpointer(
             self.path / "checkpoints",
             world=world,
@@ -257,6 +260,16 @@ class RunDirectory:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
+
+
+def check_disks(world: World, output_dir: Path) -> None:
+    """RunError on every rank if a node cannot write to the directory as a run does. All ranks call this."""
+    if count_local_ranks() < world.world_size:
+        from mini_trainer.run.preflight import check_nodes
+
+        check_nodes(world, output_dir)
+    else:
+        call_on_rank0(world, lambda: check_disk(output_dir))
 
 
 def open_console(time_left: TimeLeft, *, shown: Sequence[str]) -> Sink:

@@ -76,6 +76,11 @@ def list_parts(directory: Path, count: int) -> list[Part]:
     return [Part(directory, index, count) for index in range(1, count + 1)]
 
 
+def has_parts(directory: Path) -> bool:
+    """Whether there are parts that may be complete."""
+    return any(MANIFEST.fullmatch(path.name) for path in directory.glob("part_*.meta.json"))
+
+
 def find_count(directory: Path) -> int:
     """The number of parts that the complete ones in `directory` belong to."""
     matches = map(MANIFEST.fullmatch, (path.name for path in directory.glob("part_*.meta.json")))
@@ -108,6 +113,16 @@ def divide(sources: Sequence[Source], index: int, count: int) -> list[Source]:
             end = start + owners.count(index)
             divided.append(replace(source, sections=Sections(start, None if end == len(begins) else end)))
     return divided
+
+
+def count_bytes(divided: Sequence[Source]) -> int:
+    """The bytes of the sources' sections."""
+    total = 0
+    for source in divided:
+        borders = [*list_sections(source), source.num_bytes]
+        end = -1 if source.sections.end is None else source.sections.end
+        total += borders[end] - borders[source.sections.start]
+    return total
 
 
 def identify_sources(sources: Sequence[Source]) -> list[list[Any]]:

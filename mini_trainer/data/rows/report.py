@@ -189,6 +189,8 @@ def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
 
     def advance(rows: int, done: int) -> None:
         nonlocal num_rows, num_done, next_line
+        # Files are read ahead of the rows, beyond the end of a part.
+        done = min(done, num_bytes - num_done) if num_bytes else done
         num_rows, num_done, now = num_rows + rows, num_done + done, time.monotonic()
         speed = f"{num_rows / (now - start):,.0f} rows/s"
         bar.set_postfix_str(speed, refresh=False)

@@ -324,10 +324,11 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
 def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int | str) -> str:
     """The message for a failed write, before the part in `aside` is removed. `needed_bytes`: or in words."""
     needed = needed_bytes if isinstance(needed_bytes, str) else f"{needed_bytes:,}"
-    try:
-        free = f"; it needs {needed} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
-    except OSError:
-        free = ""  # the directory itself is gone
+    free = ""
+    # Of errors that have no number, such as those of libraries, space may be the reason.
+    if not isinstance(error, OSError) or error.errno in (None, *FAILED_WRITES):
+        with suppress(OSError):  # the directory itself is gone
+            free = f"; it needs {needed} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
     return f"cannot write {what}: {error}{free}"
 
 

@@ -10,10 +10,13 @@ from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import CLASSIFICATION
 from mini_trainer.data.rows.report import DROPPED, Totals
+from mini_trainer.data.stores.contents import hash_once
+from mini_trainer.data.stores.disk import read_object
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.reader import FORMAT_VERSION
 from mini_trainer.distributed.messages import hide_in
-from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.options import RowOptions
+from mini_trainer.options.tools import ContentOptions, ProcessDataOptions
 
 
 def describe_data_set(
@@ -47,6 +50,34 @@ def describe_data_set(
         "stop_tokens": {"rows_that_train_one": totals.stops["trained"], "appended": totals.stops["appended"]},
         **COLUMNS[task.objective].describe_data(totals, task),
     }
+
+
+def is_made_of(path: Path, sources: Sequence[Source], options: ProcessDataOptions, *, tokenizer: Any) -> bool:
+    """Whether a sidecar is of what these local files give with these options; reads the files for their hashes.
+
+    False also where it cannot show that: with options that it does not record, and for files elsewhere.
+    """
+    try:
+        sidecar = read_object(path)
+    except ValueError:
+        return False
+    recorded = describe_options(options)
+    given, defaults = vars(options.rows) | vars(options.contents), vars(RowOptions()) | vars(ContentOptions())
+    unrecorded = given.keys() - recorded.keys() - {"input_file", "num_proc"} | {"labels_from"}
+    found = {
+        "format_version": FORMAT_VERSION,
+        "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
+        "chat_template_fingerprint": fingerprint_chat_template(tokenizer),
+        "options": hide_in(recorded),
+        "versions": describe_versions(),
+    }
+    return (
+        all(source.is_local for source in sources)
+        and all(given[name] == defaults[name] for name in unrecorded)
+        and all(sidecar.get(name) == value for name, value in found.items())
+        and [(entry.get("file"), entry.get("sha256")) for entry in sidecar.get("sources", [])]
+        == [(source.name, hash_once(source.path)) for source in sources]
+    )
 
 
 def describe_source(source: Source) -> dict[str, Any]:

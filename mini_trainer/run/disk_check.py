@@ -1,0 +1,81 @@
+"""Whether a directory's file system can do what a run needs: buckets that are mounted as directories often cannot."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mini_trainer.data.stores.disk import remove_quietly
+
+MADE = ".disk_check.part"  # directory of the files made here; `is_part` takes it for none of a run's
+MOUNTS = Path("/proc/self/mounts")
+ADVICE = (
+    "Write to a file system that can: a local disk with --upload-to for the exports, or a network file system; a bucket"
+    " needs a mount with a cache of files on a disk"
+)
+
+
+def check_disk(output_dir: Path) -> None:
+    """ValueError if the directory is on a file system that cannot hold a run."""
+    directory = output_dir / MADE
+    remove_quietly(directory)
+    try:
+        directory.mkdir()
+        failure = find_failure(directory)
+    finally:
+        remove_quietly(directory)
+    if failure is not None:
+        raise ValueError(f"--output-dir {output_dir}: {failure}. {ADVICE}")
+
+
+def find_failure(directory: Path) -> str | None:
+    """The first operation that fails in the empty `directory`, with its error and the file system; leaves files."""
+    operations: dict[str, Callable[[Path], None]] = {
+        "append to a file that others read, as metrics are written": append,
+        "replace a file by another of a new name, as settings are written": replace_file,
+        "rename a directory, as checkpoints and exports are written": rename_directory,
+    }
+    for name, operation in operations.items():
+        try:
+            operation(directory)
+        except OSError as error:
+            return f"cannot {name} ({describe_mount(directory)}): {error}"
+    return None
+
+
+def append(directory: Path) -> None:
+    path = directory / "appended"
+    for number in (1, 2):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{number}\n")
+            file.flush()
+            if not path.read_text(encoding="utf-8").endswith(f"{number}\n"):
+                raise OSError("what was appended cannot be read")
+
+
+def replace_file(directory: Path) -> None:
+    path, aside = directory / "replaced", directory / "aside"
+    for number in (1, 2):
+        aside.write_text(str(number), encoding="utf-8")
+        aside.replace(path)
+    if path.read_text(encoding="utf-8") != "2":
+        raise OSError("the earlier one is still there")
+
+
+def rename_directory(directory: Path) -> None:
+    aside, target = directory / "writing", directory / "step"
+    aside.mkdir()
+    (aside / "file").write_text("1", encoding="utf-8")
+    aside.rename(target)
+    if (target / "file").read_text(encoding="utf-8") != "1":
+        raise OSError("a file in it reads differently then")
+
+
+def describe_mount(directory: Path) -> str:
+    """Type and place of the file system that holds the directory; only Linux says."""
+    place, kind = Path(directory.anchor), "its file system"
+    path = directory.resolve()
+    if MOUNTS.exists():
+        for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+            _, mounted, found, *_ = line.split(" ")
+            if path.is_relative_to(mounted) and len(mounted) >= len(str(place)):
+                place, kind = Path(mounted), found
+    return f"{kind} at {place}"
