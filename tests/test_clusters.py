@@ -30,11 +30,22 @@ def test_the_train_job_is_one_of_kubeflows_and_its_command_one_of_ours():
     assert parse_options(TrainOptions, trainer["args"]).output_dir.startswith("/shared/")
 
 
+def test_the_image_s_user_has_a_number_and_may_write_to_the_volume():
+    user, group = re.search(r"^USER (\d+):(\d+)$", (CLUSTERS / "Dockerfile").read_text(), re.MULTILINE).groups()
+    manifest = yaml.safe_load((CLUSTERS / "kubeflow.yaml").read_text())
+    (patch,) = manifest["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    context = job["template"]["spec"]["template"]["spec"]["securityContext"]
+    assert context["runAsNonRoot"] and context["fsGroup"] == int(group) and int(user) > 0
+
+
 def test_skypilots_task_starts_training_with_options_that_there_are():
     task = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
     words = shlex.split(task["run"])
     options = parse_options(TrainOptions, words[words.index("train.py") + 1 :])
-    (bucket,) = task["file_mounts"]
+    ((bucket, mount),) = task["file_mounts"].items()
+    # A bucket without a cache cannot hold a run, and one with a cache only that of one node (run/disk_check.py).
+    assert (mount["mode"], task["num_nodes"]) == ("MOUNT_CACHED", 1)
     assert options.output_dir.startswith(bucket) and all(path.startswith(bucket) for path in options.data.data_path)
 
 

@@ -1,0 +1,227 @@
+"""The start on several nodes: who is there, and whether their output directory is one that can hold a run."""
+
+import errno
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked import run_forked
+from processes import ENV, ROOT, flags, free_port, torchrun_node
+from refusals import read_refusal
+from small_runs import make_inputs
+
+from mini_trainer.distributed.process import check_tasks
+from mini_trainer.run.disk_check import MADE, check_disk, find_failure
+from mini_trainer.run.preflight import MOST_NODES, Node, check_launch, describe_nodes, refuse_problems
+
+OF_SRUN = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama")
+
+
+def list_words(inputs: dict[str, str]) -> list[str]:
+    return flags(**inputs, batch_size=8, max_tokens_per_gpu=64, max_steps=2, checkpoint_every_steps=1)
+
+
+# What a file system can do.
+
+
+def test_a_disk_can_hold_a_run_and_nothing_is_left(tmp_path):
+    (tmp_path / MADE).mkdir()
+    (tmp_path / MADE / "appended").write_text("of a killed start")
+    check_disk(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def refuse(*args: object) -> None:
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        ("open", "cannot append to a file that others read, .*Operation not supported"),
+        ("replace", "cannot replace a file by .*Operation not supported"),
+        ("rename", "cannot rename a directory, .*Operation not supported"),
+    ],
+)
+def test_a_bucket_that_lacks_an_operation_is_refused_by_name(lacking, message, tmp_path, monkeypatch):
+    found = Path.open
+
+    def open_without_append(path: Path, mode: str = "r", *args: object, **kwargs: object) -> object:
+        return refuse() if "a" in mode else found(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, lacking, open_without_append if lacking == "open" else refuse)
+    with pytest.raises(ValueError, match=rf"^--output-dir {tmp_path}: {message}\. .*--upload-to"):
+        check_disk(tmp_path)
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_mount_is_named(monkeypatch, tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"a / ext4 rw 0 0\nbucket {tmp_path}/runs fuse.rclone rw 0 0\nb {tmp_path}/ru xfs rw 0 0\n")
+    monkeypatch.setattr("mini_trainer.run.disk_check.MOUNTS", mounts)
+    monkeypatch.setattr(Path, "rename", refuse)
+    (tmp_path / "runs").mkdir()
+    assert f"(fuse.rclone at {tmp_path}/runs)" in find_failure(tmp_path / "runs")
+
+
+# Who takes part.
+
+
+def make_nodes(*hosts: str, num_ranks: int = 8) -> list[Node]:
+    return [Node(host, range(i * num_ranks, (i + 1) * num_ranks), None) for i, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        (make_nodes("a", "b"), "a (ranks 0-7), b (ranks 8-15)"),
+        (make_nodes("n9", "n10", num_ranks=1), "n[9-10] (ranks 0-1, 1 each)"),
+        (make_nodes(*(f"n{i:03}.net" for i in range(1, 65))), "n[001-064].net (ranks 0-511, 8 each)"),
+        (make_nodes("n1", "n3", "n2"), "n1 (ranks 0-7), n3 (ranks 8-15), n2 (ranks 16-23)"),
+        (make_nodes("n09", "n10", "m11"), "n[09-10] (ranks 0-15, 8 each), m11 (ranks 16-23)"),
+        ([Node("n1", range(4), None), Node("n2", range(4, 5), None)], "n1 (ranks 0-3), n2 (rank 4)"),
+    ],
+)
+def test_hosts_and_ranks_are_one_line(nodes, text):
+    assert describe_nodes(nodes) == text
+
+
+def test_many_nodes_of_any_names_are_cut():
+    assert describe_nodes(make_nodes(*(f"pod-{i}-x" for i in range(0, 60, 2)))).endswith("(ranks 120-127) and 14 more")
+
+
+def test_the_nodes_with_a_problem_are_listed(tmp_path):
+    nodes = [Node(f"n{i}", range(i, i + 1), "no such thing" if i else None) for i in range(MOST_NODES + 3)]
+    message = read_refusal(lambda: refuse_problems(tmp_path, nodes), folder=tmp_path)
+    first, *listed, more, advice = message.split("\n")
+    assert first == "--output-dir: DIR has to be one directory for all nodes, to which each can write:"
+    assert listed == [f"  n{i} (rank {i}): no such thing" for i in range(1, MOST_NODES + 1)]
+    assert more == "  and 2 more nodes" and "may lie on local disks" in advice
+
+
+# How srun has started them.
+
+
+@pytest.mark.parametrize(
+    ("call", "environment", "message"),
+    [
+        (check_tasks, dict(), None),
+        (check_tasks, dict(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1"), None),
+        (check_tasks, dict(SLURM_PROCID="0", SLURM_NTASKS="4"), None),  # a batch script
+        (check_tasks, dict(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", RANK="0"), None),
+        (check_tasks, dict(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2"), "^srun has started 2 tasks without torchrun"),
+        (check_launch, dict(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2"), None),
+        (check_launch, dict(), None),
+        (check_launch, dict(SLURM_STEP_NUM_TASKS="16", SLURM_STEP_NUM_NODES="2"), "^srun .* 16 torchruns on 2 nodes"),
+    ],
+)
+def test_launches_by_srun(call: Callable[[], None], environment, message, monkeypatch):
+    for name in OF_SRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if message is None:
+        return call()
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_are_no_ranks(inputs, tmp_path):
+    env = dict(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2")
+    done = run_forked(0, "train.py", *list_words(inputs), "--output-dir", tmp_path / "run", env=env)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert "error: srun has started 2 tasks without torchrun" in done.stderr and "Traceback" not in done.stderr
+
+
+# Real ranks.
+
+ONE_RANK_A_NODE = dict(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+
+
+@pytest.mark.slow
+def test_two_nodes_of_one_directory_train(inputs, tmp_path):
+    words = [*list_words(inputs), "--output-dir", tmp_path / "run"]
+    done = run_forked(2, "train.py", *words, env=ONE_RANK_A_NODE)
+    assert done.returncode == 0, done.stderr
+    host = socket.gethostname()
+    assert f"\n2 nodes: {host} (rank 0), {host} (rank 1)\n" in f"\n{done.stderr}"
+    assert not (tmp_path / "run" / MADE).exists() and (tmp_path / "run" / "checkpoints" / "step_2").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_there", "problem"), [(False, "there is no such directory"), (True, "it is another .*")])
+def test_a_node_with_another_directory_is_named(is_there, problem, inputs, tmp_path):
+    if is_there:
+        (tmp_path / "its own").mkdir()
+    own = [",", "--output-dir", tmp_path / "run", ",", "--output-dir", tmp_path / "its own"]
+    workers = ["tests/workers/impatient.py", "2", "tests/workers/by_rank.py"]
+    done = run_forked(2, *workers, "train.py", *list_words(inputs), *own, env=ONE_RANK_A_NODE, timeout=100)
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    (first,) = [i for i, line in enumerate(lines) if line.startswith(f"error: --output-dir: {tmp_path / 'run'} has")]
+    assert lines[first + 1].startswith(f"  {socket.gethostname()} (rank 1): {problem.removesuffix('.*')}")
+    assert " free" not in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+MOUNTED = """
+hostname "$1"; mount --bind "$2" "$3" && { [ "$4" = rw ] || mount -o remount,bind,ro "$3"; }
+shift 4; exec "$@"
+"""
+
+
+def can_mount() -> bool:
+    return subprocess.run(["unshare", "--mount", "--uts", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs root, and unshare --mount: nodes with disks of their own")
+@pytest.mark.parametrize(
+    ("own", "place", "mode", "problem"),
+    [
+        ("shared", "shared", "rw", None),
+        ("local", "shared", "rw", "there is no such directory"),
+        ("shared", "shared", "ro", "it cannot be written: [Errno 30] Read-only file system"),
+        ("local", "shared/run/checkpoints", "rw", "it is another directory than rank 0's"),
+    ],
+)
+def test_nodes_with_disks_of_their_own(own, place, mode, problem, inputs, tmp_path):
+    """Two torchruns, the second one in a mount namespace with another host name."""
+    for name in ("shared/run/checkpoints", "local"):
+        (tmp_path / name).mkdir(parents=True)
+    if place == "shared":
+        (tmp_path / "shared/run/checkpoints").rmdir()
+        (tmp_path / "shared/run").rmdir()
+    words = ["tests/workers/impatient.py", 4, "train.py", *list_words(inputs), "--output-dir", tmp_path / "shared/run"]
+    command = torchrun_node(2, free_port(), "--local-addr=127.0.0.1", *words)
+    nodes = []
+    for host, disk, at, access in (("n1", "shared", "shared", "rw"), ("n2", own, place, mode)):
+        places = [host, tmp_path / disk, tmp_path / at, access]
+        unshared = ["unshare", "--mount", "--uts", "bash", "-c", MOUNTED, "bash", *map(str, places), *command]
+        log = (tmp_path / f"{host}.log").open("w+")
+        nodes.append((subprocess.Popen(unshared, cwd=ROOT, env=ENV, stdout=log, stderr=log), log))
+    codes, texts = [], []
+    for process, log in nodes:
+        codes.append(process.wait(timeout=200))
+        log.seek(0)
+        texts.append(log.read())
+    printed = "".join(texts)
+    if problem is None:
+        assert codes == [0, 0] and ("2 nodes: n" in printed), printed
+        return
+    assert codes == [1, 1], printed
+    # torchrun numbers its nodes by process here, since they have one address: n2 is the second.
+    problems = [line for line in printed.splitlines() if line.startswith("  n2 (rank 1): ")]
+    assert len(problems) == 2 and set(problems) == {f"  n2 (rank 1): {problem}"}, printed
+    assert " bytes, the disk has" not in printed and "died" not in printed, printed
