@@ -382,3 +382,12 @@ def test_osft_by_activations_needs_data_for_the_first_task(good: dict[str, Any],
     settings = good | {"train": OSFT | {"osft_basis": "activations"}}
     with pytest.raises(ValueError, match=r"tasks: a: train: osft_basis: activations: .*osft_calib"):
         settle(settings, tmp_path)
+
+
+def test_an_experiment_is_one_process(tmp_path):
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(GOOD))
+    command = [sys.executable, "-m", "mini_trainer", "continual", str(tmp_path / "tasks.yaml")]
+    env = ENV | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: srun or torchrun has started 2 processes") and "--ntasks=1" in done.stderr

@@ -16,7 +16,13 @@ from processes import ROOT, run
 from run_directories import write_run
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
-from mini_trainer.data.stores.disk import SPARE_BYTES, make_aside, naming_failed_writes, written_aside
+from mini_trainer.data.stores.disk import (
+    SPARE_BYTES,
+    describe_failed_write,
+    make_aside,
+    naming_failed_writes,
+    written_aside,
+)
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.use.evaluation.kept import write_made
 from mini_trainer.use.plots.figure import write_figure
@@ -97,6 +103,14 @@ def test_other_errors_stay_what_they_are(number, tmp_path):
         raise OSError(number, "from a library")
     with pytest.raises(PermissionError, match="mine"), naming_failed_writes(path, parts=[path]):
         raise PermissionError(errno.EACCES, "mine")
+
+
+def test_a_missing_directory_is_no_lack_of_space(tmp_path):
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "a")
+    message = describe_failed_write("the checkpoint c", missing, tmp_path / "aside", 7)
+    assert message == "cannot write the checkpoint c: [Errno 2] No such file or directory: 'a'"
+    unknown = RuntimeError("a library's error")
+    assert describe_failed_write("c", unknown, tmp_path / "aside", 7).endswith(" free")
 
 
 def test_only_runs_leave_room_to_spare(tmp_path, monkeypatch):

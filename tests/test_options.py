@@ -341,7 +341,9 @@ FLAGS_OF_OTHERS = {
     *("enable-lora", "generation-config", "lora-modules", "max-logprobs", "max-lora-rank", "tokenizer"),  # vllm serve
     "model-path",  # sglang
     *("no-deps", "only-binary", "python-version", "config-settings"),  # pip
-    *("nodes", "time", "kill-on-bad-exit", "array", "ntasks"),  # SLURM's sbatch and srun
+    *("nodes", "time", "kill-on-bad-exit", "array", "ntasks", "ntasks-per-node", "gpus"),  # SLURM's sbatch and srun
+    *("dependency", "requeue", "open-mode", "parsable", "wrap"),
+    "vfs-cache-mode",  # rclone's
 }
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Callable
@@ -172,6 +173,17 @@ def test_a_node_with_another_directory_is_named(is_there, problem, inputs, tmp_p
     assert lines[first + 1].startswith(f"  {socket.gethostname()} (rank 1): {problem.removesuffix('.*')}")
     assert " free" not in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_fails_names_the_node(inputs, tmp_path):
+    workers, words = ["tests/workers/limited.py", "100000"], [*list_words(inputs), "--output-dir", tmp_path / "run"]
+    done = run_forked(2, *workers, "train.py", *words, env=ONE_RANK_A_NODE)
+    assert done.returncode != 0
+    place = rf"step_1: rank_00000\.safetensors on {re.escape(socket.gethostname())}: \[Errno 27\]"
+    assert re.search(
+        rf"^error: cannot write the checkpoint \S*{place} File too large.* free\.", done.stderr, re.MULTILINE
+    )
 
 
 MOUNTED = """

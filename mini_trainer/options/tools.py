@@ -345,6 +345,9 @@ class SweepOptions:
     """Output directory. Default: the file's output_dir."""
     print_command: bool = False
     """Print the command of each trial, and exit."""
+    task: str | None = None
+    """Run one of N shares of the trials, I/N, as a task of an array job (docs/sweep.md). Default: all, and the results;
+    under srun with several tasks each one's share."""
     allow_env: tuple[str, ...] = ()
     """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""
 

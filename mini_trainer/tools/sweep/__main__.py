@@ -3,6 +3,7 @@
     python -m mini_trainer sweep sweep.yaml
     python -m mini_trainer sweep sweep.yaml --output-dir runs/again
     python -m mini_trainer sweep sweep.yaml --print-command
+    python -m mini_trainer sweep sweep.yaml --task 3/8
 
 Every trial is a run of train.py in a directory of its own, as many at a time as there are GPUs. Killed at any moment, a
 sweep continues when the same command is started again, and finds the same (docs/sweep.md). Needs the package
@@ -21,6 +22,7 @@ from mini_trainer.distributed.messages import say
 from mini_trainer.run.stages import ending_experiment
 from mini_trainer.tools.sweep.running import Pool, divide_devices, list_devices
 from mini_trainer.tools.sweep.settings import SweepSettings, Values, check_trials, list_files, read_settings
+from mini_trainer.tools.sweep.tasks import TASKS, choose_task
 
 
 def sweep(options: SweepOptions) -> None:
@@ -28,7 +30,7 @@ def sweep(options: SweepOptions) -> None:
     settings = read_settings(Path(options.config_file), output_dir=options.output_dir, allowed=options.allow_env)
     try:
         from mini_trainer.tools.sweep.results import describe_command
-        from mini_trainer.tools.sweep.search import find_direction, run_sweep
+        from mini_trainer.tools.sweep.search import find_direction, run_sweep, run_task
         from mini_trainer.tools.sweep.study import draw_trials
     except ModuleNotFoundError as error:
         if error.name != "optuna":
@@ -41,9 +43,15 @@ def sweep(options: SweepOptions) -> None:
         return say("\n".join(describe_command(settings, number, values) for number, values in enumerate(drawn)))
     list_files(settings, drawn)
     environments = divide_devices(settings, list_devices())
-    pool = Pool(settings.root, environments, num_processes=settings.num_processes)
-    describe_start(settings, drawn, environments)
-    run_sweep(settings, drawn, pool, more_is_better=more_is_better)
+    task = choose_task(options.task, search=settings.search)
+    if task is None:
+        pool = Pool(settings.root, environments, num_processes=settings.num_processes)
+        describe_start(settings, drawn, environments)
+        return run_sweep(settings, drawn, pool, more_is_better=more_is_better)
+    is_first = not (settings.root / TASKS).exists()
+    pool = Pool(task.name_folder(settings.root), environments, num_processes=settings.num_processes)
+    describe_start(settings, [one for number, one in enumerate(drawn) if task.has(number)], environments)
+    run_task(settings, drawn, pool, task, is_first=is_first, more_is_better=more_is_better)
 
 
 def describe_start(settings: SweepSettings, drawn: list[Values], environments: list[dict[str, str]]) -> None:

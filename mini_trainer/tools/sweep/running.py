@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mini_trainer.distributed.children import SECONDS_TO_SAVE, find_last_words, start_child
+from mini_trainer.distributed.lock import SECONDS_PER_BEAT
 from mini_trainer.run.stages import Stage, stop_at_sigterm, wait_for_lock
 from mini_trainer.tools.sweep.settings import SweepSettings
 
@@ -69,7 +70,7 @@ class Pool:
     def __init__(self, root: Path, environments: list[dict[str, str]], *, num_processes: int):
         """Locks the directory; RunError if another process uses it. `environments`: see `divide_devices`."""
         self.root, self.environments, self.num_processes = root, environments, num_processes
-        self.lock = wait_for_lock(root)
+        self.lock, self.last_beat = wait_for_lock(root), time.monotonic()
         stop_at_sigterm()
 
     def run(self, waiting: list[int], make_stage: Callable[[int], Stage], end: Callable[[int, int, str], bool]) -> None:
@@ -89,11 +90,18 @@ class Pool:
                     insort(free, slot)
                     if not end(child.number, child.process.returncode, child.read_last_words()):
                         waiting.insert(0, child.number)
+                self.beat()
                 time.sleep(SECONDS_BETWEEN_LOOKS)
         except BaseException as error:
             is_interrupt = isinstance(error, KeyboardInterrupt)
             self.end_children(list(running.values()), signal.SIGINT if is_interrupt else signal.SIGTERM)
             raise
+
+    def beat(self) -> None:
+        """Touches the lock, where other machines see only from its time that this process is alive."""
+        if time.monotonic() - self.last_beat > SECONDS_PER_BEAT:
+            self.last_beat = time.monotonic()
+            self.lock.beat()
 
     def start(self, number: int, stage: Stage, environment: Mapping[str, str]) -> Child:
         stage.write_options()

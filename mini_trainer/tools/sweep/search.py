@@ -29,6 +29,7 @@ from mini_trainer.tools.sweep.results import (
 from mini_trainer.tools.sweep.running import Pool
 from mini_trainer.tools.sweep.settings import SweepSettings, Values, describe_settings, describe_values, list_files
 from mini_trainer.tools.sweep.study import Study, is_number
+from mini_trainer.tools.sweep.tasks import WHOLE, Task, holding_tasks
 
 RECORD, STORAGE = "sweep.json", "study.journal"
 WRITTEN = (STORAGE, PARAMS_FILE, "trial_0", RESULTS, CURVES, BEST)  # are not written over without a record
@@ -42,17 +43,42 @@ ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED, ExitCode.NO_VALID_CHECKPOINT)
 def run_sweep(settings: SweepSettings, drawn: list[Values], pool: Pool, *, more_is_better: bool) -> None:
     """Runs, or continues, a sweep. ValueError, OSError or RunError say why it cannot; RunError if every trial fails."""
     try:
-        settle(settings, drawn)
-        study = Study(settings.root / STORAGE, settings, more_is_better=more_is_better)
-        study.add(drawn)
-        Sweep(settings, study, pool).run()
+        with holding_tasks(settings.root) as tasks:
+            settle(settings, drawn)
+            study = Study(settings.root / STORAGE, settings, more_is_better=more_is_better)
+            study.add(drawn)
+            found = Sweep(settings, study, pool)
+            for folder in tasks:
+                if (folder / STORAGE).exists():
+                    found.adopt_failures(Study(folder / STORAGE, settings, more_is_better=more_is_better))
+            found.run()
     finally:
         pool.lock.release()
 
 
-def settle(settings: SweepSettings, drawn: list[Values]) -> None:
+def run_task(
+    settings: SweepSettings, drawn: list[Values], pool: Pool, task: Task, *, is_first: bool, more_is_better: bool
+) -> None:
+    """Runs, or continues, the trials of one task. `pool` is in the task's folder; `is_first`: no task was there."""
+    try:
+        settle(settings, drawn, is_first=is_first)
+        study = Study(pool.root / STORAGE, settings, more_is_better=more_is_better)
+        study.add(drawn)
+        sweep = Sweep(settings, study, pool, task)
+        sweep.check_failed()
+        sweep.run_rung(settings.rungs[-1])
+    finally:
+        pool.lock.release()
+    states = [one.state for one in study.list_trials() if task.has(one.number)]
+    say(
+        f"task {task}: {len(states)} trials have ended, {states.count('failed')} of them failed. Once all tasks have,"
+        " the same command without --task, in one process, writes the results"
+    )
+
+
+def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = True) -> None:
     """Records the settings, and refuses others than those that the directory has; trials can be added to a random
-    search."""
+    search. Unless `is_first`, other tasks of the sweep write there."""
     path = settings.root / RECORD
     now: Record = {"settings": describe_settings(settings), "files": hash_files(list_files(settings, drawn))}
     if path.exists():
@@ -68,7 +94,7 @@ def settle(settings: SweepSettings, drawn: list[Values]) -> None:
                 f"{settings.root} belongs to a sweep with other settings:\n  " + "\n  ".join(changes) + "\nundo the"
                 " changes, or choose another output_dir; only num_trials of search: random can be raised"
             )
-    elif found := [name for name in WRITTEN if (settings.root / name).exists()]:
+    elif is_first and (found := [name for name in WRITTEN if (settings.root / name).exists()]):
         raise ValueError(f"output_dir: {settings.root} has {found[0]} of something else; choose another directory")
     write_record(path, now)
 
@@ -76,8 +102,8 @@ def settle(settings: SweepSettings, drawn: list[Values]) -> None:
 class Sweep:
     """A sweep that runs."""
 
-    def __init__(self, settings: SweepSettings, study: Study, pool: Pool):
-        self.settings, self.study, self.pool = settings, study, pool
+    def __init__(self, settings: SweepSettings, study: Study, pool: Pool, task: Task = WHOLE):
+        self.settings, self.study, self.pool, self.task = settings, study, pool, task
         self.num_starts: dict[int, int] = {}  # in a row that were ended from outside
 
     def run(self) -> None:
@@ -92,7 +118,8 @@ class Sweep:
 
     def run_rung(self, rung: int | None) -> None:
         """Runs the trials that are in a rung and have no result there yet."""
-        waiting = [one.number for one in self.study.list_trials() if not one.has_ended and rung not in one.results]
+        unended = [one for one in self.study.list_trials() if not one.has_ended and rung not in one.results]
+        waiting = [one.number for one in unended if self.task.has(one.number)]
         for number in list(waiting):
             if self.has_reached(number, rung):  # a kill came before that was recorded, or the journal is an older one
                 self.study.start(number)
@@ -143,6 +170,18 @@ class Sweep:
             if one.state == "failed" and self.has_reached(one.number, last) and self.read_result(one.number, last):
                 raise self.study.refuse(f"{one.name} has failed, but its run has ended with a result")
 
+    def adopt_failures(self, task: Study) -> None:
+        """Notes the trials that have failed in a task, and have no result since."""
+        unended = {one.number for one in self.study.list_trials() if not one.has_ended}
+        for one in task.list_trials():
+            if (
+                one.state == "failed"
+                and one.number in unended
+                and not self.has_reached(one.number, self.settings.rungs[-1])
+            ):
+                self.study.start(one.number)
+                self.study.fail(one.number, one.facts["error"])
+
     def read_result(self, number: int, rung: int | None) -> dict[str, Any] | None:
         """The best validation of a trial's run until the rung; None if none has a number as the metric."""
         try:
@@ -185,8 +224,9 @@ class Sweep:
         else:
             self.study.report(number, rung, result)
         trials = self.study.list_trials()
-        num_ended = sum(one.has_ended or rung in one.results for one in trials)
-        say(f"trial_{number}: {describe_result(trials[number], self.settings)} ({num_ended} of {len(trials)})")
+        own = [one for one in trials if self.task.has(one.number)]
+        num_ended = sum(one.has_ended or rung in one.results for one in own)
+        say(f"trial_{number}: {describe_result(trials[number], self.settings)} ({num_ended} of {len(own)})")
 
     def check_model(self, number: int, model: str) -> None:
         """ValueError if the files of the model have changed since an earlier trial."""
