@@ -1,11 +1,13 @@
 """Whether a directory's file system can do what a run needs: buckets that are mounted as directories often cannot."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 from mini_trainer.data.stores.disk import remove_quietly
 
-MADE = ".disk_check.part"  # directory of the files made here; `is_part` takes it for none of a run's
+MADE = ".disk_check.part"  # directory in the output directory; a later start ignores one that a kill has left
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 MOUNTS = Path("/proc/self/mounts")
 ADVICE = (
     "Write to a file system that can: a local disk with --upload-to for the exports, or a network file system; a bucket"
@@ -14,12 +16,14 @@ ADVICE = (
 
 
 def check_disk(output_dir: Path) -> None:
-    """ValueError if the directory is on a file system that cannot hold a run."""
+    """ValueError if the directory is on a file system that cannot hold a run; OSError if that is full."""
     directory = output_dir / MADE
     remove_quietly(directory)
     try:
         directory.mkdir()
         failure = find_failure(directory)
+    except OSError as error:
+        raise OSError(f"--output-dir {output_dir}: cannot be written: {error}") from None
     finally:
         remove_quietly(directory)
     if failure is not None:
@@ -27,16 +31,21 @@ def check_disk(output_dir: Path) -> None:
 
 
 def find_failure(directory: Path) -> str | None:
-    """The first operation that fails in the empty `directory`, with its error and the file system; leaves files."""
+    """The first operation that fails in the empty `directory`, with its error and the file system; leaves files.
+
+    OSError if there is no space left.
+    """
     operations: dict[str, Callable[[Path], None]] = {
         "append to a file that others read, as metrics are written": append,
-        "replace a file by another of a new name, as settings are written": replace_file,
+        "replace a file by renaming another one, as settings are written": replace_file,
         "rename a directory, as checkpoints and exports are written": rename_directory,
     }
     for name, operation in operations.items():
         try:
             operation(directory)
         except OSError as error:
+            if error.errno in NO_SPACE:
+                raise
             return f"cannot {name} ({describe_mount(directory)}): {error}"
     return None
 

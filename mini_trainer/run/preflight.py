@@ -108,11 +108,11 @@ def try_writing(own: Path, token: str) -> str | None:
     try:
         own.mkdir()
         (own / TOKEN).write_text(token)
+        return find_failure(own)
     except FileNotFoundError:
         return "a new directory of rank 0's is not seen at once"
     except OSError as error:
         return f"it cannot be written: {error}"
-    return find_failure(own)
 
 
 def find_unseen(parts: Path, nodes: Sequence[Node], token: str) -> list[Node]:
