@@ -289,25 +289,29 @@ def count_gpus() -> int:
 def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[str]) -> int:
     """Runs a script in several processes, waits for them, and returns the exit code of the run."""
     from mini_trainer.data.stores.disk import identify_file
-    from mini_trainer.distributed.children import find_this_package, name_module
+    from mini_trainer.distributed.children import find_this_package, hand_on_warning, name_module
     from mini_trainer.distributed.ending import EXIT_FILE
     from mini_trainer.distributed.process import raise_open_file_limit
     from mini_trainer.options.command_line import parse_options
 
+    if word == "train":
+        hand_on_warning()
     raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank
     sys.argv[1:] = argv
     # What cannot be used is refused once, and not by every rank.
     options = parse_options(PROGRAMS[word].read_options())
-    # Its reports of signals and of ranks that have failed, beside what the ranks print.
-    for name in ("agent.server.api", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
     before = exit_file and identify_file(exit_file)
+    import_quiet_torch()
     try:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
 
+        # Its reports of signals, of ranks that have failed, and of other machines that have ended, below what the ranks
+        # print. The imports set these loggers' levels.
+        for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
         flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
         os.environ |= find_this_package()
         if ":" in torchrun_options.get("nnodes", ""):
@@ -330,6 +334,18 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     if exit_file is not None and exit_file.exists() and identify_file(exit_file) != before:
         return json.loads(exit_file.read_text())["code"]
     return 0 if killed_by is None else 128 + killed_by
+
+
+def import_quiet_torch() -> None:
+    """Imports torch without this process's warnings of lost connections: at the end of a run they would come, with
+    stacks, below what the ranks have said. The ranks keep theirs."""
+    level = "TORCH_CPP_LOG_LEVEL"  # read by the import
+    if level in os.environ:
+        return
+    os.environ[level] = "ERROR"
+    import torch  # noqa: F401
+
+    del os.environ[level]
 
 
 def end_with(parent: int) -> None:

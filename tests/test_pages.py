@@ -1,10 +1,8 @@
-"""What the pages say of files, names and counts is there; and so is what the SLURM script asks the program for."""
+"""What the pages say of files, names and counts is there."""
 
 import ast
-import os
 import re
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -149,14 +147,3 @@ def test_every_metric_is_explained():
     assert told == [*(field.name for field in fields(StepMetrics)), *now_and_then]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (DOCS / "validation.md").read_text(), flags=re.MULTILINE)
     assert {field.name for field in fields(SourceMetrics)} <= set(re.findall(r"\w+", " ".join(rows)))
-
-
-def test_the_slurm_script_finds_the_output_directory():
-    lines = (ROOT / "examples" / "clusters" / "multi_node.sbatch").read_text().splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("READ_OUTPUT_DIR="))
-    last = next(i for i, line in enumerate(lines) if line.startswith("OUTPUT_DIR="))
-    script = "\n".join(["set -e", *lines[first : last + 1], 'echo "$OUTPUT_DIR"'])
-    words = ["--config", "examples/recipes/quickstart.yaml", "--output-dir", "/shared/a run"]
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script, "sbatch", *words], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.stdout == "/shared/a run\n", done.stderr

@@ -298,6 +298,36 @@ def test_a_second_signal_ends_a_rank_that_cannot_finish_its_step(num_ranks, rank
     check_outcome(group, ExitCode.INTERRUPTED, 0, "second signal")
 
 
+def test_a_repeated_warning_of_the_scheduler_does_not_end_a_rank_nor_does_the_first_signal_after_it(ranks):
+    group = ranks(1).wait()
+    group.order(0, "stand_still")
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        group.send(0, number)
+        time.sleep(2.2)
+        assert group.are_alive()
+    group.send(0, signal.SIGTERM)
+    group.wait_until_gone()
+    check_outcome(group, ExitCode.INTERRUPTED, 0, "second signal (SIGTERM)")
+
+
+def test_a_warning_to_the_launcher_reaches_a_rank_that_it_starts_later():
+    rank = "import time; from mini_trainer.distributed.monitor import RunControl\ntime.sleep(1)\n"
+    rank += "RunControl(hang_timeout=60, max_seconds=None).start(); time.sleep(60)"
+    launcher = f"""
+import os, signal, subprocess, sys
+from mini_trainer.distributed import children
+children.SECONDS_BETWEEN_WARNINGS = 0.2
+children.hand_on_warning()
+os.kill(os.getpid(), signal.SIGUSR1)
+sys.exit(subprocess.call([sys.executable, "-c", {rank!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", launcher], env=ENV, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        ExitCode.SAVED_AND_REQUEUE,
+        "SIGUSR1 before the first step: nothing new to save\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.SAVED_AND_REQUEUE)]
 )

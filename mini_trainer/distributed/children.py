@@ -1,13 +1,17 @@
 """Runs the program's words as child processes: forwards Ctrl-C, and leaves no process behind."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, NoReturn
 
 from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.root_files import ROOT, is_checkout
@@ -20,6 +24,7 @@ OF_LAUNCHERS = {
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
+SECONDS_BETWEEN_WARNINGS = 5
 LAUNCHERS = ("TORCHELASTIC_", "PET_")  # prefixes of others
 NUM_LINES_KEPT = 200  # lines of output to search for the error message
 
@@ -114,6 +119,26 @@ def keep_environment() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS and not name.startswith(LAUNCHERS)
     }
+
+
+def hand_on_warning() -> None:
+    """From now on a SIGUSR1 to this process, by which schedulers warn, goes to its children until it ends.
+
+    They begin with the signal blocked: one that comes before they are ready for it takes effect once they are. It is
+    repeated for children that are yet to be started; this program's runs take it once.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # inherited by threads and children
+    threading.Thread(target=repeat_warning, daemon=True).start()
+
+
+def repeat_warning() -> NoReturn:
+    signal.sigwait({signal.SIGUSR1})
+    while True:
+        for path in Path("/proc/self/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # a thread or a child is gone
+                for child in path.read_text().split():
+                    os.kill(int(child), signal.SIGUSR1)
+        time.sleep(SECONDS_BETWEEN_WARNINGS)
 
 
 def end_child(child: subprocess.Popen) -> None:

@@ -37,6 +37,7 @@ class RunControl:
             # Keep ignoring SIGHUP under nohup.
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                 signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # `mini-trainer` blocks SIGUSR1 until now
         threading.Thread(target=self.watch.run, name="watch", daemon=True).start()
         if self.watch.rank == 0:
             threading.Thread(target=self.watch.watch_files, name="files", daemon=True).start()

@@ -189,7 +189,8 @@ class Watch:
 
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        is_second = self.first_signal is not None
+        is_warning = number == signal.SIGUSR1  # a scheduler's, which may be repeated, and followed by SIGTERM
+        is_second = self.first_signal is not None and not is_warning
         if self.goodbye is not None or (is_second and now - self.first_signal < SECONDS_OF_ONE_SIGNAL):
             return
         if is_second:
@@ -199,7 +200,8 @@ class Watch:
             self.report(self.make_cause(code, f"{number.name} before the first step: nothing new to save"))
         else:
             self._raise_flag(SIGNALS[number])
-        self.first_signal = now
+        if not is_warning:
+            self.first_signal = now
 
     def _raise_flag(self, flag: Flag) -> None:
         self.marks.flags |= flag

@@ -8,4 +8,7 @@ for pid_file in "$DIR"/slurmctld.pid "$DIR"/slurmd.n1.pid "$DIR"/slurmd.n2.pid "
     [ -s "$pid_file" ] && kill "$(cat "$pid_file")" 2>/dev/null
 done
 sleep 2
+ip link delete mt_slurm
+ip netns delete mt_n1
+ip netns delete mt_n2
 rm -rf "$DIR"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Trains with examples/clusters/multi_node.sbatch on the SLURM of start.sh, warns it, kills a node of it, and prints
 # what it sees. Ends with 1 if a promise was not kept. See README.md.
-#   try.sh [warned] [killed] [dead] [cancelled]
+#   try.sh [warned] [signalled] [starting] [early] [killed] [dead] [cancelled]
 set -uo pipefail
 
 ROOT=$(realpath "$(dirname "$0")/../..")
-WORK=$(mktemp -d "${TMPDIR:-/tmp}/slurm_try.XXXXXX")
+WORK=${WORK:-$(mktemp -d "${TMPDIR:-/tmp}/slurm_try.XXXXXX")} # set: of an earlier call, whose uninterrupted run is used
 : "${SLURM_CONF:?set it to what start.sh printed}"
 cd "$ROOT" || exit 1
 export OMP_NUM_THREADS=1
@@ -22,6 +22,8 @@ state() { scontrol show job "$1" | grep -oP 'JobState=\K\w+'; }
 restarts() { scontrol show job "$1" | grep -oP 'Restarts=\K\d+'; }
 exit_name() { grep -oP '"name": "\K\w+' "$1/exit.json" 2>/dev/null; }
 num_steps() { if [ -e "$1/training_metrics_0.jsonl" ]; then wc -l <"$1/training_metrics_0.jsonl"; else echo 0; fi; }
+job_line() { echo "    job $1: $(scontrol show job "$1" | grep -oP '(JobState|Restarts|ExitCode|RunTime|TimeLimit)=\S+' | tr '\n' ' ')"; }
+ranks() { grep -lz "^LOCAL_RANK=" $(processes "$1" n1 | sed 's|.*|/proc/&/environ|') /dev/null 2>/dev/null; }
 processes() { # job, node
     local file
     for file in $(grep -lz "^SLURM_JOB_ID=$1\$" /proc/[0-9]*/environ 2>/dev/null); do
@@ -58,7 +60,7 @@ PYTHON
 
 warned() {
     echo "== the warning: SLURM's own, before the time limit"
-    local RUN=$WORK/warned JOB=$(submit "$WORK/warned" --time=2 --signal=USR1@90)
+    local RUN=$WORK/warned JOB=$(submit "$WORK/warned" --time=3 --signal=B:USR1@90)
     await 900 "[ \$(num_steps $RUN) -ge 1 ]"
     await 300 "[ \$(restarts $JOB) = 1 ]"
     promise "the ranks saved and asked to be requeued (not over before: raise STEPS)" "[ \"\$(exit_name $RUN)\" = saved_and_requeue ]"
@@ -67,6 +69,53 @@ warned() {
     await 900 "[ \$(state $JOB) = COMPLETED ]"
     promise "requeued, resumed, done" "[ \"\$(exit_name $RUN)\" = done ]"
     promise "the losses are those of the uninterrupted run" "same_losses $WORK/plain $RUN"
+    job_line "$JOB"
+}
+
+signalled() {
+    echo "== the warning by hand: to the batch shell, to all processes, to those of the step"
+    local RUN=$WORK/signalled JOB=$(submit "$WORK/signalled") num_requeues=0 stopped receiver
+    for receiver in --batch --full ""; do
+        await 300 "[ \$(num_steps $RUN) -ge $((num_requeues * 30 + 10)) ]"
+        scancel --signal=USR1 $receiver "$JOB"
+        num_requeues=$((num_requeues + 1))
+        await 120 "[ \$(restarts $JOB) = $num_requeues ]"
+        stopped=$(num_steps "$RUN")
+        promise "scancel $receiver: saved after step $stopped and requeued" "[ \"\$(exit_name $RUN)\" = saved_and_requeue ]"
+        await 300 "grep -q 'resuming from .*: $stopped steps' $RUN.log"
+    done
+    await 900 "[ \$(state $JOB) = COMPLETED ]"
+    promise "done" "[ \"\$(exit_name $RUN)\" = done ]"
+    promise "the losses are those of the uninterrupted run" "same_losses $WORK/plain $RUN"
+    job_line "$JOB"
+}
+
+starting() {
+    echo "== the warning by hand, while the job starts"
+    local RUN=$WORK/starting JOB=$(submit "$WORK/starting")
+    await 120 "[ \$(state $JOB) = RUNNING ]"
+    scancel --signal=USR1 --batch "$JOB"
+    await 180 "[ \$(restarts $JOB) = 1 ]"
+    await 180 "[ -n \"\$(ranks $JOB)\" ]"
+    scancel --signal=USR1 --full "$JOB"
+    await 180 "[ \$(restarts $JOB) = 2 ]"
+    await 180 "[ -n \"\$(ranks $JOB)\" ]"
+    scancel --signal=USR1 "$JOB"
+    await 180 "[ \$(restarts $JOB) = 3 ]"
+    await 900 "[ \$(state $JOB) = COMPLETED ]"
+    promise "requeued three times, done" "[ \"\$(exit_name $RUN)\" = done ]"
+    promise "the losses are those of the uninterrupted run" "same_losses $WORK/plain $RUN"
+    job_line "$JOB"
+}
+
+early() {
+    echo "== a time limit that leaves no time before the warning"
+    local RUN=$WORK/early JOB=$(submit "$WORK/early" --time=2 --signal=B:USR1@600)
+    await 900 "[ \$(state $JOB) = FAILED ]"
+    promise "requeued three times, no more" "[ \$(restarts $JOB) = 3 ]"
+    promise "the log says why" "grep -q 'not requeued again: 3 requeues have brought no step' $RUN.log"
+    grep -h "SLURM: time limit\|requeue" "$RUN.log" | cut -c1-160
+    job_line "$JOB"
 }
 
 killed() {
@@ -107,33 +156,40 @@ cancelled() {
     await 90 "[ \$(state $JOB) = CANCELLED ]"
     sleep 15
     promise "a cancelled job stays so" "[ \$(state $JOB) = CANCELLED ]"
+    promise "the log has no traceback" "! grep -q Traceback $RUN.log"
+    echo "    the log's last lines:"
+    tail -n 4 "$RUN.log"
+    job_line "$JOB"
     echo "    exit.json: $(tr -d '\n' <"$RUN/exit.json" 2>/dev/null | cut -c1-300)"
 }
 
-echo "== data and model, in $WORK"
-python examples/quickstart/make_data.py --output-dir "$WORK" >"$WORK/prepare.log" 2>&1 ||
-    { cat "$WORK/prepare.log"; exit 1; }
-python examples/quickstart/make_tiny_model.py --messages-file "$WORK/train.jsonl" --output-dir "$WORK/model" \
-    --vocab-size 1024 >>"$WORK/prepare.log" 2>&1
-python process_data.py --input-file "$WORK/train.jsonl" --output-file "$WORK/data.arrow" \
-    --model-name-or-path "$WORK/model" >>"$WORK/prepare.log" 2>&1 || { cat "$WORK/prepare.log"; exit 1; }
-cat >"$WORK/options.yaml" <<YAML
+prepare() {
+    echo "== data and model, in $WORK"
+    python examples/quickstart/make_data.py --output-dir "$WORK" >"$WORK/prepare.log" 2>&1 ||
+        { cat "$WORK/prepare.log"; exit 1; }
+    python examples/quickstart/make_tiny_model.py --messages-file "$WORK/train.jsonl" --output-dir "$WORK/model" \
+        --vocab-size 1024 >>"$WORK/prepare.log" 2>&1
+    python process_data.py --input-file "$WORK/train.jsonl" --output-file "$WORK/data.arrow" \
+        --model-name-or-path "$WORK/model" >>"$WORK/prepare.log" 2>&1 || { cat "$WORK/prepare.log"; exit 1; }
+    cat >"$WORK/options.yaml" <<YAML
 model_name_or_path: $WORK/model
 data_path: $WORK/data.arrow
 batch_size: 16
 max_tokens_per_gpu: 1024
-max_steps: ${STEPS:-400}
+max_steps: ${STEPS:-250}
 learning_rate: 1e-3
 checkpoint_every_steps: 20
 export_dtype: float32
 YAML
 
-echo "== two nodes, uninterrupted"
-RUN=$WORK/plain JOB=$(submit "$WORK/plain")
-await 900 "[ \$(state $JOB) = COMPLETED ]"
-promise "two nodes trained and ended with done" "[ \"\$(exit_name $RUN)\" = done ]"
+    echo "== two nodes, uninterrupted"
+    local RUN=$WORK/plain JOB=$(submit "$WORK/plain")
+    await 900 "[ \$(state $JOB) = COMPLETED ]"
+    promise "two nodes trained and ended with done" "[ \"\$(exit_name $RUN)\" = done ]"
+}
 
-[ $# -gt 0 ] || set -- warned killed dead cancelled
+[ -e "$WORK/plain/exit.json" ] || prepare
+[ $# -gt 0 ] || set -- warned signalled starting early killed dead cancelled
 for part in "$@"; do "$part"; done
 
 echo "== what the runs resumed from"

@@ -1,0 +1,153 @@
+"""What the batch script of a run under SLURM asks for (examples/clusters/multi_node.sbatch).
+
+python -m mini_trainer.tools.slurm_job start SCRIPT OPTIONS...   # once, before the ranks: prints --output-dir
+python -m mini_trainer.tools.slurm_job end OUTPUT_DIR STATUS     # after them: exits with 0 to have the job requeued
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from mini_trainer.distributed.command import COMMAND
+from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
+from mini_trainer.distributed.lock import REQUEUES_FILE
+from mini_trainer.distributed.messages import say
+from mini_trainer.options import TrainOptions
+from mini_trainer.options.command_line import parse_options
+
+MOST_IDLE = 3  # requeues in a row that may bring no step
+EARLIER = timedelta(minutes=1)  # than asked for SLURM may send its warning
+
+
+class Notice(NamedTuple):
+    """The signal of sbatch's --signal: [B:]NAME[@SECONDS]."""
+
+    text: str  # as it was given
+    receiver: str
+    name: str
+    before: timedelta  # the time limit
+
+
+@dataclass(frozen=True)
+class Requeues:
+    """Contents of requeues.json."""
+
+    job: str
+    step: int  # of the newest checkpoint
+    num_idle: int = 0  # requeues in a row with that same checkpoint
+
+
+def start(script: Path, argv: list[str]) -> str:
+    """Reads the options, says what SLURM's time limit and its warning leave, and returns --output-dir.
+
+    Removes exit.json, which is an earlier start's.
+    """
+    os.environ[COMMAND] = json.dumps([os.getpid(), ["", "train"], True])  # messages name the ranks' command
+    output_dir = Path(parse_options(TrainOptions, argv).output_dir)
+    given = os.environ.get("SBATCH_SIGNAL") or find_signal(script.read_text())
+    say(describe_limit(read_limit(), read_warning(given)), is_error=True)
+    (output_dir / EXIT_FILE).unlink(missing_ok=True)
+    return str(output_dir)
+
+
+def find_signal(script: str) -> str | None:
+    """The value of the batch script's own --signal."""
+    found = re.search(r"^#SBATCH +--signal[= ](\S+)", script, flags=re.MULTILINE)
+    return found and found[1]
+
+
+def read_warning(given: str | None) -> Notice | None:
+    found = re.fullmatch(r"(?:(\w+):)?(\w+)(?:@(\d+))?", given or "")
+    return found and Notice(given, found[1] or "", found[2], timedelta(seconds=int(found[3] or 60)))  # sbatch's default
+
+
+def read_limit() -> timedelta | None:
+    """This job's time limit; None if it has none, or SLURM does not say."""
+    shown = subprocess.run(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True)
+    found = re.search(r"TimeLimit=(?:(\d+)-)?(\d+):(\d+):(\d+)", shown.stdout)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
+def describe_limit(limit: timedelta | None, warning: Notice | None) -> str:
+    """One line on the job's time limit (--time) against its --signal."""
+    if limit is None:
+        return "SLURM: this job has no time limit (--time)"
+    if warning is None or warning.name not in ("USR1", "SIGUSR1", "10"):
+        return (
+            f"warning: SLURM: time limit {limit} (--time), and no SIGUSR1 before it: the job would then be killed, lose"
+            " the steps since its last checkpoint, and not be requeued; give sbatch --signal=B:USR1@600"
+        )
+    text = f"SLURM: time limit {limit} (--time), warning {warning.before} before it (--signal={warning.text})"
+    left = limit - warning.before - EARLIER
+    if left <= timedelta(0):
+        return (
+            f"warning: {text}: it may come at once, and leave no time for a step: raise --time, or lower --signal to"
+            " the seconds of one step and one checkpoint (the one on sbatch's own command line is not known here)"
+        )
+    if warning.receiver != "B":
+        return f"warning: {text}: processes that are still starting may miss it; write --signal=B:{warning.text}"
+    return f"{text}: at least {left} for the start and the steps"
+
+
+def end(output_dir: Path, status: int) -> bool:
+    """Whether the job is to be requeued, after srun has returned `status`. Says why not, of a run that was stopped."""
+    if status != ExitCode.SAVED_AND_REQUEUE and read_end(output_dir) != ExitCode.SAVED_AND_REQUEUE:
+        return False
+    job, step = os.environ["SLURM_JOB_ID"], find_step(output_dir)
+    before = read_requeues(output_dir)
+    is_idle = before is not None and (before.job, before.step) == (job, step)
+    num_idle = before.num_idle + 1 if is_idle else 0 if step else 1
+    if num_idle > MOST_IDLE:
+        say(
+            f"error: not requeued again: {MOST_IDLE} requeues have brought no step after step {step}: this job"
+            " was told to end before it had saved one. Raise its time limit (sbatch --time), or lower the seconds of"
+            " --signal to those of one step and one checkpoint, and submit it again: it resumes",
+            is_error=True,
+        )
+        (output_dir / REQUEUES_FILE).unlink()
+        return False
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / REQUEUES_FILE).write_text(json.dumps(asdict(Requeues(job, step, num_idle))) + "\n")
+    idle = f"; requeue {num_idle} of {MOST_IDLE} without a new step" if num_idle else ""
+    say(f"requeued, to resume from step {step}{idle}", is_error=True)
+    return True
+
+
+def read_end(output_dir: Path) -> int | None:
+    """The code in exit.json; None if the run wrote none."""
+    path = output_dir / EXIT_FILE
+    return json.loads(path.read_text())["code"] if path.exists() else None
+
+
+def read_requeues(output_dir: Path) -> Requeues | None:
+    path = output_dir / REQUEUES_FILE
+    return Requeues(**json.loads(path.read_text())) if path.exists() else None
+
+
+def find_step(output_dir: Path) -> int:
+    """The step of the newest checkpoint; 0 if there is none."""
+    names = [path.name.removeprefix("step_") for path in output_dir.glob("checkpoints/step_*")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def main(argv: list[str]) -> None:
+    match argv:
+        case ["start", script, *options]:
+            print(start(Path(script), options))
+        case ["end", output_dir, status]:
+            sys.exit(0 if end(Path(output_dir), int(status)) else 1)
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

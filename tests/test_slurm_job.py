@@ -1,0 +1,127 @@
+"""The SLURM script and what it asks of the program; tests/slurm runs both on a real SLURM."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+
+from mini_trainer.tools.slurm_job import MOST_IDLE, describe_limit, end, find_signal, read_limit, read_warning
+
+SCRIPT = ROOT / "examples" / "clusters" / "multi_node.sbatch"
+COMMANDS = {  # of SLURM, with a step that ends as if it had saved once it is told to
+    "scontrol": """
+        case "$1 $2" in
+            "show hostnames") echo n1; echo n2;;
+            "show job") echo "RunTime=00:00:01 TimeLimit=1-02:03:04 TimeMin=N/A";;
+            *) echo "$0 $*" >>calls;;
+        esac""",
+    "srun": 'echo "$*" >words; while [ ! -e warned ]; do sleep 0.1; done; exit 3',
+    "scancel": 'echo "$0 $*" >>calls; touch warned',
+}
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> dict[str, str]:
+    """A job's environment, with SLURM's commands in the current directory."""
+    for name, text in COMMANDS.items():
+        command = tmp_path / name
+        command.write_text(f'#!/usr/bin/env bash\ncd {tmp_path}\nset -- "$@"\n{text.replace("$0", name)}\n')
+        command.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    slurm |= {"SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_ON_NODE": "2"}
+    for name, value in (slurm | {"PATH": path}).items():
+        monkeypatch.setenv(name, value)
+    return dict(os.environ)
+
+
+def start(*words: object, **options: object) -> subprocess.Popen:
+    argv = ["bash", SCRIPT, "--config", "examples/recipes/quickstart.yaml", *map(str, words)]
+    return subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_warning_to_the_script_reaches_the_step_and_the_job_is_requeued(to_all, job, tmp_path):
+    """SLURM's own to the batch shell, and scancel --full's to all of its processes."""
+    output_dir = tmp_path / "a run"
+    output_dir.mkdir()
+    (output_dir / "exit.json").write_text('{"code": 0}')  # an earlier start's
+    process = start("--output-dir", output_dir, env=job)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "words").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    (os.killpg if to_all else os.kill)(process.pid, signal.SIGUSR1)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 3, said
+    assert (tmp_path / "calls").read_text() == "scancel --signal=USR1 7.0\nscontrol requeue 7\n"
+    words = (tmp_path / "words").read_text().split()
+    assert "python -m mini_trainer train --nnodes=2 --nproc-per-node=2" in " ".join(words)
+    assert words[-2:] == [str(tmp_path / "a"), "run"]
+    limit, requeued = said.splitlines()
+    assert limit.startswith("SLURM: time limit 1 day, 2:03:04 (--time), warning 0:10:00 before it")
+    assert requeued == f"requeued, to resume from step 0; requeue 1 of {MOST_IDLE} without a new step"
+    assert not (output_dir / "exit.json").exists()
+
+
+def test_options_that_cannot_be_used_end_the_job_before_the_step(job, tmp_path):
+    process = start("--output-dir", tmp_path / "run", "--batch-sise", 3, env=job)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2 and not (tmp_path / "words").exists()
+    assert "--batch-size" in said and "python -m mini_trainer train --help" in said
+
+
+@pytest.mark.parametrize(
+    ("limit", "given", "words"),
+    [
+        (None, "B:USR1@600", r"no time limit \(--time\)"),
+        (3600, None, r"^warning: .* 1:00:00 .*no SIGUSR1 .*give sbatch --signal=B:USR1@600"),
+        (3600, "B:TERM@600", r"^warning: .*no SIGUSR1"),
+        (3600, "B:USR1@600", r"^SLURM: time limit 1:00:00 .*warning 0:10:00 .*at least 0:49:00"),
+        (3600, "USR1@600", r"^warning: .*may miss it; write --signal=B:USR1@600"),
+        (300, "B:USR1@600", r"^warning: .* 0:05:00 .*0:10:00 .*--signal=B:USR1@600.*may come at once.*raise --time"),
+        (120, "B:10", r"^warning: .*warning 0:01:00 .*may come at once"),
+    ],
+)
+def test_the_time_limit_is_compared_with_the_warning(limit, given, words):
+    said = describe_limit(None if limit is None else timedelta(seconds=limit), read_warning(given))
+    assert re.search(words, said), said
+
+
+def test_what_the_script_asks_slurm_for(job):
+    assert find_signal(SCRIPT.read_text()) == "B:USR1@600"
+    assert find_signal("#!/bin/bash\n") is None
+    assert read_limit() == timedelta(days=1, hours=2, minutes=3, seconds=4)
+
+
+def test_a_job_whose_requeues_bring_no_step_ends(job, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    for i in range(MOST_IDLE):
+        assert end(run, 3)
+        assert f"requeue {i + 1} of {MOST_IDLE} without" in capsys.readouterr().err
+    (run / "checkpoints" / "step_20").mkdir(parents=True)
+    for _ in range(MOST_IDLE + 1):  # the first has brought steps
+        assert end(run, 3)
+    assert "to resume from step 20; requeue 3 of 3" in capsys.readouterr().err
+    assert not end(run, 3)
+    assert re.search("^error: .*3 requeues have brought no step after step 20.*--time", capsys.readouterr().err)
+    assert end(run, 3)  # as a job that is submitted again would
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert end(run, 3)
+    assert json.loads((run / "requeues.json").read_text()) == {"job": "8", "step": 20, "num_idle": 0}
+
+
+def test_only_runs_that_were_told_to_stop_are_requeued(job, tmp_path):
+    assert not end(tmp_path, 1) and not end(tmp_path, 0)
+    (tmp_path / "exit.json").write_text('{"code": 3}')
+    assert end(tmp_path, 137)  # a launcher was killed after the ranks had saved
+    (tmp_path / "exit.json").write_text('{"code": 10}')
+    assert not end(tmp_path, 10)
