@@ -331,6 +331,7 @@ PRINT = {
     "__main__": "the user's own words",
     "distributed.children": "lines of a script, which are clean",
     "run.raw_rows": "lines of a script, which are clean",
+    "tools.slurm_job": "a path for the shell",
 }
 
 

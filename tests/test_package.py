@@ -246,21 +246,24 @@ def test_two_machines_train_from_elsewhere_as_one_process_does_in_a_checkout(sit
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_ctrl_c_is_handed_on_and_the_runs_own_exit_code_comes_back(site, elsewhere, run_flags):
-    argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 100_000, "--output-dir", "stopped"]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 10), (signal.SIGTERM, 3), (signal.SIGUSR1, 3)])
+def test_a_signal_is_handed_on_and_the_runs_own_exit_code_comes_back(number, code, site, elsewhere, run_flags):
+    name = f"stopped_{number}"
+    argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 100_000, "--output-dir", name]
     process = start(site, elsewhere, *argv)
-    metrics = elsewhere / "stopped" / "training_metrics_0.jsonl"
+    metrics = elsewhere / name / "training_metrics_0.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.05)
     ranks = list_children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal's Ctrl-C goes to all
     done = finish(process)
-    assert (done.returncode, json.loads((elsewhere / "stopped" / "exit.json").read_text())["code"]) == (10, 10)
-    assert len(list((elsewhere / "stopped" / "checkpoints").glob("step_*"))) == 1
+    assert (done.returncode, json.loads((elsewhere / name / "exit.json").read_text())["code"]) == (code, code)
+    assert len(list((elsewhere / name / "checkpoints").glob("step_*"))) == 1
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
-    assert "Traceback" not in done.stderr and "FAILED" not in done.stderr  # torchrun's report
+    assert not re.search("Traceback|FAILED|death signal", done.stderr)  # torchrun's report
+    assert done.stderr.splitlines()[-1].startswith("to continue: ")
 
 
 @pytest.mark.wide

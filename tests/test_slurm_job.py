@@ -68,7 +68,7 @@ def test_a_warning_to_the_script_reaches_the_step_and_the_job_is_requeued(to_all
     assert words[-2:] == [str(tmp_path / "a"), "run"]
     limit, requeued = said.splitlines()
     assert limit.startswith("SLURM: time limit 1 day, 2:03:04 (--time), warning 0:10:00 before it")
-    assert requeued == f"requeued, to resume from step 0; requeue 1 of {MOST_IDLE} without a new step"
+    assert requeued == f"requeueing this job, to continue after step 0; requeue 1 of {MOST_IDLE} without a new step"
     assert not (output_dir / "exit.json").exists()
 
 
@@ -110,7 +110,7 @@ def test_a_job_whose_requeues_bring_no_step_ends(job, tmp_path, capsys, monkeypa
     (run / "checkpoints" / "step_20").mkdir(parents=True)
     for _ in range(MOST_IDLE + 1):  # the first has brought steps
         assert end(run, 3)
-    assert "to resume from step 20; requeue 3 of 3" in capsys.readouterr().err
+    assert "to continue after step 20; requeue 3 of 3" in capsys.readouterr().err
     assert not end(run, 3)
     assert re.search("^error: .*3 requeues have brought no step after step 20.*--time", capsys.readouterr().err)
     assert end(run, 3)  # as a job that is submitted again would

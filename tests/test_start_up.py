@@ -48,6 +48,7 @@ def test_every_program_is_among_those_measured():
         *PROGRAMS,
         "mini_trainer/__main__.py",
         "mini_trainer/options/command_line.py",
+        "mini_trainer/tools/slurm_job.py",
     }
 
 

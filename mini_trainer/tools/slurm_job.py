@@ -14,8 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.command import COMMAND
-from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
+from mini_trainer.distributed.ending import EXIT_FILE, ExitCode, ending_with_message
 from mini_trainer.distributed.lock import REQUEUES_FILE
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import TrainOptions
@@ -116,9 +117,10 @@ def end(output_dir: Path, status: int) -> bool:
         (output_dir / REQUEUES_FILE).unlink()
         return False
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / REQUEUES_FILE).write_text(json.dumps(asdict(Requeues(job, step, num_idle))) + "\n")
+    with written_aside(output_dir / REQUEUES_FILE) as (aside,):
+        aside.write_text(json.dumps(asdict(Requeues(job, step, num_idle))) + "\n")
     idle = f"; requeue {num_idle} of {MOST_IDLE} without a new step" if num_idle else ""
-    say(f"requeued, to resume from step {step}{idle}", is_error=True)
+    say(f"requeueing this job, to continue after step {step}{idle}", is_error=True)
     return True
 
 
@@ -140,13 +142,14 @@ def find_step(output_dir: Path) -> int:
 
 
 def main(argv: list[str]) -> None:
-    match argv:
-        case ["start", script, *options]:
-            print(start(Path(script), options))
-        case ["end", output_dir, status]:
-            sys.exit(0 if end(Path(output_dir), int(status)) else 1)
-        case _:
-            sys.exit(__doc__)
+    with ending_with_message(when_interrupted="interrupted"):
+        match argv:
+            case ["start", script, *options]:
+                print(start(Path(script), options))
+            case ["end", output_dir, status]:
+                sys.exit(0 if end(Path(output_dir), int(status)) else 1)
+            case _:
+                sys.exit(__doc__)
 
 
 if __name__ == "__main__":
