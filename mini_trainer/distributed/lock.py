@@ -17,7 +17,8 @@ SECONDS_PER_BEAT = 5  # interval at which the holder touches its lock
 SECONDS_TO_WATCH = 20  # a lock of another host that is not touched for this long counts as stale
 
 LOCK_FILE, STOP_FILE, ERRORS_DIR = ".lock", "stop", "errors"
-REQUEUES_FILE, CLIENTS_FILE = "requeues.json", "training_hub_callbacks.json"  # a batch script's count, training_hub's own
+REQUEUES_FILE = "requeues.json"  # a batch script's count
+CLIENTS_FILE = "training_hub_callbacks.json"  # training_hub's own
 OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR, REQUEUES_FILE, CLIENTS_FILE}  # with only these: no run
 
 
