@@ -342,7 +342,7 @@ FLAGS_OF_OTHERS = {
     "model-path",  # sglang
     *("no-deps", "only-binary", "python-version", "config-settings"),  # pip
     *("nodes", "time", "kill-on-bad-exit", "array", "ntasks", "ntasks-per-node", "gpus"),  # SLURM's sbatch and srun
-    *("dependency", "requeue", "open-mode", "parsable", "wrap"),
+    *("dependency", "requeue", "open-mode", "parsable", "wrap", "signal", "batch", "full"),
     "vfs-cache-mode",  # rclone's
 }
 
