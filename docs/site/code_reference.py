@@ -16,6 +16,7 @@ API = (
     "mini_trainer/run/hooks.py",
     "mini_trainer/api/launch.py",
     "mini_trainer/api/errors.py",
+    "mini_trainer/api/trainer_callbacks.py",
     "mini_trainer/options/learning.py",
 )
 # Columns of data sets: each kind's class, and the rows that it is made of.
