@@ -5,7 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from heavy import need
 from processes import ENV, ROOT
+
+need("optuna")
+
 from sweep_runs import ForkedPool, make_settings, read_results, run, write_settings
 
 from mini_trainer.distributed.ending import ExitCode, RunError
