@@ -323,6 +323,7 @@ def test_an_interrupt_lets_running_trials_save(pool_of, tmp_path):
     def interrupt() -> None:
         while len(list(tmp_path.glob("*.there"))) < 2:
             time.sleep(0.01)
+        time.sleep(1)  # until the pool has noted them, too
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
