@@ -69,7 +69,7 @@ def is_listening(port: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
