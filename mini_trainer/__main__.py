@@ -308,6 +308,8 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
 
+        from mini_trainer.distributed.meeting import NO_AGENT_STORE
+
         # Its reports of signals, of ranks that have failed, and of other machines that have ended, below what the ranks
         # print. The imports set these loggers' levels.
         for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
@@ -315,7 +317,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
         os.environ |= find_this_package()
         if ":" in torchrun_options.get("nnodes", ""):
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a machine could not join later: see meeting.py
+            os.environ[NO_AGENT_STORE] = "1"  # with it a machine could not join later
         torchrun([*flags, "--no-python", *name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv])
         killed_by = None
     except ChildFailedError as error:

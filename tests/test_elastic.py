@@ -58,7 +58,7 @@ def read_rows(output_dir: Path) -> list[dict]:
 
 
 def read_world_sizes(output_dir: Path) -> list[int]:
-    """Of all starts of the run."""
+    """The number of ranks in each start of the run."""
     path = output_dir / "training_params.json"
     return [start["world_size"] for start in json.loads(path.read_text())["starts"]] if path.exists() else []
 

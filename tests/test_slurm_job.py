@@ -16,7 +16,7 @@ from processes import ROOT
 from mini_trainer.tools.slurm_job import MOST_IDLE, describe_limit, end, find_signal, read_limit, read_warning
 
 SCRIPT = ROOT / "examples" / "clusters" / "multi_node.sbatch"
-COMMANDS = {  # of SLURM, with a step that ends as if it had saved once it is told to
+COMMANDS = {  # SLURM's; the step ends as one that has saved when it is signalled
     "scontrol": """
         case "$1 $2" in
             "show hostnames") echo n1; echo n2;;
