@@ -330,7 +330,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         killed_by = int(error.sigval)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except ValueError as error:  # what torchrun says of an option's value
+    except (ValueError, AssertionError) as error:  # what torchrun says of an option's value
         refuse(f"torchrun: {error}")
     # The ranks of a run end together, and write why: for torchrun, a stop that was asked for is no failure.
     if exit_file is not None and exit_file.exists() and identify_file(exit_file) != before:

@@ -155,6 +155,15 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
         (["train", "--nnodes"], "--nnodes needs"),
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs"),
         (["train", "--nnodes", "2", "--nnodes=2"], "once: --nnodes"),
+        (
+            [
+                "train",
+                "--nnodes=2:1",
+                *("--model-name-or-path", "M", "--data-path", "D", "--output-dir", "O"),
+                *("--max-tokens-per-gpu", "9", "--max-steps", "1"),
+            ],
+            "torchrun: min_nodes",
+        ),
         (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
         (["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
         (["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "--data-path"),
