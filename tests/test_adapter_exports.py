@@ -1,9 +1,7 @@
 """An adapter carries the stop tokens and the chat template that its data taught, and all that read it follow them."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from scored_data import TOP_K, score_here, write_data
 from tiny_data import read_lines, write_counting_chats, write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from vllm_standin import install_vllm
 
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
@@ -93,9 +92,9 @@ def test_an_adapter_has_the_stop_tokens_and_the_template_of_a_merged_export(base
     assert GenerationConfig.from_pretrained(further).eos_token_id == [other, taught]
 
 
-def save_adapter(base: Path, folder: Path) -> Path:
+def save_adapter(base: Path, folder: Path, *, r: int = 4) -> Path:
     """An adapter as peft writes it, which changes what the model says."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(r=r, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
     return folder
@@ -158,41 +157,29 @@ def test_a_generation_config_that_cannot_be_read_is_refused_by_name(base, tmp_pa
 
 
 def test_vllm_reads_the_adapters_files(base, world, tmp_path, monkeypatch):
-    """Uses a stand-in for the package."""
     adapter, prompts = save_adapter(base, tmp_path / "adapter"), write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a b"}])
     asked = install_vllm(monkeypatch)
     ask(world, tmp_path / "plain.jsonl", prompts, model=str(adapter), engine="vllm")
     (adapter / "generation_config.json").write_text("{}")
     AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
     ask(world, tmp_path / "own.jsonl", prompts, model=str(adapter), engine="vllm")
-    assert [(one["model"], one["tokenizer"], one["generation_config"]) for one in asked] == [
+    assert [(one["model"], one["tokenizer"], one["generation_config"]) for one in asked.models] == [
         (str(base), str(base), str(base)),
         (str(base), str(adapter), str(adapter)),
     ]
 
 
-def install_vllm(monkeypatch) -> list[dict]:
-    """Puts a module in place of vllm; returns the list of its models' arguments."""
-    asked = []
-
-    class LLM:
-        def __init__(self, **options: object) -> None:
-            asked.append(options)
-
-        def get_default_sampling_params(self) -> SimpleNamespace:
-            return SimpleNamespace(repetition_penalty=1.3, presence_penalty=0.0, frequency_penalty=0.0, top_p=1.0,
-                                   top_k=0, min_p=0.0)  # fmt: skip
-
-        def generate(self, prompts: list[dict], params: list, lora_request: object) -> list:
-            said = SimpleNamespace(text="", finish_reason="length", token_ids=[7])
-            return [SimpleNamespace(outputs=[said], prompt_token_ids=one["prompt_token_ids"]) for one in prompts]
-
-    request = SimpleNamespace(LoRARequest=lambda *given: given)
-    stand_in = SimpleNamespace(__version__="0", LLM=LLM, SamplingParams=SimpleNamespace)
-    monkeypatch.setattr("mini_trainer.use.inference.vllm_engine.require", lambda *given, **named: None)
-    for name, module in {"vllm": stand_in, "vllm.lora": stand_in, "vllm.lora.request": request}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return asked
+def test_the_adapters_rank_is_rounded_up_to_one_of_vllms(base, world, tmp_path, monkeypatch):
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a b"}])
+    asked = install_vllm(monkeypatch)
+    adapters = {rank: str(save_adapter(base, tmp_path / f"r{rank}", r=rank)) for rank in (1, 4, 8, 9, 33)}
+    for rank, adapter in adapters.items():
+        if rank < 33:
+            ask(world, tmp_path / f"{rank}.jsonl", prompts, model=adapter, engine="vllm")
+    assert [one["max_lora_rank"] for one in asked.models] == [1, 8, 8, 16]
+    assert [lora[2] for lora in asked.loras] == list(adapters.values())[:4]
+    with pytest.raises(ValueError, match="has rank 33, and vLLM takes up to 32: merge it"):
+        ask(world, tmp_path / "33.jsonl", prompts, model=adapters[33], engine="vllm")
 
 
 def test_an_adapter_scores_data_as_peft_does(base, world, tmp_path):

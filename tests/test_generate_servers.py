@@ -17,6 +17,7 @@ from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_standin import install_vllm
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
@@ -224,61 +225,69 @@ def test_an_engine_that_is_not_installed_is_refused(tmp_path):
     assert "--engine vllm " in done.stderr and "pip install vllm" in done.stderr
 
 
-STAND_IN = """
-import json
-from pathlib import Path
-from types import SimpleNamespace as Made
-
-__version__, asked = "0", []
-
-
-class SamplingParams(Made):
-    pass
-
-
-class LLM:
-    def __init__(self, **options):
-        asked.append(options)
-
-    def get_default_sampling_params(self):
-        # As vLLM does: neutral values, and those in the generation config that it knows.
-        config = json.loads((Path(asked[-1]["generation_config"]) / "generation_config.json").read_text())
-        neutral = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, temperature=1.0, top_p=1.0,
-                       top_k=0, min_p=0.0, max_tokens=16, seed=None)
-        return SamplingParams(**neutral | {name: config[name] for name in neutral if name in config})
-
-    def generate(self, prompts, params, lora_request):
-        asked.append(vars(params[0]))
-        for prompt, one in zip(prompts, params, strict=True):
-            text = f"{len(prompt['prompt_token_ids'])} {one.temperature}"
-            said = Made(text=text, finish_reason="length", token_ids=[7])
-            yield Made(outputs=[said], prompt_token_ids=prompt["prompt_token_ids"])
-"""
+def run_vllm(world, model: Path, prompts: str, output: Path, **changes: object) -> list[dict]:
+    given = dict(model=str(model), engine="vllm", prompts=prompts, output=str(output), temperature=0.5)
+    generate(group_options(GenerateOptions, **given | changes), world)
+    return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
-    """A stand-in takes the place of the package, whose own names can be checked only where it is installed."""
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "vllm.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    asked = install_vllm(monkeypatch)
     path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     own = dict(repetition_penalty=1.3, temperature=0.9, top_p=0.8, top_k=40, min_p=0.1, do_sample=True, eos_token_id=2)
     (path / "generation_config.json").write_text(json.dumps(own))
-    output = tmp_path / "answers.jsonl"
-    given = dict(model=str(path), engine="vllm", prompts=prompts, output=str(output), temperature=0.5, dtype="bfloat16")
-    given |= dict(top_k=7, max_new_tokens=9)
-    generate(group_options(GenerateOptions, **given), world)
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    changes = dict(dtype="bfloat16", engine_args=("max_model_len=512", "quantization=fp8"), top_k=7, max_new_tokens=9)
+    lines = run_vllm(world, path, prompts, tmp_path / "answers.jsonl", **changes)
     assert [line["answer"] for line in lines] == [f"{line['num_prompt_tokens']} 0.5" for line in lines]
     assert lines[0]["made_by"]["engine"] == "vllm" and lines[0]["finish_reason"] == "length"
-    import vllm
-
-    assert vllm.asked[0]["model"] == str(path) and vllm.asked[0]["dtype"] == "bfloat16"
-    params = vllm.asked[1]
+    assert lines[0]["made_by"]["engine_args"] == {"max_model_len": 512, "quantization": "fp8"}
+    (model,) = asked.models
+    assert model["model"] == str(path) and model["dtype"] == "bfloat16"
+    assert (model["max_model_len"], model["quantization"]) == (512, "fp8")
+    params = asked.params[0]
     assert params.pop("seed") is not None
     kept = dict(repetition_penalty=1.3, presence_penalty=0.0, frequency_penalty=0.0, top_p=0.8, min_p=0.1)
-    assert params == kept | dict(temperature=0.5, top_k=7, max_tokens=9)
-    sys.modules.pop("vllm")
+    assert params == kept | dict(temperature=0.5, top_k=7, max_tokens=9, output_kind="final")
+
+
+def test_answers_of_vllm_are_written_as_they_are_completed(prompts, world, tmp_path, monkeypatch):
+    """An interrupted run resumes, even with other arguments that change only speed; not with those that change more."""
+    asked = install_vllm(monkeypatch)
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    whole = run_vllm(world, path, prompts, tmp_path / "whole.jsonl")
+    asked.steps_to_failure = 4
+    output = tmp_path / "answers.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run_vllm(world, path, prompts, output)
+    asked.steps_to_failure = None
+    assert len((tmp_path / "answers.jsonl.part0").read_text().splitlines()) == 4
+    with pytest.raises(ValueError, match=r"engine_args\.max_model_len None, now 512"):
+        run_vllm(world, path, prompts, output, engine_args=("max_model_len=512",))
+    num_asked = len(asked.prompts)
+    assert run_vllm(world, path, prompts, output, engine_args=("gpu_memory_utilization=0.8",)) == whole
+    assert len(asked.prompts) - num_asked == len(whole) - 4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("max_modellen=512",), "max_modellen: vLLM 0 has no such engine argument; did you mean max_model_len"),
+        (("dtype=float32",), "--engine-args dtype: is set by --dtype"),
+        (("model=x",), "--engine-args model: is set by --model"),
+    ],
+)
+def test_arguments_of_vllm_are_checked_by_its_own_names(given, said, prompts, world, tmp_path, monkeypatch):
+    install_vllm(monkeypatch)
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    with pytest.raises(ValueError, match=said):
+        run_vllm(world, path, prompts, tmp_path / "answers.jsonl", engine_args=given)
+
+
+def test_arguments_of_vllm_without_a_value_and_for_other_engines_are_refused():
+    options = group_options(GenerateOptions, model="m", engine="vllm", engine_args=("max_model_len",))
+    assert find_problems(options) == ["--engine-args: given 'max_model_len', allowed: NAME=VALUE, each name once"]
+    options = group_options(GenerateOptions, model="m", engine_args=("max_model_len=5",))
+    assert find_problems(options) == ["--engine-args has no effect with --engine hf"]
 
 
 @pytest.mark.wide

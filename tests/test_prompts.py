@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tiny_data import read_lines, write_jsonl
 from tiny_models import SHAPE, save_model
 from trait_templates import ONLY_PARTS, PROMPTED_REASONING
 from transformers import LlamaConfig, PreTrainedTokenizerFast
+from vllm_standin import install_vllm
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
@@ -241,22 +241,6 @@ def cut_at_answer(sample: dict) -> list[int]:
     return sample["input_ids"][:first]
 
 
-VLLM = """
-from types import SimpleNamespace as Made
-asked = []
-SamplingParams = Made
-class LLM:
-    def __init__(self, **options):
-        pass
-    def get_default_sampling_params(self):
-        return Made(repetition_penalty=1, presence_penalty=0, frequency_penalty=0, top_p=1, top_k=0, min_p=0)
-    def generate(self, prompts, params, lora_request):
-        asked.extend(prompt["prompt_token_ids"] for prompt in prompts)
-        said = Made(text="", finish_reason="length", token_ids=[7])
-        return [Made(outputs=[said], prompt_token_ids=prompt["prompt_token_ids"]) for prompt in prompts]
-"""
-
-
 @pytest.mark.parametrize("name", ["only parts", "an empty reasoning on one line"])
 def test_engines_are_given_what_was_trained_up_to_the_answer(name, world, tmp_path, monkeypatch):
     path = write_model(tmp_path / "model", name)
@@ -285,11 +269,9 @@ def test_engines_are_given_what_was_trained_up_to_the_answer(name, world, tmp_pa
     for prompt, ids in zip(choices, expected, strict=True):
         assert all(choice.ids[: len(ids)] == ids for choice in encode_choices(prompt, 0, engine))
 
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "vllm.py").write_text(VLLM)
-    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    asked = install_vllm(monkeypatch)
     list(open_model(group_options(GenerateOptions, **given, engine="vllm"), world).answer(requests))
-    assert sys.modules.pop("vllm").asked == expected
+    assert asked.prompts == expected
 
 
 def test_calls_are_written_as_the_protocol_has_them():

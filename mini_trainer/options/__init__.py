@@ -23,11 +23,11 @@ from mini_trainer.options.fields import (
     list_facts,
     list_types,
     parse_duration,
+    parse_named_values,
     parse_rate,
     parse_shard,
     parse_steps,
     parse_subset,
-    parse_template_args,
     replace_options,
 )
 from mini_trainer.options.learning import (

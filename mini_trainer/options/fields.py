@@ -189,13 +189,13 @@ def parse_subset(text: str) -> int | float:
     raise ValueError(f"{text}: must be a number of samples (10), or a share of samples above 0 and up to 100% (1%)")
 
 
-def parse_template_args(given: Iterable[str]) -> dict[str, Any]:
-    """Arguments of a chat template from NAME=VALUE; a value is JSON or, if it is not, a text. ValueError otherwise."""
+def parse_named_values(given: Iterable[str]) -> dict[str, Any]:
+    """Values by name from NAME=VALUE; a value is JSON or, if it is not, a text. ValueError otherwise."""
     parsed: dict[str, Any] = {}
     for argument in given:
         name, equals, value = argument.partition("=")
         if not equals or not name.isidentifier() or name in parsed:
-            raise ValueError(f"given {argument!r}, allowed: NAME=VALUE, each name once, such as enable_thinking=false")
+            raise ValueError(f"given {argument!r}, allowed: NAME=VALUE, each name once")
         try:
             parsed[name] = json.loads(value)
         except ValueError:

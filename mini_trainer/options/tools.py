@@ -73,6 +73,9 @@ class EngineOptions:
     those of vLLM, SGLang or llama.cpp."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of computation; auto: the stored weights' data type."""
+    engine_args: tuple[str, ...] = ()
+    """vllm: arguments of its engine, as NAME=VALUE by vLLM's own names, with a JSON value or a text:
+    tensor_parallel_size=4 max_model_len=8192 quantization=fp8."""
     batch_size: int = option(32, at_least=1)
     """hf: maximum number of prompts in a batch."""
     base_url: str | None = None

@@ -22,7 +22,7 @@ from mini_trainer.data.rows.survey import describe_repeats, survey_rows
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.stores.tokenizers import load_stop_token_ids, load_tokenizer
 from mini_trainer.distributed.process import without_collector
-from mini_trainer.options import RowOptions, parse_template_args
+from mini_trainer.options import RowOptions, parse_named_values
 from mini_trainer.options.doors import MASKED_FORMATS, NAMED_FORMATS
 from mini_trainer.options.tools import ProcessDataOptions
 
@@ -64,7 +64,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
             thinking_prefix=options.rows.thinking_prefix,
             strict_reasoning=options.contents.strict_reasoning,
             expander=open_expander(model_dir, options),
-            contents=Contents(options.contents.control_tokens, parse_template_args(options.contents.template_args)),
+            contents=Contents(options.contents.control_tokens, parse_named_values(options.contents.template_args)),
         )
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)

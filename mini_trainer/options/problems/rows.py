@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mini_trainer.options import RowOptions, flag_name, parse_shard, parse_template_args
+from mini_trainer.options import RowOptions, flag_name, parse_named_values, parse_shard
 from mini_trainer.options.doors import RANDOM_FORMATS
 from mini_trainer.options.problems.facts import list_changed, list_row_sources
 from mini_trainer.options.tools import ProcessDataOptions
@@ -40,7 +40,7 @@ def find_content_problems(o: ProcessDataOptions) -> list[str]:
         return [f"{', '.join(given)}: no effect on random and labelled rows"]
     problems = []
     try:
-        parse_template_args(o.contents.template_args)
+        parse_named_values(o.contents.template_args)
     except ValueError as error:
         problems.append(f"--template-args: {error}")
     if o.contents.as_chat and o.rows.format != "completion":

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mini_trainer.options import flag_name
+from mini_trainer.options import flag_name, parse_named_values
 from mini_trainer.options.problems.signals import find_unpaired
 from mini_trainer.options.tools import (
     BoardOptions,
@@ -73,12 +73,16 @@ def find_generate_problems(o: GenerateOptions) -> list[str]:
 def find_engine_problems(o: EngineOptions) -> list[str]:
     """Problems with engine options: for a different engine than the chosen one, or out of range."""
     problems = []
-    of_engine = {"batch_size": ("hf",), "dtype": ("hf", "vllm"), "base_url": ("openai",), "api_key_env": ("openai",),
-                 "concurrency": ("openai",)}  # fmt: skip
+    of_engine = {"batch_size": ("hf",), "dtype": ("hf", "vllm"), "engine_args": ("vllm",), "base_url": ("openai",),
+                 "api_key_env": ("openai",), "concurrency": ("openai",)}  # fmt: skip
     for option in dataclasses.fields(o):
         engines = of_engine.get(option.name, (o.engine,))
         if o.engine not in engines and getattr(o, option.name) != option.default:
             problems.append(f"{flag_name(option.name)} has no effect with --engine {o.engine}")
+    try:
+        parse_named_values(o.engine_args)
+    except ValueError as error:
+        problems.append(f"--engine-args: {error}")
     if o.engine == "openai" and o.base_url is None:
         problems.append("--engine openai needs --base-url, such as http://localhost:8000/v1")
     if o.base_url is not None and not is_address(o.base_url):

@@ -1,12 +1,16 @@
 """The engine that runs vLLM in this process, which batches all prompts itself.
 
 Answers depend on their batch to within the rounding of vLLM's kernels; each answer has its own seed, as in the others.
+Tested with vLLM 0.28 to 0.32 (tests/engines).
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+import dataclasses
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from mini_trainer.model.methods.adapter_settings import check_settings
+from mini_trainer.options import parse_named_values
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed
@@ -15,6 +19,20 @@ from mini_trainer.use.inference.prompts import Prompt, encode_prompt
 
 # Sampling parameters that a model's generation config can set in vLLM, besides temperature and length.
 MODELS_OWN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "top_p", "top_k", "min_p")
+# Arguments of vLLM's engine that our options set, and these options.
+OURS = {
+    **dict.fromkeys(("model", "tokenizer", "generation_config", "hf_config_path"), "--model"),
+    **dict.fromkeys(("revision", "tokenizer_revision", "code_revision"), "--model-revision"),
+    **dict.fromkeys(("enable_lora", "max_lora_rank"), "--adapter"),
+    **{name: f"--{name.replace('_', '-')}" for name in ("dtype", "seed", "trust_remote_code")},
+}
+# Arguments that change speed and memory alone, so that a killed run can resume with others.
+OF_SPEED = {
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend",
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb", "block_size",
+    "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager",
+    "load_format", "disable_log_stats",
+}  # fmt: skip
 
 
 class VLLMEngine:
@@ -28,45 +46,77 @@ class VLLMEngine:
 
     def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions):
         require("vllm", flag="--engine vllm")
-        from vllm import LLM
-
         self.found, self.sampling = found, sampling
         self.dtype = str(choose_dtype(found.config, engine.dtype)).removeprefix("torch.")
-        lora = {} if found.adapter is None else {"enable_lora": True, "max_lora_rank": read_rank(found)}
-        self.llm = LLM(
-            model=found.directory,
-            tokenizer=str(found.tokenizer_dir),
-            generation_config=str(found.generation_dir),
-            dtype=self.dtype,
-            trust_remote_code=found.trust_remote_code,
-            seed=sampling.seed,
-            **lora,
+        self.args = read_engine_args(engine.engine_args)
+        lora = {} if found.adapter is None else {"enable_lora": True, "max_lora_rank": choose_rank(found)}
+        self.llm = start(
+            found.name,
+            dict(
+                model=found.directory,
+                tokenizer=str(found.tokenizer_dir),
+                generation_config=str(found.generation_dir),
+                dtype=self.dtype,
+                trust_remote_code=found.trust_remote_code,
+                seed=sampling.seed,
+                **lora,
+                **self.args,
+            ),
         )
+        self.engine = self.llm.llm_engine
 
     def describe(self) -> dict[str, Any]:
         from vllm import __version__
 
-        return {"engine": "vllm", **self.found.identify(), "dtype": self.dtype, "versions": {"vllm": __version__}}
+        chosen = {name: value for name, value in self.args.items() if name not in OF_SPEED}
+        return {
+            "engine": "vllm",
+            **self.found.identify(),
+            "dtype": self.dtype,
+            **({"engine_args": chosen} if chosen else {}),
+            "versions": {"vllm": __version__},
+        }
 
     def answer(
         self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
-        """Submits all requests at once, which is fastest; a run killed before they finish starts over."""
-        requests = [request for request in requests if request.key not in done]
-        prompts = [{"prompt_token_ids": encode_prompt(request.prompt, self.found.tokenizer)} for request in requests]
-        params = [self.make_params(make_seed(self.sampling.seed, *request.key)) for request in requests]
-        outputs = self.llm.generate(prompts, params, lora_request=self.make_lora())
-        for request, output in zip(requests, outputs, strict=True):
-            said = output.outputs[0]
-            yield (
-                request,
-                Answer(said.text, said.finish_reason or "stop", len(output.prompt_token_ids), len(said.token_ids)),
-            )
+        """Submits all requests at once, which is fastest, and yields each answer once it is complete."""
+        from vllm.sampling_params import RequestOutputKind
+
+        waiting: dict[str, Request] = {}
+        for request in requests:
+            if request.key in done:
+                continue
+            ids = encode_prompt(request.prompt, self.found.tokenizer)
+            name = f"{request.index} {request.sample}"
+            self.submit(name, ids, make_seed(self.sampling.seed, *request.key), kind=RequestOutputKind.FINAL_ONLY)
+            waiting[name] = request
+        while waiting:
+            for output in self.engine.step():
+                said = output.outputs[0]
+                reason, num_prompt_tokens = said.finish_reason or "stop", len(output.prompt_token_ids)
+                answer = Answer(said.text, reason, num_prompt_tokens, len(said.token_ids))
+                yield waiting.pop(output.request_id), answer
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        """Yields the whole answer in one piece: vLLM streams only from its server, for which use --engine openai."""
-        ((_, answer),) = self.answer([Request(0, 0, prompt)])
-        yield answer.text
+        from vllm.sampling_params import RequestOutputKind
+
+        name, finished = "streamed", False
+        ids = encode_prompt(prompt, self.found.tokenizer)
+        self.submit(name, ids, make_seed(self.sampling.seed, 0, 0), kind=RequestOutputKind.DELTA)
+        try:
+            while not finished:
+                for output in self.engine.step():
+                    finished = output.finished
+                    yield output.outputs[0].text
+        finally:
+            if not finished:
+                self.engine.abort_request([name])
+
+    def submit(self, name: str, ids: list[int], seed: int, *, kind: Any) -> None:
+        params = self.make_params(seed)
+        params.output_kind = kind
+        self.engine.add_request(name, {"prompt_token_ids": ids}, params, lora_request=self.make_lora())
 
     def make_params(self, seed: int) -> Any:
         """The model's own penalties and sampling settings, as vLLM reads them, except for those that are given."""
@@ -89,9 +139,56 @@ class VLLMEngine:
         return LoRARequest("adapter", 1, str(self.found.adapter))
 
 
-def read_rank(found: FoundModel) -> int:
-    """The adapter's rank, which vLLM needs in advance. ValueError for settings that vLLM does not support."""
+def read_engine_args(given: Sequence[str]) -> dict[str, Any]:
+    """vLLM's engine arguments from NAME=VALUE; ValueError for names that this vLLM does not have, or that are ours."""
+    args = parse_named_values(given)
+    if not args:
+        return {}
+    from vllm import EngineArgs, __version__
+
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in args:
+        if name in OURS:
+            raise ValueError(f"--engine-args {name}: is set by {OURS[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--engine-args {name}: vLLM {__version__} has no such engine argument{hint}")
+    return args
+
+
+def start(name: str, args: Mapping[str, Any]) -> Any:
+    """Loads the model; ValueError with vLLM's reason if it does not take an argument or cannot run the model."""
+    from vllm import LLM
+
+    try:
+        return LLM(**args)
+    except Exception as error:  # of many libraries: this is the border to them
+        raise ValueError(f"--engine vllm: vLLM does not run {name}: {describe_failure(error)}") from None
+
+
+def describe_failure(error: Exception) -> str:
+    """The error in a line. pydantic's errors, which list their inputs, are shortened."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(": ".join((*map(str, one["loc"]), one["msg"])) for one in error.errors())
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def choose_rank(found: FoundModel) -> int:
+    """The smallest rank of vLLM's that holds the adapter's, which vLLM needs in advance.
+
+    ValueError for settings that vLLM does not support.
+    """
     from peft import PeftConfig
+    from vllm.config.lora import MaxLoRARanks
 
     check_settings(found.adapter, flag="--engine vllm: --adapter", reader="vllm")
-    return PeftConfig.from_pretrained(str(found.adapter)).r
+    rank, allowed = PeftConfig.from_pretrained(str(found.adapter)).r, sorted(get_args(MaxLoRARanks))
+    if rank > allowed[-1]:
+        raise ValueError(
+            f"--engine vllm: --adapter {found.adapter}: has rank {rank}, and vLLM takes up to {allowed[-1]}: merge it"
+            " with mini-trainer merge-adapter, or use --engine hf"
+        )
+    return next(one for one in allowed if one >= rank)
