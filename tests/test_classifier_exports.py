@@ -127,6 +127,8 @@ def test_an_export_is_loaded_by_pipelines_with_its_labels_and_its_trained_head(
     scores = classify(["a", "a longer text"])  # a batch: the model knows what is padding
     assert [sorted(score["label"] for score in of_text) for of_text in scores] == [sorted(NAMES.values())] * 2
     assert "pipeline_tag: text-classification" in (export / "README.md").read_text()
+    templates = [AutoTokenizer.from_pretrained(path).chat_template for path in (model, export)]
+    assert templates[0] and templates[1] is None  # sentence-transformers would render the texts by it
     run_usage(export, monkeypatch)
 
 

@@ -86,7 +86,7 @@ class Exports:
             inputs.objective.family,
             state.method,
             inputs.generation_config,
-            inputs.tokenizer,
+            inputs.export_tokenizer,
             DTYPES[self.options.export_dtype],
             inputs.source,
             notes,

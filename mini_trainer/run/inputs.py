@@ -1,5 +1,6 @@
 """A run's inputs: data, tokenizer, the model's config, objective and method; and the errors found in them."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.stores.model_files import find_weights, verify_weights
 from mini_trainer.data.tokenized.by_row import find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -152,6 +154,18 @@ class RunInputs:
     callbacks: "Classes" = field(default_factory=dict)
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def export_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of exports: without a chat template if the data's texts were not rendered by one.
+
+        sentence-transformers would render a classifier's texts by it.
+        """
+        if not COLUMNS[self.data.task.objective].has_labels:
+            return self.tokenizer
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.chat_template = None
+        return tokenizer
 
     @property
     def num_steps_before(self) -> int:
