@@ -1,0 +1,157 @@
+"""Exports of every kind, made by this program's own commands from tiny random models whose shapes all engines take."""
+
+from functools import cached_property
+from pathlib import Path
+
+from forked import run_forked
+from make_tiny_model import train_tokenizer
+from processes import flags
+from tiny_data import write_jsonl
+from tiny_models import save_moved
+from tiny_vision import make_image, save_vision_model
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    set_seed,
+)
+
+# Heads of 32 numbers: vLLM's attention on the CPU has no smaller ones. Rows of 64 and 96: whole blocks of q8_0.
+SHAPE = dict(
+    vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    initializer_range=0.2,
+)  # fmt: skip
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE),
+    "qwen2": Qwen2Config(**{key: value for key, value in SHAPE.items() if key != "head_dim"}),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(**SHAPE | dict(num_hidden_layers=6, query_pre_attn_scalar=32), sliding_window=32),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1
+    ),
+    "smollm3": SmolLM3Config(**SHAPE | dict(num_hidden_layers=4), no_rope_layer_interval=4),
+}
+COUNTING = "one two three four five six seven eight nine ten eleven twelve"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+RANKS = (4, 16, 64)
+
+
+def make_chats() -> list[dict]:
+    """Chats as a user has them: to count to a number in words, and the answer."""
+    words = COUNTING.split()
+    return [
+        {"messages": [{"role": "user", "content": f"Count to {word}."},
+                      {"role": "assistant", "content": " ".join(words[: i + 1])}]}
+        for i, word in enumerate(words)
+    ]  # fmt: skip
+
+
+def ask_chats() -> list[list[dict[str, str]]]:
+    """The conversations that every engine answers: one question, another one, and one with a turn before it."""
+    counted = make_chats()[4]["messages"]
+    return [
+        [{"role": "user", "content": "Count to seven."}],
+        [{"role": "user", "content": "Say 42, naïvely: 数!\n\tDone?"}],
+        [*counted, {"role": "user", "content": "And now to three."}],
+        [{"role": "system", "content": "You count."}, {"role": "user", "content": "Count to ten."}],
+    ]
+
+
+class Exports:
+    """Paths of exports by their kind, each made when it is first asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.made: dict[str, Path] = {}
+
+    @cached_property
+    def chats(self) -> Path:
+        return write_jsonl(self.folder / "chats.jsonl", make_chats())
+
+    def base(self, family: str = "llama") -> Path:
+        """A random model of a family, with its tokenizer."""
+        path = self.folder / f"base_{family}"
+        if not path.is_dir():
+            set_seed(0)
+            save_moved(AutoModelForCausalLM.from_config(FAMILIES[family]), path)
+            train_tokenizer([COUNTING] * 9, vocab_size=300).save_pretrained(path)
+        return path
+
+    def __getitem__(self, kind: str) -> Path:
+        if kind not in self.made:
+            self.made[kind] = self.make(kind)
+        return self.made[kind]
+
+    def make(self, kind: str) -> Path:
+        """A kind is one of those below, or a family, with "_bf16" for an export in that dtype."""
+        name, dtype = (kind.removesuffix("_bf16"), "bfloat16" if kind.endswith("_bf16") else "float32")
+        chats = {"input_file": self.chats, "export_dtype": dtype}
+        if name == "full":
+            return self.train(kind, **chats)
+        if name in FAMILIES:
+            return self.train(kind, model_name_or_path=self.base(name), **chats)
+        if name == "osft":
+            return self.train(
+                kind, osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=self.folder / "osft", **chats
+            )
+        if name == "grown":
+            return self.train(kind, chat_template="llama3", **chats)
+        if name.startswith("lora_r"):
+            rank = int(name.removeprefix("lora_r"))
+            return self.train(kind, lora=True, lora_rank=rank, lora_alpha=2 * rank, learning_rate=2e-2, **chats)
+        if name == "lora_merged":
+            output = self.folder / kind
+            run("mini_trainer/tools/merge_adapter.py", adapter=self["lora_r16"], output_dir=output, export_dtype=dtype)
+            return output
+        if name == "classifier":
+            rows = [{"text": f"{word} is {'long' if len(word) > 4 else 'short'}", "label": "long" if len(word) > 4 else
+                     "short"} for word in COUNTING.split()]  # fmt: skip
+            rows = write_jsonl(self.folder / "labelled.jsonl", rows)
+            return self.train(kind, input_file=rows, format="classification", export_dtype=dtype,
+                              objective="sequence-classification")  # fmt: skip
+        if name == "reward":
+            rows = [
+                {"prompt": f"Count to {word}.", "chosen": f"{word}!", "rejected": "no"} for word in COUNTING.split()
+            ]
+            rows = write_jsonl(self.folder / "pairs.jsonl", rows)
+            return self.train(kind, input_file=rows, format="preference", objective="reward", export_dtype=dtype)
+        if name == "vision":
+            return self.train(kind, model_name_or_path=self.see(), input_file=self.pictures, images=True,
+                              export_dtype=dtype)  # fmt: skip
+        raise ValueError(f"{kind}: is no kind of export")
+
+    def see(self) -> Path:
+        path = self.folder / "llava"
+        return path if path.is_dir() else save_vision_model(self.folder, "llava")
+
+    @cached_property
+    def pictures(self) -> Path:
+        """Chats about images, and the images."""
+        for i in range(4):
+            make_image(i).save(self.folder / f"{i}.png")
+        asked = [[{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "What?"}] for i in range(4)]
+        return write_jsonl(self.folder / "pictures.jsonl", [
+            {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "noise"}]}
+            for content in asked
+        ])  # fmt: skip
+
+    def train(self, kind: str, **options: object) -> Path:
+        """A few steps of train.py; the export."""
+        given = dict(model_name_or_path=self.base(), output_dir=self.folder / kind, batch_size=4, max_steps=6,
+                     max_tokens_per_gpu=512, learning_rate=2e-3, export_name="last",
+                     data_cache_dir=self.folder / "data")  # fmt: skip
+        run("train.py", **given | options)
+        return self.folder / kind / "hf_format" / "last"
+
+
+def run(script: str, **options: object) -> None:
+    done = run_forked(0, script, *flags(**options))
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,143 @@
+"""What an engine answers, beside transformers; the table of all comparisons."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NUM_TOKENS = 16  # of each answer
+# Largest difference of a token's log-probability, and share of tokens that must be equal, by dtype.
+TOLERANCES = {"float32": (1e-4, 1.0), "bfloat16": (0.1, 0.9)}
+
+
+@dataclass
+class Said:
+    """An answer by token ids."""
+
+    prompt: list[int]
+    ids: list[int]
+    logprobs: list[float]  # of these ids
+    stopped: bool  # by a stop token
+    gaps: list[float] = field(default_factory=list)  # between the two most probable tokens, where it is known
+
+
+def expect(
+    model: Path, chats: Sequence[list[dict[str, str]]], *, dtype: str = "float32", adapter: Path | None = None
+) -> list[Said]:
+    """Greedy answers of transformers, with peft for an adapter, each chat on its own."""
+    tokenizer = AutoTokenizer.from_pretrained(adapter or model)
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        net = PeftModel.from_pretrained(net, adapter).eval()
+    return [expect_one(net, tokenizer, chat) for chat in chats]
+
+
+@torch.no_grad()
+def expect_one(net: Any, tokenizer: Any, chat: list[dict[str, str]]) -> Said:
+    given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = net.generate(
+        **given, do_sample=False, max_new_tokens=NUM_TOKENS, return_dict_in_generate=True, output_logits=True
+    )
+    prompt = given["input_ids"][0].tolist()
+    ids = made.sequences[0, len(prompt) :].tolist()
+    logprobs = torch.stack(made.logits, dim=1)[0].float().log_softmax(-1)  # (tokens, vocab)
+    top = logprobs.topk(2).values
+    stops = net.generation_config.eos_token_id
+    stops = stops if isinstance(stops, list) else [stops]
+    return Said(
+        prompt, ids, logprobs[range(len(ids)), ids].tolist(), ids[-1] in stops, (top[:, 0] - top[:, 1]).tolist()
+    )
+
+
+def decode(model: Path, said: list[Said]) -> list[str]:
+    return AutoTokenizer.from_pretrained(model).batch_decode([one.ids for one in said], skip_special_tokens=True)
+
+
+def count_equal(given: list[str], expected: list[str]) -> str:
+    """The table's cell; AssertionError if any text differs. Of a character that the length cuts, some show nothing."""
+    pairs = [(one.rstrip("\ufffd"), other.rstrip("\ufffd")) for one, other in zip(given, expected, strict=True)]
+    assert all(one == other for one, other in pairs), [pair for pair in pairs if pair[0] != pair[1]]
+    return f"{len(given)} of {len(given)} texts"
+
+
+@dataclass
+class Row:
+    """A line of the table; None: not compared."""
+
+    engine: str
+    kind: str
+    greedy: str | None = None
+    logprob: float | None = None
+    stops: bool | None = None
+    prompts: bool | None = None
+    seconds: float = 0.0
+
+
+class Table:
+    """The lines of a session."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.begun = time.monotonic()
+
+    def __call__(self, **columns: Any) -> None:
+        now = time.monotonic()
+        self.rows.append(Row(**columns, seconds=now - self.begun))
+        self.begun = now
+
+    def compare(
+        self, engine: str, kind: str, expected: Sequence[Said], given: Sequence[Said], *, dtype: str = "float32"
+    ) -> None:
+        """Adds a line; AssertionError beyond the tolerances of `dtype`."""
+        tolerance, share = TOLERANCES[dtype]
+        equal, compared, largest, ends = 0, 0, 0.0, []
+        for one, other in zip(expected, given, strict=True):
+            common = count_common(one, other, tie=tolerance)
+            equal, compared = equal + common.equal, compared + common.compared
+            pairs = zip(one.logprobs[: common.equal], other.logprobs[: common.equal], strict=True)
+            largest = max([largest, *(abs(a - b) for a, b in pairs)])
+            ends.append(one.stopped == other.stopped or common.is_tie)
+        prompts = all(one.prompt == other.prompt for one, other in zip(expected, given, strict=True))
+        self(
+            engine=engine, kind=kind, greedy=f"{equal} of {compared}", logprob=largest, stops=all(ends), prompts=prompts
+        )
+        assert prompts, f"{engine}, {kind}: other prompt tokens"
+        assert equal >= share * compared and all(ends), f"{engine}, {kind}: {equal} of {compared} tokens, stops {ends}"
+        assert largest <= tolerance, f"{engine}, {kind}: log-probabilities {largest:.2g} apart"
+
+    def lines(self) -> list[str]:
+        head = f"{'engine':<24} {'export':<26} {'greedy tokens':<14} {'log-probability':<15} stops  prompts  seconds"
+        return [head, *map(show_row, self.rows)]
+
+
+def show_row(row: Row) -> str:
+    logprob = "" if row.logprob is None else f"{row.logprob:.1e}"
+    words = {True: "equal", False: "DIFFER", None: ""}
+    return (
+        f"{row.engine:<24} {row.kind:<26} {row.greedy or '':<14} {logprob:<15} {words[row.stops]:<6} "
+        f"{words[row.prompts]:<7}  {row.seconds:7.1f}"
+    )
+
+
+@dataclass(frozen=True)
+class Common:
+    """How far two answers agree."""
+
+    equal: int
+    compared: int
+    is_tie: bool  # the first difference is between two tokens that are about equally probable
+
+
+def count_common(one: Said, other: Said, *, tie: float) -> Common:
+    """Compares two answers up to their first difference; what follows a tie is not compared."""
+    for i, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)):
+        if a != b:
+            is_tie = one.gaps[i] <= 2 * tie
+            return Common(i, i if is_tie else len(one.ids), is_tie)
+    return Common(min(len(one.ids), len(other.ids)), len(one.ids), False)
