@@ -23,7 +23,7 @@ from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options import flatten_options
 from mini_trainer.options.choices import check_choices
-from mini_trainer.use.inference.answers import AnswerFile, describe_making
+from mini_trainer.use.inference.answers import AnswerFile, describe_making, is_cut, is_cut_by_context, is_refused
 from mini_trainer.use.inference.batch import answer_all
 from mini_trainer.use.inference.engine import Engine, open_engine
 from mini_trainer.use.inference.loading import find_answering_model
@@ -49,9 +49,11 @@ def generate(options: GenerateOptions, world: World) -> None:
     file = AnswerFile(output, prompts, made_by, num_samples=options.sampling.num_samples)
     lines = answer_all(engine, file, world)
     if lines is not None:
-        num_cut = sum(line["finish_reason"] == "length" for line in lines)
+        num_cut = sum(is_cut(line) and not is_cut_by_context(line) for line in lines)
         cut = f"; {num_cut:,} of them cut at --max-new-tokens {options.sampling.max_new_tokens}" if num_cut else ""
-        say(f"wrote {len(lines):,} answers to {output}{cut}")
+        num_refused = sum(map(is_refused, lines))
+        refused = f"; prompts refused: {num_refused:,}" if num_refused else ""
+        say(f"wrote {len(lines) - num_refused:,} answers to {output}{cut}{refused}")
 
 
 def open_model(options: GenerateOptions, world: World) -> Engine:

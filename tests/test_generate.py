@@ -1,6 +1,7 @@
 """Answers to prompts: batched as alone, drawn by their own seed, over several processes, after a kill, in a chat."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -283,14 +284,18 @@ def test_an_adapter_answers_as_peft_lets_it(root, llama, questions, world):
         run(world, root / "no.jsonl", model=llama, adapter=llama, **given)
 
 
-def test_an_answer_ends_where_the_model_has_no_more_room(root, world, tmp_path):
+def test_an_answer_ends_where_the_model_has_no_more_room(root, world, tmp_path, caplog):
     path = make_model(tmp_path, "gpt2")  # whose positions end at 256
-    prompts = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x" * 250}, {"prompt": "x"}])
+    prompts = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x" * 250}, {"prompt": "x"}, {"prompt": "x" * 256}])
     lines = run(world, tmp_path / "answers.jsonl", model=str(path), prompts=str(prompts), max_new_tokens=8)
-    assert lines[0]["num_tokens"] <= 6
-    write_jsonl(prompts, [{"prompt": "x" * 256}])
-    with pytest.raises(ValueError, match=r"long\.jsonl:1: .*256 tokens"):
-        run(world, tmp_path / "more.jsonl", model=str(path), prompts=str(prompts))
+    assert lines[0]["num_tokens"] <= 6 and "reason" not in lines[0]
+    assert ("1 of 3 answers end" in caplog.text) == (lines[0]["finish_reason"] == "length")
+    # A prompt that leaves no room is refused by file and line, and the others are answered.
+    assert (lines[2]["finish_reason"], lines[2]["answer"]) == ("refused", "")
+    assert re.search(r"1 of 3 answers are missing.*long\.jsonl:3\): has 256 tokens", caplog.text)
+    alone = write_jsonl(tmp_path / "alone.jsonl", [{"prompt": "x" * 250}, {"prompt": "x"}])
+    others = run(world, tmp_path / "others.jsonl", model=str(path), prompts=str(alone), max_new_tokens=8)
+    assert [line["answer"] for line in others] == [line["answer"] for line in lines[:2]]
 
 
 @pytest.mark.parametrize(

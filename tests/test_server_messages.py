@@ -111,7 +111,7 @@ def test_answers_without_content_are_reported(server, world, tmp_path, caplog):
 def test_calls_and_reasoning_that_are_none_name_the_server(message, server, world, tmp_path):
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     server.complete = lambda body: dict(id="1", object="chat.completion", created=1, model="m", choices=[choice])
-    with pytest.raises(ValueError, match=r"--model m: .* prompts\.jsonl:1: "):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*--model m: "):
         run(world, server, tmp_path)
 
 
@@ -157,7 +157,7 @@ SERVED = {"id": "m", "object": "model", "created": 1, "root": "/models/a", "max_
 def test_another_server_is_noticed_on_resume(now, listed, difference, server, world, tmp_path, caplog):
     server.models = [{"id": "other"}, SERVED]
     interrupt_after_one(server, fingerprint="f1")
-    with pytest.raises(ValueError, match=r"--model m: .* prompts\.jsonl:2: "):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .*--model m: "):
         run(world, server, tmp_path)
     (line,) = read_lines(tmp_path / "answers.jsonl.part0")
     assert line["served_by"] == dict(model="m", system_fingerprint="f1", root="/models/a", max_model_len=4096)

@@ -46,9 +46,18 @@ def measure(
         place = folder / one.name
         options = FEW_RESAMPLES | one.options | {"model": [model], "output_dir": str(place)}
         runner.run(Stage(program="evaluate", folder=place, options=options))
+        for name, count in count_refused(place).items():
+            runner.say(place, f"{name}: prompts too long for the model, counted as wrong: {count:,}")
         for kind, own in one.measured:
             row.setdefault(kind, {})[own.name] = read_cell(place, own, kind, root=settings.root)
     return {kind: {one.name: cells[one.name] for one in sets if one.name in cells} for kind, cells in row.items()}
+
+
+def count_refused(folder: Path) -> dict[str, int]:
+    """Prompts of each set that were too long to be answered, where there are any."""
+    sets = read_object(folder / "results.json").get("sets", [])
+    counts = {one["name"]: sum(extra.get("num_refused", 0) for extra in one["extras"]) for one in sets}
+    return {name: count for name, count in counts.items() if count}
 
 
 def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: ContinualSettings) -> list[Measuring]:

@@ -15,6 +15,7 @@ from mini_trainer.continual.rounds import (
     PROMPTS,
     DataRow,
     answer_prompts,
+    describe_refused,
     read_answers,
     replace_answer,
     tokenize_own,
@@ -77,7 +78,8 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
     if not rows.is_file():
         write_rows(rows, keep_passing(prompts, folder / ANSWERS, task, replay))
     num_kept, num_asked = len(read_lines(rows)), len(read_lines(prompts))
-    context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}")
+    refused = describe_refused(read_answers(folder / ANSWERS, num_asked))
+    context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}{refused}")
     return tokenize_own(context, task, rows, folder, name=REPLAYED) if num_kept else None
 
 

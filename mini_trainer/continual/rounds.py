@@ -23,7 +23,7 @@ from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.kept import read_lines
 from mini_trainer.use.evaluation.models import EXPORTS
-from mini_trainer.use.inference.answers import Line, is_empty
+from mini_trainer.use.inference.answers import Line, is_empty, is_refused
 from mini_trainer.use.inference.prompts import join_content
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
@@ -52,6 +52,12 @@ def read_answers(path: Path, num_prompts: int) -> list[Line]:
         if not 0 <= line["index"] < num_prompts:
             raise ValueError(f"{path}: line {number} is damaged: see index; {advice}")
     return lines
+
+
+def describe_refused(lines: list[Line]) -> str:
+    """The number of prompts that were too long to be answered, for the end of a message; "" if there are none."""
+    num_refused = sum(map(is_refused, lines))
+    return f", {num_refused:,} of them of prompts that are too long for the model" if num_refused else ""
 
 
 def find_reference(row: DataRow) -> str:
@@ -142,9 +148,10 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
         lines = read_answers(answers, len(part))
         pairs = [pair for pair in (pair_rows(part, line, template) for line in lines) if pair]
         if not pairs:
-            raise ValueError(f"{answers}: every answer is empty, so there is nothing to learn from")
+            raise ValueError(f"{answers}: every answer is empty or refused, so there is nothing to learn from")
         if len(pairs) < len(part):
-            runner.say(folder, f"{len(part) - len(pairs):,} empty answers are left out")
+            refused = describe_refused(lines)
+            runner.say(folder, f"{len(part) - len(pairs):,} empty answers are left out{refused}")
         for path, own in zip(rows.values(), zip(*pairs, strict=True), strict=True):
             write_rows(path, list(own))
     data = {name: tokenize_own(context, task, path, folder, name=name) for name, path in rows.items()}

@@ -22,6 +22,13 @@ def repeat(body: dict[str, Any]) -> dict[str, Any]:
     return dict(id="1", object=kind, created=1, model="m", choices=[choice], usage=usage)
 
 
+class Refusal(Exception):
+    """Raised by `complete` to refuse a request with this status and error."""
+
+    def __init__(self, status: int, **error: object) -> None:
+        self.status, self.error = status, error
+
+
 class Server(ThreadingHTTPServer):
     """Answers each request with `complete` of its body; what it was asked, and how it fails."""
 
@@ -77,7 +84,10 @@ class Handler(BaseHTTPRequestHandler):
         elif body.get("stream"):
             self.stream(body["messages"][-1]["content"].upper())
         else:
-            send_json(self, 200, server.complete(body))
+            try:
+                send_json(self, 200, server.complete(body))
+            except Refusal as refusal:
+                send_json(self, refusal.status, {"error": refusal.error})
 
     def stream(self, text: str) -> None:
         self.send_response(200)

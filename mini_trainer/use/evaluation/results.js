@@ -85,6 +85,7 @@ function drawMeans() {
     extra.classification?.matthews !== undefined && `${data.models[i]}: Matthews ${format(extra.classification.matthews)}`,
     extra.classification?.pearson && `${data.models[i]}: Pearson ${format(extra.classification.pearson)}`,
     extra.num_cut && `${data.models[i]}: ${extra.num_cut} answers cut at their longest`,
+    extra.num_refused && `${data.models[i]}: ${extra.num_refused} prompts too long, which count as wrong`,
   ].filter(Boolean).join(", ")).filter(Boolean).join("; ");
   byId("about").textContent = `${one.num_samples.toLocaleString("en")} samples, ${direction}; the thin lines are 95 %`
     + ` intervals (bootstrap over samples). ${extras}`;
@@ -175,7 +176,8 @@ function drawSample(sample) {
     if (!["losses", "pairs"].includes(chosen.kind)) box.append(makeSearched("p", "", answer.text || "(nothing)"));
     const scores = chosen.metrics.flatMap((one, k) =>
       one.is_mean ? [`${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`] : []);
-    box.append(make("small", "", scores.join(" · ") + (answer.is_cut ? " · cut at its longest" : "")));
+    const note = answer.is_cut ? " · cut at its longest" : answer.is_refused ? " · the prompt is too long" : "";
+    box.append(make("small", "", scores.join(" · ") + note));
     answers.append(box);
   });
   node.append(answers);

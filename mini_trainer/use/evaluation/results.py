@@ -10,6 +10,7 @@ from typing import Any
 
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.use.evaluation.comparison import Scores, compare
+from mini_trainer.use.inference.engine import REFUSED
 from mini_trainer.use.pages.page import escape_json, fold, make_page
 
 ALPHA = 0.05  # significance level of differences
@@ -76,9 +77,15 @@ def write_verdicts(result: dict[str, Any], labels: Sequence[str]) -> list[str]:
         lines += [
             f"  {'*' if i == best else ' '} {label:{max(map(len, labels))}}  {describe_value(value)}"
             + ("" if i == best else f"   {describe_pair(find_pair(metric, best, i))}")
+            + describe_refused(measured["extras"], i)
             for i, (label, value) in enumerate(zip(labels, metric["values"], strict=True))
         ]
     return lines
+
+
+def describe_refused(extras: Sequence[dict[str, Any]], i: int) -> str:
+    num_refused = extras[i].get("num_refused", 0) if extras else 0
+    return f"   (prompts too long, counted as wrong: {num_refused:,})" if num_refused else ""
 
 
 def describe_value(value: dict[str, float]) -> str:
@@ -139,6 +146,7 @@ def describe_answer(sample: dict[str, Any], names: Sequence[str]) -> dict[str, A
     return {
         "text": fold(sample.get("answer", ""), MAX_CHARS),
         "is_cut": sample.get("finish_reason") == "length",
+        "is_refused": sample.get("finish_reason") == REFUSED,
         "scores": [round(sample["scores"][name], 4) for name in names],
     }
 

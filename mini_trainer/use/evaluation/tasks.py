@@ -17,7 +17,7 @@ from mini_trainer.use.evaluation.kept import is_made_by, read_lines, write_made
 from mini_trainer.use.evaluation.likelihood import measure_length, score_choices
 from mini_trainer.use.evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
 from mini_trainer.use.evaluation.results import Measured, Sample
-from mini_trainer.use.inference.answers import AnswerFile, describe_making, dump
+from mini_trainer.use.inference.answers import AnswerFile, describe_making, dump, is_cut, is_refused
 from mini_trainer.use.inference.batch import answer_all
 from mini_trainer.use.inference.engine import Engine
 from mini_trainer.use.inference.prompts import Prompt, read_prompts
@@ -79,10 +79,12 @@ def measure_task(
 
 
 def score_line(line: dict[str, Any], task: EvaluationTask) -> Sample:
-    """An answer with its scores."""
+    """An answer with its scores. Without an answer they are 0, also where an empty answer would score more."""
     prompt, answer = task.prompts[line["index"]], line["answer"]
     scores = {
-        name: score_answer(name, answer, prompt.references, labels=task.labels, source=prompt.rewritten)
+        name: 0.0
+        if is_refused(line)
+        else score_answer(name, answer, prompt.references, labels=task.labels, source=prompt.rewritten)
         for name in task.measures
     }
     sample = {key: line[key] for key in ("answer", "finish_reason", "num_tokens")} | {"scores": scores}
@@ -122,8 +124,8 @@ def summarize_answers(task: EvaluationTask, samples: Sequence[Sample]) -> dict[s
     if task.has_choices:
         return {}
     answers = [sample["answer"] for sample in samples]
-    num_cut = sum(sample["finish_reason"] == "length" for sample in samples)
-    return {"num_cut": num_cut, **score_corpus(task.measures, answers, [prompt.references for prompt in task.prompts])}
+    counts = {"num_cut": sum(map(is_cut, samples)), "num_refused": sum(map(is_refused, samples))}
+    return {**counts, **score_corpus(task.measures, answers, [prompt.references for prompt in task.prompts])}
 
 
 def answer_choices(task: EvaluationTask, engine: Engine, folder: Path, world: World) -> list[Sample] | None:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from mini_trainer.data.stores.disk import naming_failed_writes, written_aside
 from mini_trainer.distributed.ending import log
 from mini_trainer.options.tools import SamplingOptions
-from mini_trainer.use.inference.engine import Answer, Key, Request
+from mini_trainer.use.inference.engine import REFUSED, Answer, Key, Request
 from mini_trainer.use.inference.prompts import Prompt, as_json
 
 Line = dict[str, Any]
@@ -37,6 +37,7 @@ def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line
         "finish_reason": answer.finish_reason,
         "num_prompt_tokens": answer.num_prompt_tokens,
         "num_tokens": answer.num_tokens,
+        **({} if answer.reason is None else {"reason": answer.reason}),
         **({} if answer.message is None else {"message": answer.message}),
         **({} if answer.served_by is None else {"served_by": answer.served_by}),
         "made_by": made_by,
@@ -46,6 +47,22 @@ def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line
 def is_empty(line: Line) -> bool:
     """Whether the answer has neither text nor calls."""
     return not line["answer"].strip() and not line.get("message", {}).get("tool_calls")
+
+
+def is_refused(line: Line) -> bool:
+    """Whether the prompt was too long for the model."""
+    return line["finish_reason"] == REFUSED
+
+
+def is_cut(line: Line) -> bool:
+    """Whether the answer has reached a limit."""
+    return line["finish_reason"] == "length"
+
+
+def is_cut_by_context(line: Line) -> bool:
+    """Whether that limit is the end of the model's context, which came before --max-new-tokens."""
+    num_tokens = line["num_tokens"]
+    return is_cut(line) and num_tokens is not None and num_tokens < line["made_by"]["sampling"]["max_new_tokens"]
 
 
 def dump(line: Line) -> str:

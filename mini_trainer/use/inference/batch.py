@@ -8,8 +8,18 @@ import torch.distributed as dist
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.use.inference.answers import AnswerFile, Line, dump, is_empty, make_line
+from mini_trainer.use.inference.answers import (
+    AnswerFile,
+    Line,
+    dump,
+    is_cut_by_context,
+    is_empty,
+    is_refused,
+    make_line,
+)
 from mini_trainer.use.inference.engine import Engine, Request
+
+NUM_PLACES_SHOWN = 5
 
 
 def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | None:
@@ -39,13 +49,32 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
     if world.rank != 0:
         return None
     lines = list(file.read(file.path).values())
+    report_refused(lines, file)
     report_empty(lines, file)
     return lines
 
 
+def report_refused(lines: Sequence[Line], file: AnswerFile) -> None:
+    """Logs the prompts that are too long for the model, and the number of answers that its context cut."""
+    refused = [line for line in lines if is_refused(line)]
+    if refused:
+        places = list(dict.fromkeys(line["place"] for line in refused))
+        shown = ", ".join(places[:NUM_PLACES_SHOWN]) + (", ..." if len(places) > NUM_PLACES_SHOWN else "")
+        log.warning(
+            f"warning: {file.path}: {len(refused):,} of {len(lines):,} answers are missing, because their prompts are"
+            f" too long for the model ({shown}): {refused[0].get('reason', '')}"
+        )
+    num_cut = sum(map(is_cut_by_context, lines))
+    if num_cut:
+        log.warning(
+            f"warning: {file.path}: {num_cut:,} of {len(lines):,} answers end at the end of the model's context, before"
+            " --max-new-tokens"
+        )
+
+
 def report_empty(lines: Sequence[Line], file: AnswerFile) -> None:
     """Logs the number of answers without content, and of those that have reasoning instead."""
-    empty = [line for line in lines if is_empty(line)]
+    empty = [line for line in lines if is_empty(line) and not is_refused(line)]
     if empty:
         num_reasoning = sum("reasoning_content" in line.get("message", {}) for line in empty)
         why = "" if num_reasoning == 0 else f"; {num_reasoning:,} of them have only reasoning (under `message`)"

@@ -60,6 +60,7 @@ def make_processors(
 
 
 Key = tuple[int, int]  # of a request
+REFUSED = "refused"  # a finish reason
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,18 @@ class Answer:
     """A model's answer. `num_tokens` includes the stop token; counts are None if a server does not report them."""
 
     text: str
-    finish_reason: str  # stop: a stop token; length: the length limit; servers: also tool_calls and others
+    # stop: a stop token; length: the length limit; refused: the prompt is too long; servers: tool_calls and others
+    finish_reason: str
     num_prompt_tokens: int | None
     num_tokens: int | None
     message: Message | None = None  # of a server, which separates reasoning and calls from the content, `text`
     served_by: dict[str, Any] | None = None  # what a server says of its model with this answer
+    reason: str | None = None  # why the prompt was refused
+
+
+def refuse(reason: str, *, served_by: dict[str, Any] | None = None) -> Answer:
+    """The answer to a prompt that is too long for the model's context."""
+    return Answer("", REFUSED, None, None, served_by=served_by, reason=reason)
 
 
 class Engine(Protocol):

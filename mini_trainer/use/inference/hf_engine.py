@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from mini_trainer.distributed.ending import is_out_of_memory, log
 from mini_trainer.model.mixers import find_mixers
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.use.inference.engine import Answer, Key, Request, make_processors
+from mini_trainer.use.inference.engine import Answer, Key, Request, make_processors, refuse
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype, load_answering_model
 from mini_trainer.use.inference.prompts import Prompt, encode_prompt
 
@@ -116,21 +116,31 @@ class HFEngine:
     ) -> Iterator[tuple[Request, Answer]]:
         """See `Engine`. A batch of which some answers are done is computed again as a whole, since rounding depends on
         the batch."""
-        encoded = [(request, encode_prompt(request.prompt, self.tokenizer)) for request in requests]
-        for request, ids in encoded:
-            self.check_length(request.prompt, len(ids))
+        encoded, refused = [], []
+        for request in requests:
+            ids = encode_prompt(request.prompt, self.tokenizer)
+            reason = self.find_refusal(request.prompt, len(ids))
+            if reason is None:
+                encoded.append((request, ids))
+            elif request.key not in done:
+                refused.append((request, refuse(reason)))
+        yield from refused[rank::world_size]
         batches = [batch for batch in self.plan_batches(encoded) if any(one.key not in done for one, _ in batch)]
         for batch in batches[rank::world_size]:
             yield from (pair for pair in self.answer_batch(batch) if pair[0].key not in done)
 
-    def check_length(self, prompt: Prompt, num_tokens: int) -> None:
+    def find_refusal(self, prompt: Prompt, num_tokens: int) -> str | None:
+        """Why a prompt of this length has no answer; None if it has one. ValueError for one without tokens."""
         if num_tokens == 0:
             raise ValueError(f"{prompt.place}: has no tokens, so there is nothing to continue")
-        if self.max_length is not None and num_tokens >= self.max_length:
-            raise ValueError(
-                f"{prompt.place}: has {num_tokens:,} tokens, but the model's context of {self.max_length:,} must also"
-                " hold the answer"
-            )
+        if self.max_length is None or num_tokens < self.max_length:
+            return None
+        return f"has {num_tokens:,} tokens, but the model's context of {self.max_length:,} must also hold the answer"
+
+    def check_length(self, prompt: Prompt, num_tokens: int) -> None:
+        """ValueError if a prompt of this length has no answer."""
+        if (reason := self.find_refusal(prompt, num_tokens)) is not None:
+            raise ValueError(f"{prompt.place}: {reason}".removeprefix(": "))
 
     def plan_batches(self, encoded: Sequence[Encoded]) -> list[list[Encoded]]:
         """Batches, longest prompts first, so that out-of-memory errors occur early; of equal length if necessary."""

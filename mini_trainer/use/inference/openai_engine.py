@@ -2,7 +2,7 @@
 
 Chats go to /chat/completions, texts to continue to /completions. Requests run concurrently; the client retries
 transient failures (no connection, too many requests, server errors) with exponential backoff. Messages of the server
-are read into the form that rows have.
+are read into the form that rows have. A prompt that is too long for the model is answered by a refusal.
 """
 
 import json
@@ -18,8 +18,9 @@ from mini_trainer.distributed.messages import HIDDEN, hide_secrets
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.options.urls import list_http_errors
-from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed
+from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed, refuse
 from mini_trainer.use.inference.prompts import Prompt, as_protocol
+from mini_trainer.use.inference.refusals import PromptTooLong, is_too_long, read_context, read_words
 
 BEGIN_REASONING, END_REASONING = "<think>\n", "\n</think>\n\n"  # around streamed reasoning
 
@@ -88,11 +89,18 @@ def join_deltas(deltas: Iterable[Any]) -> Iterator[str]:
         yield f"\n{json.dumps(call | {'arguments': read_arguments(call['arguments'])}, ensure_ascii=False)}"
 
 
+def join_message(*parts: str) -> str:
+    """An error's parts, from the outermost to the innermost; a chat in the terminal has no place."""
+    return ": ".join(filter(None, parts))
+
+
 NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
 SECONDS_FOR_AN_ANSWER = 1800.0  # without a byte: the server may be generating
 SECONDS_TO_CONNECT = 60.0
 MALFORMED = (AttributeError, TypeError, LookupError)  # raised when a response does not follow the protocol
 MAX_SHOWN = 200  # characters of such a response in messages
+MAX_REASON = 400  # characters of a refusal in the answer file
+OF_SERVER = (401, 404)  # the statuses for a wrong key, address or model's name
 NO_KEY = "none"  # placeholder for servers that need no key
 # Fields of the server's list of models that depend on the model and its settings: of vLLM and SGLang, of llama.cpp.
 LISTED = ("root", "parent", "max_model_len", "owned_by", "meta")
@@ -149,8 +157,43 @@ class OpenAIEngine:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def ask(self, request: Request) -> Answer:
-        """Requests one answer; ValueError if the server refuses or gives no valid answer."""
-        response = self.send(request.prompt, make_seed(self.sampling.seed, *request.key), stream=False)
+        """Requests one answer: a refusal if the prompt is too long. ValueError if the server refuses for another reason
+        or gives no valid answer."""
+        try:
+            return self.ask_within(request, self.longest_answer)
+        except PromptTooLong as error:
+            refused = error
+        try:
+            return self.ask_within(request, self.measure_room(request, refused))
+        except PromptTooLong as error:
+            return refuse(error.reason, served_by=self.listed)
+
+    @property
+    def longest_answer(self) -> int:
+        """`max_new_tokens`, or what the context leaves after a prompt of one token, where the server says its length:
+        some refuse to be asked for more."""
+        longest = self.sampling.max_new_tokens
+        return longest if self.context is None else max(1, min(longest, self.context - 1))
+
+    @property
+    def context(self) -> int | None:
+        context = self.listed.get("max_model_len")
+        return context if isinstance(context, int) else None
+
+    def measure_room(self, request: Request, refused: PromptTooLong) -> int:
+        """Tokens that the context leaves for an answer. The server counts the prompt as it answers with one token.
+
+        PromptTooLong if the prompt itself is too long, or if nothing says how long the context is.
+        """
+        num_tokens = self.ask_within(request, 1).num_prompt_tokens
+        context = self.context or read_context(refused.reason)
+        if context is None or num_tokens is None:
+            raise refused
+        return max(1, context - num_tokens - 1)  # SGLang counts one token more
+
+    def ask_within(self, request: Request, max_tokens: int) -> Answer:
+        seed = make_seed(self.sampling.seed, *request.key)
+        response = self.send(request.prompt, seed, max_tokens=max_tokens, stream=False)
         try:
             choice, usage = response.choices[0], response.usage
             message = None if request.prompt.messages is None else read_message(choice.message)
@@ -164,7 +207,7 @@ class OpenAIEngine:
             )
         except MALFORMED:
             shown = self.hide(repr(response))[:MAX_SHOWN]
-            raise ValueError(f"{self.where}: returned no answer to {request.prompt.place}: {shown}") from None
+            raise ValueError(join_message(request.prompt.place, self.where, f"returned no answer: {shown}")) from None
 
     def look_up(self) -> dict[str, Any]:
         """The model's entry in the server's list of models; empty if it has no such list."""
@@ -186,7 +229,7 @@ class OpenAIEngine:
         """Yields the answer as the model would write it: see `join_deltas`."""
         from openai import APIError
 
-        pieces = self.send(prompt, self.sampling.seed, stream=True)
+        pieces = self.send(prompt, self.sampling.seed, max_tokens=self.longest_answer, stream=True)
         try:
             choices = (piece.choices[0] for piece in pieces if piece.choices)
             if prompt.messages is None:
@@ -202,12 +245,12 @@ class OpenAIEngine:
     def where(self) -> str:
         return f"--base-url {self.address}, --model {self.model}"
 
-    def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
+    def send(self, prompt: Prompt, seed: int, *, max_tokens: int, stream: bool) -> Any:
         """Sends one request. `top_k` and the template's arguments are not in OpenAI's API; other servers
         accept them as extra parameters."""
         sampling = self.sampling
         common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
-        common["max_tokens"] = sampling.max_new_tokens
+        common["max_tokens"] = max_tokens
         if sampling.temperature > 0:
             common["seed"] = seed % 2**31  # a range that all servers accept
         if sampling.top_p is not None:
@@ -218,23 +261,29 @@ class OpenAIEngine:
         if extra:
             common["extra_body"] = extra
         if prompt.messages is None:
-            return self.call(lambda: self.client.completions.create(prompt=prompt.text, **common))
+            return self.call(lambda: self.client.completions.create(prompt=prompt.text, **common), prompt.place)
         tools = {"tools": prompt.tools} if prompt.tools else {}
         messages = as_protocol(prompt.messages)
-        return self.call(lambda: self.client.chat.completions.create(messages=messages, **tools, **common))
+        create = self.client.chat.completions.create
+        return self.call(lambda: create(messages=messages, **tools, **common), prompt.place)
 
-    def call(self, request: Callable[[], Any]) -> Any:
-        """The client's result; ValueError, which names the server, for its errors."""
+    def call(self, request: Callable[[], Any], place: str = "") -> Any:
+        """The client's result. ValueError for its errors names the server, and the place of the prompt unless any other
+        one would fail as well."""
         from openai import APIConnectionError, APIError, APIStatusError
 
         try:
             return request()
         except APIStatusError as error:
-            raise ValueError(f"{self.where}: refused ({error.status_code}): {self.hide(error.message)}") from None
+            reason = f"refused ({error.status_code}): {self.hide(read_words(error))}"
+            message = join_message("" if error.status_code in OF_SERVER else place, self.where, reason)
+            if is_too_long(error):
+                raise PromptTooLong(message, reason[:MAX_REASON]) from None
+            raise ValueError(message) from None
         except APIConnectionError as error:
             raise ValueError(f"{self.where}: cannot be reached: {self.hide(str(error.__cause__ or error))}") from None
         except (APIError, ValueError) as error:  # ValueError: the response is not JSON
-            raise ValueError(f"{self.where}: {self.hide(str(error))}") from None
+            raise ValueError(join_message(place, self.where, self.hide(str(error)))) from None
 
     def hide(self, text: str) -> str:
         """Removes the key and the credentials, encoded or not, from a message of the server or the client."""
