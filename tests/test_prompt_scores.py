@@ -116,6 +116,22 @@ def test_other_weights_under_the_same_name_are_noticed(world, server, data):
     assert ask(world, server, data) == scores
 
 
+def test_a_server_that_cannot_score_the_data_is_refused_before_it_is_asked(world, server, data):
+    server.models = [{"id": "m", "object": "model", "created": 1, "max_model_len": 9}]
+    with pytest.raises(ValueError, match=r"--model m: has a context of 9 tokens, but the longest row has "):
+        ask(world, server, data)
+    # vLLM with --enable-lora: the model is an adapter, or the metrics name them.
+    server.models = [{"id": "m", "object": "model", "created": 1, "parent": "base"}]
+    with pytest.raises(ValueError, match=r"--model m: vLLM runs with --enable-lora"):
+        ask(world, server, data)
+    server.models, server.metrics = [], "# HELP vllm:lora_requests_info Running stats on lora requests.\n"
+    with pytest.raises(ValueError, match=r"--model m: vLLM runs with --enable-lora"):
+        ask(world, server, data)
+    assert server.asked == []
+    server.metrics = "# HELP vllm:num_requests_running Number of requests.\n"
+    assert ask(world, server, data).is_file()
+
+
 def change_positions(change: Callable[[dict[str, Any], int], Any]) -> Change:
     """Replaces each position's entries by `change(entries, the token that is there)`."""
 

@@ -243,9 +243,11 @@ class ServerScorer:
         )
         engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
         self.scorer = PromptScorer(engine, top_k=options.top_k)
+        engine.listed = engine.look_up()
+        self.scorer.check(max(data.longest for data in read))
         sidecar = read[0].sources[0].sidecar or {}
         self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
-                         "num_ids": 0, "dtype": "server", "served_weights": engine.look_up().get("root")}  # fmt: skip
+                         "num_ids": 0, "dtype": "server", "served_weights": engine.listed.get("root")}  # fmt: skip
 
     def verify(self) -> None:
         """Nothing: the server has loaded it."""

@@ -7,15 +7,17 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urljoin
 
 import numpy as np
 
 from mini_trainer.objectives.soft_targets import make_record_type, make_records
-from mini_trainer.use.inference.openai_engine import MALFORMED, MAX_SHOWN, OpenAIEngine
+from mini_trainer.use.inference.openai_engine import LISTING_RETRIES, MALFORMED, MAX_SHOWN, OpenAIEngine
 
 LEAST_TAIL = 1e-7  # probability of all other tokens together, where rounding leaves none
 LARGEST_LOGPROB = 1e-3  # of a probability of 1, by a server that computes in half precision
 LARGEST_ID = 2**31 - 1
+LORA_METRIC = "vllm:lora_requests_info"  # only of a vLLM with --enable-lora, also if it has no adapter
 
 
 class PromptScorer:
@@ -23,6 +25,32 @@ class PromptScorer:
 
     def __init__(self, engine: OpenAIEngine, *, top_k: int):
         self.engine, self.top_k = engine, top_k
+
+    def check(self, longest: int) -> None:
+        """ValueError if the server says that it cannot score rows of up to `longest` tokens."""
+        engine = self.engine
+        context = engine.context
+        if context is not None and longest >= context:
+            raise ValueError(
+                f"{engine.where}: has a context of {context:,} tokens, but the longest row has {longest:,}, and one is"
+                " generated: serve it with a larger one (vLLM: --max-model-len), or drop longer rows"
+                " (process_data.py --max-sample-num-tokens)"
+            )
+        if "parent" in engine.listed or LORA_METRIC in self.read_metrics():
+            raise ValueError(
+                f"{engine.where}: vLLM runs with --enable-lora, with which scoring ends the server or leaves out"
+                " parts of an adapter: serve the model without it, an adapter merged into its model"
+            )
+
+    def read_metrics(self) -> str:
+        """The server's page of metrics beside its API; "" if it has none."""
+        from openai import APIError
+
+        client = self.engine.client.with_options(max_retries=LISTING_RETRIES)
+        try:
+            return client.get(urljoin(str(client.base_url), "../metrics"), cast_to=str)
+        except APIError:
+            return ""
 
     def score(self, rows: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> np.ndarray:
         """Records of the trained tokens of rows: each its place in words, ids (L,) and which are trained (L,) bool."""
