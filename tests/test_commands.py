@@ -202,7 +202,7 @@ def runs(belongings, tmp_path_factory) -> Path:
     for name in ("b", "qwen"):
         shutil.copytree(path / "runs" / "a", path / "runs" / name)
     exports = path / "runs" / "quickstart" / "run" / "hf_format"
-    shutil.copytree(path / "runs" / "a" / "hf_format" / "best", exports / "samples_7584")
+    shutil.copytree(path / "runs" / "a" / "hf_format" / "best", exports / "latest")
     return path
 
 

@@ -64,7 +64,7 @@ def made(tmp_path_factory, world) -> Path:
 @pytest.fixture
 def root(made, tmp_path) -> Path:
     """A copy to damage."""
-    return shutil.copytree(made, tmp_path / "root")
+    return shutil.copytree(made, tmp_path / "root", symlinks=True)
 
 
 def record(data: Path) -> None:
@@ -80,7 +80,7 @@ def flip_bit(path: Path, place: float = 0.7) -> Path:
 
 
 def export_of(run: Path) -> Path:
-    (export,) = (run / "hf_format").iterdir()
+    (export,) = (run / "hf_format").glob("samples_*")
     return export
 
 

@@ -111,7 +111,7 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
     shown = [f"{tmp_path}/run/hf_format/best"] * export_best
     assert [line.rpartition(": ")[2] for line in said[1:-2]] == [*shown, str(last)]
     assert not export_best or f"step {best}:" in said[1]
-    assert said[-2].endswith(f" --model {tmp_path / 'run/hf_format/best' if export_best else last}")
+    assert said[-2].endswith(f" --model {tmp_path / 'run/hf_format' / ('best' if export_best else 'latest')}")
 
 
 def test_a_quiet_run_says_nothing_more(world, tmp_path, caplog):

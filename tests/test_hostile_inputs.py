@@ -317,5 +317,5 @@ def test_training_never_renders_the_template_and_runs_code_that_is_trusted(model
     assert result.returncode == 0, result.stderr
     assert "warning: --trust-remote-code" in result.stderr
     assert marker.exists()
-    (export,) = (model.parent / "run" / "hf_format").iterdir()
+    (export,) = (model.parent / "run" / "hf_format").glob("samples_*")
     assert (export / "chat_template.jinja").read_text() == template

@@ -146,7 +146,7 @@ def test_the_datas_stop_token_ends_generation_in_the_export(
     plain = {name: value for name, value in inputs.items() if not name.startswith("osft")}
     with caplog.at_level("INFO", logger="mini_trainer"):
         train_here(world, **plain | dict(data_path=str(data_path), max_steps=1), output_dir=str(tmp_path / "run"))
-    (export,) = (tmp_path / "run" / "hf_format").iterdir()
+    (export,) = (tmp_path / "run" / "hf_format").glob("samples_*")
     exported = AutoModelForCausalLM.from_pretrained(export)
     assert exported.generation_config.eos_token_id == exported.config.eos_token_id == expected
     assert ("exports: generation " in caplog.text) == (

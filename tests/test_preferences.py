@@ -13,8 +13,9 @@ from op_recording import OpRecorder
 from small_runs import read_rows
 from tiny_models import FAMILIES, balance_plainly, save_model, save_tokenizer
 from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
+from torch.nn import Identity
 from torch.nn.functional import cross_entropy, linear, logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
 from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -263,6 +264,12 @@ def test_a_reward_model_is_transformers_own_and_its_loss_a_plain_loops(num_ranks
     (export,) = (tmp_path / "run/hf_format").glob("samples_*")
     model = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
     assert model.config.num_labels == 1
+    # Programs that read one output return the reward itself, and not its sigmoid.
+    text, classify = "a text", pipeline("text-classification", model=str(export))
+    with torch.no_grad():
+        reward = model(**classify.tokenizer(text, return_tensors="pt")).logits.item()
+    assert classify(text) == [{"label": "reward", "score": pytest.approx(reward, abs=1e-5)}]
+    assert model.config.sentence_transformers == {"activation_fn": f"{Identity.__module__}.{Identity.__name__}"}
     data, total, weights = Mixture([TokenizedData(options["data_path"][0])]), 0.0, 0.0
     for row in draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist():
         sample = data.read(row)

@@ -71,7 +71,7 @@ def test_a_run_reports_and_exports_them(family, shapes, world, tmp_path, caplog)
     (line,) = [line for line in caplog.messages if f"hold {len(shapes)} tensors" in line]
     assert "exports " in line and "unchanged" in line
     assert ".".join(min(shapes).split(".")[:3]) in line
-    (exported,) = (tmp_path / "run" / "hf_format").iterdir()
+    (exported,) = (tmp_path / "run" / "hf_format").glob("samples_*")
     found = read_all(exported)
     assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in more.items())
     assert json.loads((exported / "config.json").read_text())["num_nextn_predict_layers"] == 1
@@ -89,7 +89,7 @@ def test_a_merged_adapter_has_them(world, tmp_path):
     given = dict(model_name_or_path=str(tmp_path / "model"), data_path=make_data(tmp_path / "data.arrow"))
     run = dict(output_dir=str(tmp_path / "run"), max_steps=1, checkpoint_every_steps=1)
     train_here(world, **OPTIONS | LORA | given | run)
-    (exported,) = (tmp_path / "run" / "hf_format").iterdir()
+    (exported,) = (tmp_path / "run" / "hf_format").glob("samples_*")
     merge_adapter(MergeAdapterOptions(adapter=str(exported / "adapter"), output_dir=str(tmp_path / "merged")), world)
     for directory in (exported, tmp_path / "merged"):
         found = read_all(directory)

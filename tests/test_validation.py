@@ -146,7 +146,11 @@ def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path, c
         shutil.rmtree(again / "hf_format" / f"samples_{8 * last}")
         train_here(world, **options, output_dir=str(again))
         assert read_rows(again) == read_rows(whole) and read_validation(again) == rows
-        assert sorted(path.name for path in (again / "hf_format").iterdir()) == ["best", f"samples_{8 * last}"]
+        assert sorted(path.name for path in (again / "hf_format").iterdir()) == [
+            "best",
+            "latest",
+            f"samples_{8 * last}",
+        ]
 
 
 @pytest.mark.long

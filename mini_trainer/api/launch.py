@@ -27,7 +27,7 @@ from mini_trainer.api.errors import make_error
 from mini_trainer.api.red_hat import list_notes
 from mini_trainer.api.sent_callbacks import send_callbacks, write_modules
 from mini_trainer.api.tokenized import names_tokenized
-from mini_trainer.data.stores.disk import identify_file, read_metrics
+from mini_trainer.data.stores.disk import identify_file, is_link_beside, read_metrics
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
 from mini_trainer.distributed.messages import say
@@ -143,7 +143,8 @@ def choose_one(first: Any, second: Any, names: str) -> Any:
 
 def list_exports(output_dir: Path) -> list[Path]:
     """Complete exports, oldest first; unfinished ones have hidden names."""
-    exports = [path for path in (output_dir / "hf_format").glob("[!.]*") if path.is_dir()]
+    paths = (output_dir / "hf_format").glob("[!.]*")
+    exports = [path for path in paths if path.is_dir() and not is_link_beside(path)]
     return sorted(exports, key=lambda path: path.stat().st_mtime_ns)
 
 

@@ -34,7 +34,8 @@ from mini_trainer.objectives.sequence_logps import (
 )
 
 REWARD = "reward"
-LABELS = Labels(("LABEL_0",))  # as transformers names the one output
+# The problem type has transformers' pipeline and vLLM give the number itself and not its sigmoid.
+LABELS = Labels((REWARD,), "regression")
 SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "pairs")  # columns of `Scores.sums`
 
 

@@ -38,7 +38,8 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
     models = [(path, name) for path, name in [*models, (last_model, "model after the last step")] if path.is_dir()]
     lines += [f"{name}: {path}" for path, name in models]
     if models:
-        lines += describe_trial(models[0][0], exports)
+        model = models[0][0]
+        lines += describe_trial(exports.shortest_path_of(position) if model == last_model else model, exports)
     if last:
         lines.append(describe_curves(output_dir))
     return "\n".join(lines)

@@ -6,14 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_trainer.data.stores.disk import read_json, remove_directory
+from mini_trainer.data.stores.disk import link_beside, read_json, remove_directory
 from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import ExportOptions, HubOptions
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.export import ExportParts, export_model
-from mini_trainer.run.file_names import AVERAGE, BEST, REGULAR
+from mini_trainer.run.file_names import AVERAGE, BEST, LATEST, REGULAR
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.model_card import make_card
 from mini_trainer.run.step import TrainState
@@ -55,8 +56,14 @@ class Exports:
     def is_missing(self, position: RunPosition, calendar: Calendar, *, num_steps: int | None) -> bool:
         """Whether an export was due at `position` but was not written before the run ended."""
         return calendar.find_due(position, num_steps=num_steps).export and not call_on_rank0(
-            self.world, lambda: self.has(position)
+            self.world, lambda: self.find(position)
         )
+
+    def find(self, position: RunPosition) -> bool:
+        """Whether the export for `position` is there; if so it is the latest, also after a kill before its link."""
+        if has_export := self.has(position):
+            self.link(self.path_of(position))
+        return has_export
 
     def has(self, position: RunPosition) -> bool:
         """Whether the export for `position` exists and holds that position's model."""
@@ -64,6 +71,18 @@ class Exports:
         if self.options.export_name is None or not export_dir.exists():
             return export_dir.exists()
         return (export_dir / POSITION_FILE).is_file() and read_json(export_dir / POSITION_FILE) == asdict(position)
+
+    def link(self, export_dir: Path) -> None:
+        """Makes `latest` a link to an export; a note where the file system has no links."""
+        try:
+            link_beside(export_dir, LATEST)
+        except OSError as error:
+            log.warning(f"note: {self.directory / LATEST} does not lead to {export_dir.name}: {error}")
+
+    def shortest_path_of(self, position: RunPosition) -> Path:
+        """The link to the export for `position`, if that is the latest."""
+        path, link = self.path_of(position), self.directory / LATEST
+        return link if path.is_dir() and link.is_dir() and link.samefile(path) else path
 
     def path_of(self, position: RunPosition) -> Path:
         return self.directory / (self.options.export_name or f"samples_{position.num_samples}")
@@ -97,6 +116,8 @@ class Exports:
                 with average.in_place():
                     self._write(state, average_dir, parts)
             self._write(state, export_dir, parts)
+            if best is None:
+                call_on_rank0(self.world, lambda: self.link(export_dir))
             call_on_rank0(self.world, lambda: self.remove_old(position))
         message = f"After step {position.step:,}, {position.num_samples:,} samples"
         for uploads in self.uploads:

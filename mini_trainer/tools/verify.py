@@ -25,6 +25,7 @@ from mini_trainer.data.stores.contents import (
     is_weights,
     load_manifest,
 )
+from mini_trainer.data.stores.disk import is_link_beside
 from mini_trainer.data.tokenized.reader import find_recorded_file, read_sidecar
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
@@ -61,9 +62,12 @@ def find_records(path: Path) -> list[Path]:
 
 
 def is_record(path: Path, root: Path) -> bool:
-    """Whether the file records hashes, and is not in a directory that a killed run left or set aside as damaged."""
+    """Whether the file records hashes, and is not in a directory that a killed run left or set aside as damaged, nor in
+    a link to one beside it."""
     folders = path.relative_to(root).parts[:-1]
     if any(folder.startswith((".", "damaged_")) for folder in folders) or not path.is_file():
+        return False
+    if folders and is_link_beside(path.parent):
         return False
     return (path.name == MANIFEST and not is_foreign(path)) or path.name.endswith((SCORES, SIDECAR))
 

@@ -68,7 +68,7 @@ def read_rows(output_dir: Path) -> list[dict]:
 
 def copy_until(finished: Path, step: int, output_dir: Path) -> Path:
     """The run as it would lie there had it ended after `step`, while it was writing the next line of its metrics."""
-    shutil.copytree(finished, output_dir)
+    shutil.copytree(finished, output_dir, symlinks=True)
     for path in (output_dir / "checkpoints").iterdir():
         if int(path.name.removeprefix("step_")) > step:
             shutil.rmtree(path)

@@ -206,6 +206,26 @@ def sync_dir(directory: Path) -> None:
         os.close(descriptor)
 
 
+def link_beside(directory: Path, name: str) -> None:
+    """Makes `name`, beside a directory, a relative link to it, or changes where it leads in one step.
+
+    OSError if the file system has no links, or if something else has this name.
+    """
+    link, aside = directory.with_name(name), directory.with_name(f"{ASIDE[0]}{name}")
+    if link.is_symlink() and os.readlink(link) == directory.name:
+        return
+    if link.exists() and not link.is_symlink():
+        raise FileExistsError("something else has this name")
+    remove_quietly(aside)
+    aside.symlink_to(directory.name, target_is_directory=True)
+    aside.replace(link)
+
+
+def is_link_beside(path: Path) -> bool:
+    """Whether it is a link to something beside it, so that its content is there twice."""
+    return path.is_symlink() and len(Path(os.readlink(path)).parts) == 1
+
+
 def remove_directory(directory: Path) -> None:
     """Removes a checkpoint or an export."""
     remove_quietly(hide(directory))

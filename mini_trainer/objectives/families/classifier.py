@@ -40,6 +40,10 @@ class TokenTypes:
     ids: Tensor  # (1, T) int64: which text of the pair each token belongs to
 
 
+# The activation of the logits, as sentence-transformers' CrossEncoder and vLLM read it in a config.
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
 @dataclass(frozen=True)
 class Labels:
     """Labels of a model's head, as stored in an export's config."""
@@ -53,6 +57,8 @@ class Labels:
         config.label2id = {name: i for i, name in enumerate(self.names)}
         if self.problem_type is not None:
             config.problem_type = self.problem_type
+        if self.problem_type == "regression":  # one number passes through a sigmoid otherwise
+            config.sentence_transformers = {"activation_fn": IDENTITY}
 
 
 @dataclass(frozen=True)

@@ -200,9 +200,9 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     if given and not plan.dry_run:
         problems.append(f"{', '.join(given)}: no effect without --dry-run")
     name = exports.export_name
-    if name is not None and (name in ("", "best") or name.startswith((".", "samples_")) or "/" in name):
+    if name is not None and (name in ("", "best", "latest") or name.startswith((".", "samples_")) or "/" in name):
         problems.append(
-            f"--export-name {name!r}: must be the name of a directory, other than best, samples_N and .NAME"
+            f"--export-name {name!r}: must be the name of a directory, other than best, latest, samples_N and .NAME"
         )
     if name is not None and exports.keep_exports is not None:
         problems.append("--keep-exports has no effect with --export-name, which keeps only one export")

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mini_trainer.data.stores.disk import ASIDE
+from mini_trainer.data.stores.disk import ASIDE, is_link_beside
 from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG
 
 EXPORTS = "hf_format"
@@ -36,7 +36,9 @@ def find_exports(run: Path) -> list[Path]:
     exports = [
         path
         for path in folder.iterdir()
-        if not path.name.startswith(ASIDE) and any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+        if not path.name.startswith(ASIDE)
+        and not is_link_beside(path)
+        and any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     ]
     if not exports:
         raise ValueError(f"--run {run}: {folder} holds no export")
