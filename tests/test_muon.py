@@ -173,8 +173,7 @@ def inputs(tmp_path_factory) -> dict[str, dict[str, str]]:
 def train(num_ranks: int, world, inputs: dict[str, str], output_dir: Path, **changes) -> dict[str, torch.Tensor]:
     options = inputs | OPTIONS | MUON | dict(max_steps=4, output_dir=output_dir, save_final_checkpoint=True)
     train_on(num_ranks, world, **options | changes)
-    (export,) = (output_dir / "hf_format").glob("samples_*")
-    return load_file(export / "model.safetensors")
+    return load_file(output_dir / "hf_format" / "latest" / "model.safetensors")
 
 
 @pytest.mark.slow

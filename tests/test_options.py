@@ -339,6 +339,7 @@ FLAGS_OF_OTHERS = {
     *("revision", "logdir"),  # hf upload, tensorboard
     "sweep",  # axolotl
     *("enable-lora", "generation-config", "lora-modules", "max-logprobs", "max-lora-rank", "tokenizer"),  # vllm serve
+    *("max-model-len", "runner"),  # vllm serve
     "model-path",  # sglang
     *("no-deps", "only-binary", "python-version", "config-settings"),  # pip
     *("nodes", "time", "kill-on-bad-exit", "array", "ntasks", "ntasks-per-node", "gpus"),  # SLURM's sbatch and srun

@@ -23,6 +23,9 @@ class PromptTooLong(ValueError):
         super().__init__(message)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PromptTooLong, (*self.args, self.reason), self.__dict__  # pickle would call it with `args` alone
+
 
 def is_too_long(error: Any) -> bool:
     """Whether an openai.APIStatusError refuses a prompt for its length."""
