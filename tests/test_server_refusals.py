@@ -189,7 +189,7 @@ def test_refused_prompts_are_not_trained_on(server, world, tmp_path):
             for line in lines]  # fmt: skip
     pairs = [pair_rows(rows, line, "{prompt} {demonstration}") for line in lines]
     assert [pair is None for pair in pairs] == [False, True, False]
-    assert describe_refused(lines) == ", 1 of them of prompts that are too long for the model"
+    assert describe_refused(lines) == "; prompts too long for the model: 1"
     asked = write_jsonl(tmp_path / "asked.jsonl", rows)
     replay = Replay(kind="own-answers", min_score=0.0)
     kept = keep_passing(asked, tmp_path / "answers.jsonl", Task(name="t", metric="token_f1"), replay)

@@ -57,7 +57,7 @@ def read_answers(path: Path, num_prompts: int) -> list[Line]:
 def describe_refused(lines: list[Line]) -> str:
     """The number of prompts that were too long to be answered, for the end of a message; "" if there are none."""
     num_refused = sum(map(is_refused, lines))
-    return f", {num_refused:,} of them of prompts that are too long for the model" if num_refused else ""
+    return f"; prompts too long for the model: {num_refused:,}" if num_refused else ""
 
 
 def find_reference(row: DataRow) -> str:
