@@ -283,6 +283,16 @@ def test_arguments_of_vllm_are_checked_by_its_own_names(given, said, prompts, wo
         run_vllm(world, path, prompts, tmp_path / "answers.jsonl", engine_args=given)
 
 
+def test_a_prompt_beyond_vllms_context_is_refused_and_the_others_are_answered(world, tmp_path, monkeypatch):
+    asked = install_vllm(monkeypatch)
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    rows = [{"prompt": "a b c d e f g h"}, {"prompt": "a b"}]
+    prompts = str(write_jsonl(tmp_path / "prompts.jsonl", rows))
+    lines = run_vllm(world, path, prompts, tmp_path / "answers.jsonl", engine_args=("max_model_len=8",))
+    assert [line["finish_reason"] for line in lines] == ["refused", "length"]
+    assert "model's context of 8 " in lines[0]["reason"] and len(asked.prompts) == 1
+
+
 def test_arguments_of_vllm_without_a_value_and_for_other_engines_are_refused():
     options = group_options(GenerateOptions, model="m", engine="vllm", engine_args=("max_model_len",))
     assert find_problems(options) == ["--engine-args: given 'max_model_len', allowed: NAME=VALUE, each name once"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluations import evaluate_here, list_means
+from evaluations import HARNESS_ROWS, evaluate_here, list_means, write_task
 from forked import run_forked
 from heavy import need
 from processes import flags
@@ -182,29 +182,6 @@ def base(tmp_path_factory) -> str:
     return str(save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("harness") / "base")))
 
 
-TASK = """dataset_path: json
-dataset_kwargs:
-  data_files: {rows}
-test_split: train
-output_type: multiple_choice
-doc_to_text: '{{{{q}}}}'
-doc_to_choice: '{{{{c}}}}'
-doc_to_target: a
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-ROWS = [dict(q="1 2 3", c=["4", "x y"], a=0), dict(q="a b c", c=["z", "d"], a=1), dict(q="?", c=["yes", "n"], a=1)]
-
-
-def write_task(folder: Path, *, name: str, file: str, delimiter: str = " ", rows: list[dict] = ROWS) -> Path:
-    folder.mkdir(exist_ok=True)
-    write_jsonl(folder / "rows.jsonl", rows)
-    (folder / "common.yml").write_text(TASK.format(rows=folder / "rows.jsonl"))
-    (folder / file).write_text(f"task: {name}\ninclude: common.yml\ntarget_delimiter: '{delimiter}'\n")
-    return folder / file
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize(("ours", "theirs"), [(" ", " "), ("", " "), ("\n", "\n")])
 def test_a_task_and_the_same_task_of_the_harness_agree(ours, theirs, world, base, tmp_path):
@@ -212,7 +189,7 @@ def test_a_task_and_the_same_task_of_the_harness_agree(ours, theirs, world, base
     file = write_task(tmp_path / "lm", name="tiny_choice", file="other.yaml", delimiter=theirs.replace("\n", "\n\n"))
     rows = [
         dict(prompt=row["q"] + (" " if ours == "" else ""), choices=[ours + c for c in row["c"]], answer=row["a"])
-        for row in ROWS
+        for row in HARNESS_ROWS
     ]
     write_jsonl(tmp_path / "same.jsonl", rows)
     same, harness = evaluate_here(

@@ -14,9 +14,9 @@ import torch
 from engine_exports import Exports, ask_chats, make_chats, run
 from engine_servers import ask_server, served
 from engine_table import NUM_TOKENS, Said, Table, count_equal, decode, expect
+from evaluations import write_task
 from hub_standin import Hub
 from processes import ENV, ROOT, flags, free_port
-from test_likelihood import write_task
 from tiny_data import read_lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 

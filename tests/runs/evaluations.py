@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from tiny_data import write_jsonl
+
 from mini_trainer.distributed.world import World
 from mini_trainer.evaluate_model import evaluate
 from mini_trainer.options import group_options
@@ -23,3 +25,30 @@ def evaluate_here(world: World, output_dir: Path, **options: object) -> dict:
 def list_means(measured: dict) -> dict[str, list[float]]:
     """Each measure's means, of all models."""
     return {metric["name"]: [value["mean"] for value in metric["values"]] for metric in measured["metrics"]}
+
+
+HARNESS_TASK = """dataset_path: json
+dataset_kwargs:
+  data_files: {rows}
+test_split: train
+output_type: multiple_choice
+doc_to_text: '{{{{q}}}}'
+doc_to_choice: '{{{{c}}}}'
+doc_to_target: a
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+HARNESS_ROWS = [
+    dict(q="1 2 3", c=["4", "x y"], a=0),
+    dict(q="a b c", c=["z", "d"], a=1),
+    dict(q="?", c=["yes", "n"], a=1),
+]
+
+
+def write_task(folder: Path, *, name: str, file: str, delimiter: str = " ", rows: list[dict] = HARNESS_ROWS) -> Path:
+    folder.mkdir(exist_ok=True)
+    write_jsonl(folder / "rows.jsonl", rows)
+    (folder / "common.yml").write_text(HARNESS_TASK.format(rows=folder / "rows.jsonl"))
+    (folder / file).write_text(f"task: {name}\ninclude: common.yml\ntarget_delimiter: '{delimiter}'\n")
+    return folder / file

@@ -90,6 +90,13 @@ class Answer:
     reason: str | None = None  # why the prompt was refused
 
 
+def find_refusal(num_tokens: int, context: int | None) -> str | None:
+    """Why a prompt of this length has no answer in a context of so many tokens; None if it has one."""
+    if context is None or num_tokens < context:
+        return None
+    return f"has {num_tokens:,} tokens, but the model's context of {context:,} must also hold the answer"
+
+
 def refuse(reason: str, *, served_by: dict[str, Any] | None = None) -> Answer:
     """The answer to a prompt that is too long for the model's context."""
     return Answer("", REFUSED, None, None, served_by=served_by, reason=reason)

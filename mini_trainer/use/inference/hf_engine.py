@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from mini_trainer.distributed.ending import is_out_of_memory, log
 from mini_trainer.model.mixers import find_mixers
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.use.inference.engine import Answer, Key, Request, make_processors, refuse
+from mini_trainer.use.inference.engine import Answer, Key, Request, find_refusal, make_processors, refuse
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype, load_answering_model
 from mini_trainer.use.inference.prompts import Prompt, encode_prompt
 
@@ -133,9 +133,7 @@ class HFEngine:
         """Why a prompt of this length has no answer; None if it has one. ValueError for one without tokens."""
         if num_tokens == 0:
             raise ValueError(f"{prompt.place}: has no tokens, so there is nothing to continue")
-        if self.max_length is None or num_tokens < self.max_length:
-            return None
-        return f"has {num_tokens:,} tokens, but the model's context of {self.max_length:,} must also hold the answer"
+        return find_refusal(num_tokens, self.max_length)
 
     def check_length(self, prompt: Prompt, num_tokens: int) -> None:
         """ValueError if a prompt of this length has no answer."""

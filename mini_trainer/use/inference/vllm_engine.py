@@ -13,7 +13,7 @@ from mini_trainer.model.methods.adapter_settings import check_settings
 from mini_trainer.options import parse_named_values
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed
+from mini_trainer.use.inference.engine import Answer, Key, Request, find_refusal, make_seed, refuse
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype
 from mini_trainer.use.inference.prompts import Prompt, encode_prompt
 
@@ -88,6 +88,9 @@ class VLLMEngine:
             if request.key in done:
                 continue
             ids = encode_prompt(request.prompt, self.found.tokenizer)
+            if (reason := find_refusal(len(ids), self.engine.model_config.max_model_len)) is not None:
+                yield request, refuse(reason)
+                continue
             name = f"{request.index} {request.sample}"
             self.submit(name, ids, make_seed(self.sampling.seed, *request.key), kind=RequestOutputKind.FINAL_ONLY)
             waiting[name] = request
