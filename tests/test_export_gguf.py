@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.tokenization_utils_base import generate_merges
@@ -43,6 +45,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=128),
     "gemma3": Gemma3TextConfig(**SHAPE | dict(num_hidden_layers=7), head_dim=256, sliding_window=5),
 }
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+MOE = Qwen3MoeConfig(**SHAPE, head_dim=16, **EXPERTS)
 IDS = torch.arange(3, 40)[None]
 TEXTS = ("Hi", " The  answer\n is 1234, isn't it?", "żółw 🚀 한국어", "<|im_start|>user\n<s>\t", "in the  inner the")
 
@@ -111,10 +115,47 @@ def test_biases_and_a_tied_head_are_written(tmp_path):
     assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_experts_are_three_tensors_and_their_router_stays_in_fp32(tmp_path):
+    """Transformers' reader has no conversion back for experts of Qwen 3."""
+    own = AutoModelForCausalLM.from_pretrained(save(MOE, tmp_path / "model")).state_dict()
+    path = export(tmp_path / "model", tmp_path / "model.gguf", "f16")
+    tensors, fields = read_tensors(path), read_fields(path)
+    for layer in range(MOE.num_hidden_layers):
+        experts = own[f"model.layers.{layer}.mlp.experts.gate_up_proj"].half().numpy()
+        parts = [tensors[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up")]
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1), experts)
+        down = own[f"model.layers.{layer}.mlp.experts.down_proj"].half().numpy()
+        np.testing.assert_array_equal(tensors[f"blk.{layer}.ffn_down_exps.weight"], down)
+        router = own[f"model.layers.{layer}.mlp.gate.weight"].numpy()
+        np.testing.assert_array_equal(tensors[f"blk.{layer}.ffn_gate_inp.weight"], router)
+    counts = [fields[f"qwen3moe.{key}"] for key in ("expert_count", "expert_used_count", "expert_feed_forward_length")]
+    assert counts == [4, 2, 24]
+
+
+def test_smollm_3_is_a_llama_some_of_whose_layers_do_not_rotate(tmp_path):
+    shape = SHAPE | dict(num_hidden_layers=5)
+    path = save(SmolLM3Config(**shape), tmp_path / "model")
+    output = export(path, tmp_path / "model.gguf")
+    assert read_fields(output)["smollm3.block_count"] == 5
+    twin = tmp_path / "llama"
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, tie_word_embeddings=True))
+    model.load_state_dict(AutoModelForCausalLM.from_pretrained(path).state_dict())
+    model.save_pretrained(save(model.config, twin))
+    expected = read_tensors(export(twin, tmp_path / "llama.gguf"))
+    tensors = read_tensors(output)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor, expected[name])
+
+
 def test_llama_3_scales_its_rotary_frequencies(tmp_path):
     path = save(LlamaConfig(**SHAPE | dict(rope_parameters=LLAMA3_ROPE | dict(rope_theta=1e4))), tmp_path / "model")
     output = export(path, tmp_path / "model.gguf")
-    factors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(output).tensors}["rope_freqs.weight"]
+    factors = read_tensors(output)["rope_freqs.weight"]
     own = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq.numpy()
     np.testing.assert_allclose(1e4 ** -(np.arange(0, 8, 2) / 8) / factors, own, rtol=1e-6)
     assert len(set(factors.tolist())) > 2
@@ -261,6 +302,9 @@ REFUSED = {
     ),
     "bias": (Qwen3Config(**SHAPE, attention_bias=True), "attention_bias is True"),
     "tokenizer": (LlamaConfig(**SHAPE), "no merges"),
+    "weights of experts": (Qwen3MoeConfig(**SHAPE, **EXPERTS | dict(norm_topk_prob=False)), "norm_topk_prob is False"),
+    "layers without experts": (Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[1]), "mlp_only_layers is [1]"),
+    "layers that rotate": (SmolLM3Config(**SHAPE, no_rope_layer_interval=2), "no_rope_layers is [1, 0]"),
     "scale": (Gemma3TextConfig(**SHAPE, head_dim=8), "query_pre_attn_scalar is 256"),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ Sources: llama.cpp's own converter (conversion/llama.py, qwen.py, gemma.py) and 
 llama.cpp would load, but compute differently, is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from mini_trainer.model.stored_tensors import Reader
 
 # Parameters that llama.cpp reads, by the kind of rotary embedding; transformers writes the first line's for every kind.
 ROPE_KEYS = {"rope_type", "type", "rope_theta"}
@@ -23,6 +25,7 @@ KEYS_OF_ROPE = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
 WINDOW_PERIOD = 6  # in Gemma 3 every sixth layer has full attention: llama.cpp's default
+NO_ROPE_PERIOD = 4  # in SmolLM3 every fourth layer has no rotary embedding: a constant of llama.cpp
 LAYERS_OF_27B = 62  # by which llama.cpp recognises the Gemma 3 whose attention is not scaled by the head's size
 
 
@@ -45,6 +48,19 @@ ARCHITECTURES = {
     "mistral": LLAMA,
     "qwen2": Architecture(gguf.MODEL_ARCH.QWEN2, SILU),
     "qwen3": Architecture(gguf.MODEL_ARCH.QWEN3, SILU | {"attention_bias": (False,)}),
+    "qwen3_moe": Architecture(
+        gguf.MODEL_ARCH.QWEN3MOE,
+        SILU
+        | {
+            "attention_bias": (False,),
+            "norm_topk_prob": (True,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+        },
+    ),
+    "smollm3": Architecture(
+        gguf.MODEL_ARCH.SMOLLM3, SILU | {"attention_bias": (False,), "mlp_bias": (False,)}, interleaves_rope=True
+    ),
     "gemma3_text": Architecture(
         gguf.MODEL_ARCH.GEMMA3,
         {
@@ -84,6 +100,10 @@ def find_unsupported(config: PreTrainedConfig, architecture: Architecture) -> li
     num_heads, size = config.num_attention_heads, get_head_size(config)
     if architecture.arch is gguf.MODEL_ARCH.QWEN2 and num_heads * size != config.hidden_size:
         problems.append(f"{num_heads} heads of {size} do not make the hidden_size of {config.hidden_size}")
+    if architecture.arch is gguf.MODEL_ARCH.SMOLLM3:
+        rotated = [bool(value) for value in config.no_rope_layers[: config.num_hidden_layers]]
+        if rotated != [(i + 1) % NO_ROPE_PERIOD != 0 for i in range(config.num_hidden_layers)]:
+            problems.append(f"no_rope_layers is {config.no_rope_layers}, supported: 0 for every fourth layer")
     if architecture.arch is gguf.MODEL_ARCH.GEMMA3:
         scale = config.hidden_size // num_heads if config.num_hidden_layers == LAYERS_OF_27B else size
         if config.query_pre_attn_scalar != scale:
@@ -137,6 +157,10 @@ def add_hyperparameters(writer: gguf.GGUFWriter, config: PreTrainedConfig, archi
     writer.add_rope_dimension_count(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if architecture.arch is gguf.MODEL_ARCH.QWEN3MOE:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if window is not None and architecture.has_windows:
         writer.add_sliding_window(window)
         has_window = [kind == "sliding_attention" for kind in config.layer_types]
@@ -183,6 +207,20 @@ def make_rope_factors(config: PreTrainedConfig) -> Tensor | None:
     plain = rope["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     return plain / scaled
+
+
+def split_parameter(name: str, shape: tuple[int, ...], read: Reader) -> Iterator[tuple[str, tuple[int, ...], Reader]]:
+    """A parameter under names that gguf knows: in transformers' experts, `gate_up_proj` has the rows of two tensors."""
+    if not name.endswith(".experts.gate_up_proj"):
+        yield name, shape, read
+        return
+    num_experts, num_rows, width = shape
+    for i, part in enumerate(("gate_proj", "up_proj")):
+        yield (
+            name.replace("gate_up_proj", part),
+            (num_experts, num_rows // 2, width),
+            lambda i=i: read().chunk(2, dim=1)[i],
+        )
 
 
 def convert_tensor(tensor: Tensor, name: str, config: PreTrainedConfig, architecture: Architecture) -> Tensor:

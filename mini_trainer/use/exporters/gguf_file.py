@@ -25,6 +25,7 @@ from mini_trainer.use.exporters.gguf_architectures import (
     convert_tensor,
     find_architecture,
     make_rope_factors,
+    split_parameter,
 )
 from mini_trainer.use.exporters.gguf_tokenizer import add_tokenizer
 
@@ -36,6 +37,7 @@ TYPES = {
     "q8_0": (gguf.LlamaFileType.MOSTLY_Q8_0, gguf.GGMLQuantizationType.Q8_0),
 }
 F32, F16 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16
+ROUTER = ".ffn_gate_inp."  # of experts: llama.cpp keeps it in fp32
 LARGEST_F16 = 65520  # rounds to infinity
 ROW_BYTES = 64 << 20  # fp32 bytes of the rows that are converted at once
 
@@ -137,9 +139,11 @@ def plan_tensors(
     for origin, read in read_weights(ModelSource(model_dir, config), family).items():
         if origin not in shapes:
             continue  # rotary frequencies in the files of old models
-        name = names.get_name(origin, try_suffixes=(".weight", ".bias"))
-        assert name is not None, f"gguf has no name for {origin}"
-        planned.append(PlannedTensor(name, origin, read, shapes[origin], choose_type(shapes[origin], kind)))
+        for part, shape, read_part in split_parameter(origin, shapes[origin], read):
+            name = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert name is not None, f"gguf has no name for {part}"
+            name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"  # of experts
+            planned.append(PlannedTensor(name, origin, read_part, shape, choose_type(name, shape, kind)))
     factors = make_rope_factors(config)
     if factors is not None:
         name = f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight"
@@ -147,8 +151,8 @@ def plan_tensors(
     return planned
 
 
-def choose_type(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    if len(shape) == 1:
+def choose_type(name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+    if len(shape) == 1 or ROUTER in name:
         return F32
     block_size, _ = gguf.GGML_QUANT_SIZES[kind]
     return kind if shape[-1] % block_size == 0 else F16
