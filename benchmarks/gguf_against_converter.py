@@ -8,7 +8,6 @@ sentencepiece. transformers answers four questions greedily in fp32; llama.cpp r
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,15 +34,26 @@ QUESTIONS = (
     "Name three colours.",
 )
 MAX_TOKENS = 32
+# The converter recognises tokenizers by a checksum of token ids; for others it is told how they split text.
+NAMING = """
+import sys
+source, name = sys.argv[1:3]
+del sys.argv[1:3]
+sys.path.insert(0, source)
+import convert_hf_to_gguf
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: name
+convert_hf_to_gguf.main()
+"""
 # (cache, flash attention)
 SETTINGS = (("f32", False), ("f16", False), ("f16", True))
 
 
-def convert(model_dir: Path, target: Path, dtype: str, source: Path) -> Path:
-    """Writes a GGUF file by llama.cpp's converter in `source`."""
-    found = os.pathsep.join([str(source / "gguf-py"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, source / "convert_hf_to_gguf.py", model_dir, "--outfile", target, "--outtype", dtype]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": found}, capture_output=True, text=True, check=False)
+def convert(model_dir: Path, target: Path, dtype: str, source: Path, *, split: str | None = None) -> Path:
+    """Writes a file by llama.cpp's converter in `source`; `split` names the splitting of a tokenizer it cannot know."""
+    program = [source / "convert_hf_to_gguf.py"] if split is None else ["-c", NAMING, source, split]
+    command = [sys.executable, *program, model_dir, "--outfile", target, "--outtype", dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return target
 
@@ -66,15 +76,15 @@ def compare_files(one: Path, other: Path) -> tuple[int, list[str], list[str]]:
     return len(equal), sorted(names - equal), sorted(key for key in keys if fields[0].get(key) != fields[1].get(key))
 
 
-def ask(python: str, path: Path, requests: Sequence[dict[str, Any]], **settings: object) -> list[dict[str, Any]]:
-    """The answers of llama.cpp in another Python: tests/engines/asked_llama_cpp.py."""
+def ask(python: str, path: Path, requests: Sequence[dict[str, Any]], **settings: object) -> dict[str, Any]:
+    """What llama.cpp replies in another Python: tests/engines/asked_llama_cpp.py."""
     done = subprocess.run(
         [python, ROOT / "tests" / "engines" / "asked_llama_cpp.py"],
         input=json.dumps(dict(model=str(path), requests=requests, **settings)),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)["answers"]
+    return json.loads(done.stdout)
 
 
 def generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -128,7 +138,7 @@ def measure(model_dir: Path, python: str, source: Path, work_dir: Path) -> None:
     print("|---|---|---|---|---|---|---|")
     for (origin, dtype), path in files.items():
         for cache, flash in SETTINGS:
-            replies = ask(python, path, requests, cache=cache, flash_attention=flash)[len(texts) :]
+            replies = ask(python, path, requests, cache=cache, flash_attention=flash)["answers"][len(texts) :]
             counts = [
                 sum(reply[key] == wanted for reply, wanted in zip(replies, all_wanted, strict=True))
                 for key, all_wanted in (("prompt", prompts), ("greedy", answers))

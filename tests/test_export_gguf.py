@@ -33,6 +33,7 @@ from transformers.tokenization_utils_base import generate_merges
 from mini_trainer.options.tools import ExportGgufOptions
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.use.exporters.gguf_tokenizer import SPLITS
+from mini_trainer.use.exporters.llama_tokens import STRINGS
 
 LLAMA3_ROPE = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -272,18 +273,42 @@ def test_every_stop_token_and_the_defaults_for_sampling_are_written(tmp_path):
     assert (fields["general.sampling.temp"], fields["general.sampling.top_k"]) == (0.5, 7)
 
 
-def test_what_cannot_be_exact_is_noted(tmp_path, capsys):
-    config = LlamaConfig(**SHAPE | dict(vocab_size=352))
-    path = save(config, tmp_path / "model")
-    tokenizer = make_sentencepiece(LlamaTokenizer)
-    stored = json.loads(tokenizer.backend_tokenizer.to_str())
-    stored["model"]["merges"].pop()
+def test_text_of_which_llama_cpp_makes_other_tokens_is_noted(tmp_path, capsys):
+    path = save(type(CONFIGS["gemma3"])(**CONFIGS["gemma3"].to_dict() | dict(vocab_size=352)), tmp_path / "model")
+    tokenizer = make_sentencepiece(GemmaTokenizer)
     tokenizer.save_pretrained(path)
+    export(path, tmp_path / "equal.gguf")
+    assert "other tokens" not in capsys.readouterr().out
+    # Without this merge the tokenizer never makes the token "th", which llama.cpp does by its score.
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    stored["model"]["merges"].remove(["t", "h"])
     (path / "tokenizer.json").write_text(json.dumps(stored))
-    GenerationConfig(eos_token_id=[3, 5, 6, 7]).save_pretrained(path)
     export(path, tmp_path / "model.gguf")
     said = capsys.readouterr().out
-    assert " 10 merges " in said and "(1 differ)" in said and "left out: '<0x03>'" in said
+    expected = [text for text in STRINGS if "th" in text]
+    assert f"of {len(expected)} of 48 difficult texts, first {expected[0]!r}" in said
+
+
+def test_stop_tokens_that_llama_cpp_leaves_out_or_adds_are_noted(tmp_path, capsys):
+    path = save(CONFIGS["llama"], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    change_json(path / "tokenizer.json", model=model | dict(vocab=model["vocab"] | {"</s>": len(tokenizer)}))
+    stops = [tokenizer.eos_token_id, len(tokenizer), 5, 6, 7]
+    GenerationConfig(eos_token_id=stops).save_pretrained(path)
+    fields = read_fields(export(path, tmp_path / "model.gguf"))
+    said = capsys.readouterr().out
+    assert "takes for a stop token what is plain text here: '</s>'" in said
+    # llama.cpp finds </s> by itself, so both of its other places are free.
+    assert [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("eot", "eom")] == [5, 6]
+    assert f"left out: {tokenizer.convert_ids_to_tokens(7)!r}" in said
+
+
+def test_nfc_is_noted(tmp_path, capsys):
+    path = save(CONFIGS["qwen2"], tmp_path / "model")
+    change_json(path / "tokenizer.json", normalizer=dict(type="NFC"))
+    export(path, tmp_path / "model.gguf")
+    assert "composes accents (NFC)" in capsys.readouterr().out
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------

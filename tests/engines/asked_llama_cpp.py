@@ -37,10 +37,16 @@ def compute_logits(llama: llama_cpp.Llama, ids: list[int]) -> np.ndarray:
     return np.array(llama.scores[: len(ids)])
 
 
-def answer(llama: llama_cpp.Llama, request: dict[str, object]) -> dict[str, object]:
-    is_stop = llama_cpp.llama_vocab_is_eog
+def list_stops(llama: llama_cpp.Llama) -> list[int]:
+    """The tokens at which llama.cpp ends an answer."""
     vocab = llama_cpp.llama_model_get_vocab(llama.model)
-    prompt = request["ids"] if "ids" in request else llama.tokenize(request["text"].encode(), special=True)
+    return [i for i in range(llama.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, i)]
+
+
+def answer(llama: llama_cpp.Llama, request: dict[str, object], stops: list[int]) -> dict[str, object]:
+    prompt = (
+        request["ids"] if "ids" in request else llama.tokenize(request["text"].encode(), add_bos=False, special=True)
+    )
     replied = {"prompt": prompt}
     if scored := request.get("score", []):
         logits = compute_logits(llama, [*prompt, *scored])
@@ -54,7 +60,7 @@ def answer(llama: llama_cpp.Llama, request: dict[str, object]) -> dict[str, obje
         while len(greedy) < request["max_tokens"]:
             greedy.append(int(logits.argmax()))
             logprobs.append(float(normalize(logits)[greedy[-1]]))
-            if is_stop(vocab, greedy[-1]):
+            if greedy[-1] in stops:
                 stop = "token"
                 break
             llama.eval(greedy[-1:])
@@ -67,5 +73,6 @@ if __name__ == "__main__":
     asked = json.load(sys.stdin)
     requests, path = asked.pop("requests"), asked.pop("model")
     model = load(path, **asked)
-    replies = [answer(model, request) for request in requests]
-    json.dump({"version": llama_cpp.__version__, "answers": replies}, sys.stdout)
+    ends = list_stops(model)
+    replies = [answer(model, request, ends) for request in requests]
+    json.dump({"version": llama_cpp.__version__, "stops": ends, "answers": replies}, sys.stdout)

@@ -4,17 +4,16 @@ llama.cpp has its own two algorithms for BPE: "gpt2" for byte-level vocabularies
 expression that is known by name, and "llama" for those made by SentencePiece, which merges by scores of tokens.
 """
 
-import itertools
 import json
 import re
 from typing import Any
 
 import gguf
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.tokenization_utils_base import generate_merges
+
+from mini_trainer.use.exporters.llama_tokens import SPACE, STRINGS, find_differing
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-SPACE = "\u2581"  # a blank in SentencePiece's vocabularies
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,6 +30,12 @@ SPLITS = {
     (LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), False): "qwen2",
     (TEKKEN, True): "tekken",
 }
+# Tokens at which llama.cpp ends an answer wherever a vocabulary has them, also as plain text.
+STOPS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+}  # fmt: skip
 # Defaults for generating, by their names in a generation config.
 SAMPLING = {
     "temperature": gguf.GGUFWriter.add_sampling_temp,
@@ -59,9 +64,14 @@ def add_tokenizer(
     if model["byte_fallback"]:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_add_space_prefix(has_space_prefix(stored))
-        writer.add_token_scores(score_tokens(tokens, merges))
-        notes += check_scores(stored, merges)
+        space_prefix, scores = has_space_prefix(stored), score_tokens(tokens, merges)
+        writer.add_add_space_prefix(space_prefix)
+        writer.add_token_scores(scores)
+        if differing := find_differing(tokenizer, tokens, scores, has_space_prefix=space_prefix):
+            notes.append(
+                f"llama.cpp makes other tokens than this tokenizer of {len(differing)} of {len(STRINGS)} difficult"
+                f" texts, first {differing[0]!r}"
+            )
         if (stored["pre_tokenizer"] or {}).get("prepend_scheme") == "first":
             notes.append(
                 "llama.cpp puts a blank before a text and after each special token, this tokenizer only before"
@@ -70,8 +80,16 @@ def add_tokenizer(
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(name_split(stored))
         writer.add_token_merges([" ".join(pair) for pair in merges])
+        if stored["normalizer"] is not None:
+            notes.append(
+                "this tokenizer composes accents (NFC), which llama.cpp does not: compose text before you send it, or"
+                " its tokens are not those of training"
+            )
     writer.add_token_list(tokens)
     writer.add_token_types(types)
+    texts = [text for text, kind in zip(tokens, types, strict=True) if text in STOPS and kind == gguf.TokenType.NORMAL]
+    if texts:
+        notes.append(f"llama.cpp takes for a stop token what is plain text here: {', '.join(map(repr, texts))}")
     notes += add_special_tokens(writer, tokenizer, generation)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(list_templates(tokenizer.chat_template))
@@ -152,22 +170,6 @@ def score_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float
     return [-float(ranks.get(text, len(merges))) for text in tokens]
 
 
-def check_scores(stored: dict[str, Any], merges: list[tuple[str, str]]) -> list[str]:
-    """A note if scores cannot express the merges: any two neighbours whose texts make a token merge by them."""
-    vocab = stored["model"]["vocab"]
-    never_merged = {added["content"] for added in stored["added_tokens"]} | {
-        text for text in vocab if BYTE.fullmatch(text)
-    }
-    differing = set(generate_merges(vocab, dict.fromkeys(vocab, 0.0), never_merged)) ^ set(merges)
-    results = [text for text, _ in itertools.groupby(left + right for left, right in merges)]
-    if not differing and len(set(results)) == len(results):
-        return []
-    return [
-        f"llama.cpp merges this vocabulary by scores, which do not express its {len(merges):,} merges exactly"
-        f" ({len(differing):,} differ): some words may become other tokens"
-    ]
-
-
 def add_special_tokens(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
 ) -> list[str]:
@@ -176,8 +178,9 @@ def add_special_tokens(
     # Without one, llama.cpp takes a token of any text for it.
     bos = generation.bos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     eos = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    # llama.cpp ends an answer at any of three.
+    # llama.cpp ends an answer at any of three, and at those that it knows.
     others = [stop for stop in stops if stop not in (eos, None)]
+    others.sort(key=lambda stop: tokenizer.convert_ids_to_tokens(stop) in STOPS)
     for add, token_id in [
         (writer.add_bos_token_id, bos),
         (writer.add_eos_token_id, eos),
@@ -193,9 +196,9 @@ def add_special_tokens(
     for name, add in SAMPLING.items() if generation.do_sample else ():
         if (value := getattr(generation, name)) is not None:
             add(writer, value)
-    if len(others) > 2:
-        left_out = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(others[2:])))
-        return [f"llama.cpp has room for three stop tokens, and recognises a few by their text; left out: {left_out}"]
+    left_out = [text for text in tokenizer.convert_ids_to_tokens(others[2:]) if text not in STOPS]
+    if left_out:
+        return [f"llama.cpp has room for three stop tokens; left out: {', '.join(map(repr, left_out))}"]
     return []
 
 
