@@ -270,6 +270,8 @@ class ExportGgufOptions:
     dtype: Literal["bf16", "f16", "f32", "q8_0"] = "bf16"
     """Data type of the matrices: q8_0, 8 bits in blocks of 32; smaller types are made from such a file by llama.cpp's
     llama-quantize."""
+    modelfile: bool = False
+    """Also write a Modelfile for `ollama create` into the output's folder, with chat template and stop tokens."""
     skip_verification: bool = False
     """Use the model without comparing its files to the hashes recorded when they were written."""
     config: str | None = None

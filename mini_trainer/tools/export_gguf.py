@@ -2,8 +2,8 @@
 
     python -m mini_trainer export-gguf --model-name-or-path runs/chats/hf_format/best --output chats.gguf --dtype q8_0
 
-Llama, Mistral, Qwen 2, Qwen 3 and Gemma 3 (text), with tokenizer, chat template and stop tokens. Tensor by tensor, on
-the CPU. Needs the package gguf.
+Llama, Mistral, Qwen 2, Qwen 3 (also with experts), SmolLM3 and Gemma 3 (text), with tokenizer, chat template and stop
+tokens. Tensor by tensor, on the CPU. Needs the package gguf.
 """
 
 from pathlib import Path
@@ -26,6 +26,7 @@ def export_gguf(options: ExportGgufOptions) -> None:
     """Writes the file; ValueError or OSError for user errors."""
     try:
         from mini_trainer.use.exporters.gguf_file import write_gguf
+        from mini_trainer.use.exporters.ollama import write_modelfile
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
@@ -38,14 +39,18 @@ def export_gguf(options: ExportGgufOptions) -> None:
         raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")
     if output.suffix != ".gguf":
         raise ValueError(f"--output {output}: must end in .gguf")
-    if output.exists():
-        raise ValueError(f"--output {output}: already exists; choose a new one")
+    modelfile = [output.with_name("Modelfile")] if options.modelfile else []
+    for path in (output, *modelfile):
+        if path.exists():
+            raise ValueError(f"--output {output}: {path} already exists; choose another file or folder")
     if not options.skip_verification:
         verify_weights(str(model_dir), say_note)
     num_bytes, notes = write_gguf(model_dir, output, options.dtype)
+    if modelfile:
+        notes += write_modelfile(model_dir, output)
     for note in notes:
         say(f"note: {note}")
-    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}")
+    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}{', and its Modelfile' * len(modelfile)}")
 
 
 if __name__ == "__main__":
