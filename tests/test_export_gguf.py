@@ -312,14 +312,28 @@ def test_nfc_is_noted(tmp_path, capsys):
     assert "composes accents (NFC)" in capsys.readouterr().out
 
 
-def test_a_bos_token_that_the_chat_template_does_not_write_is_noted(tmp_path, capsys):
+def test_what_llama_cpp_writes_into_a_chat_is_noted(tmp_path, capsys):
     path = save(LlamaConfig(**SHAPE | dict(vocab_size=352)), tmp_path / "model")
-    for template, is_noted in (("{{ bos_token }}{{ messages[0].content }}", False), ("{{ messages }}", True)):
+    chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    start = "{{ bos_token }}"
+    cases = {
+        start + chat: None,
+        chat: "puts '<s>' before a chat",
+        start + chat + "{{ '<think>' if enable_thinking else '</think>' }}": "--reasoning off",
+        start + chat + "{{ '</think>' if enable_thinking is defined and not enable_thinking }}": None,
+        start + "{{ date_string or '26 Jul 2024' }}" + chat: "today's date",
+        start + "{{ messages[-1].content }}": "a system message before the first question",
+        start + "{{ raise_exception('no') if messages[0].role == 'system' }}" + chat: None,
+        "{{ raise_exception('no') }}": None,
+    }
+    for i, (template, expected) in enumerate(cases.items()):
         tokenizer = make_sentencepiece(LlamaTokenizer, add_bos_token=True)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(path)
-        export(path, tmp_path / f"{is_noted}.gguf")
-        assert ("puts '<s>' before a chat" in capsys.readouterr().out) is is_noted
+        export(path, tmp_path / f"{i}.gguf")
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: llama.cpp")]
+        notes = [line for line in notes if "difficult texts" not in line and "puts a blank" not in line]
+        assert len(notes) == (expected is not None) and (expected or "") in "".join(notes), (template, notes)
 
 
 # --- Ollama --------------------------------------------------------------------------------------------------

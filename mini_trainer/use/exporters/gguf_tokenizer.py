@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.rendering import template_errors
+from mini_trainer.use.exporters.llama_chats import check_chats
 from mini_trainer.use.exporters.llama_tokens import SPACE, STRINGS, find_differing
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -94,7 +94,7 @@ def add_tokenizer(
     notes += add_special_tokens(writer, tokenizer, generation)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(list_templates(tokenizer.chat_template))
-        notes += check_start(tokenizer)
+        notes += check_chats(tokenizer)
     return notes
 
 
@@ -202,19 +202,6 @@ def add_special_tokens(
     if left_out:
         return [f"llama.cpp has room for three stop tokens; left out: {', '.join(map(repr, left_out))}"]
     return []
-
-
-def check_start(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A note if llama.cpp puts a BOS token before a chat that its template does not write."""
-    bos = tokenizer.bos_token
-    if bos is None or tokenizer("a").input_ids[0] != tokenizer.bos_token_id:
-        return []
-    try:
-        with template_errors():
-            text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except ValueError:
-        return []  # not for such a chat
-    return [] if text.startswith(bos) else [f"llama.cpp puts {bos!r} before a chat, which the chat template does not"]
 
 
 def list_templates(template: str | dict[str, str]) -> str | list[dict[str, str]]:

@@ -1,0 +1,52 @@
+"""How llama.cpp's server writes chats other than the chat template does in training.
+
+llama.cpp runs the template with a Jinja of its own, and gives it more than transformers does: `enable_thinking`, the
+date, the system message as part of the first question where the template leaves it out (common/chat.cpp).
+"""
+
+import time
+
+from transformers import PreTrainedTokenizerBase
+
+from mini_trainer.data.chat.rendering import template_errors
+
+SYSTEM, USER = "Sys-1x", "User-2x"
+DATED = "with today's date, and not the one that this template has"
+
+
+def list_given() -> dict[str, tuple[object, str]]:
+    """What llama.cpp gives to a template, and what a user is told where that changes a prompt."""
+    thinking = "with thinking turned on, which this template leaves off: start it with --reasoning off"
+    return {
+        "enable_thinking": (True, thinking),
+        "date_string": (time.strftime("%d %b %Y"), DATED),
+        "datetime": (time.strftime("%b %d %Y"), DATED),
+    }
+
+
+def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Notes for the user about differences; none for a template that refuses a single question."""
+    try:
+        plain = render(tokenizer)
+        notes = [f"llama.cpp writes chats {how}" for key, (value, how) in list_given().items()
+                 if render(tokenizer, **{key: value}) != plain]  # fmt: skip
+    except ValueError:
+        return []
+    bos = tokenizer.bos_token
+    adds_bos = bos is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    if adds_bos and not plain.startswith(bos):
+        notes.append(f"llama.cpp puts {bos!r} before a chat, which this template does not")
+    try:
+        leaves_out = SYSTEM not in render(tokenizer, {"role": "system", "content": SYSTEM})
+    except ValueError:
+        leaves_out = False
+    if leaves_out:
+        notes.append("llama.cpp puts a system message before the first question; this template leaves it out")
+    return list(dict.fromkeys(notes))
+
+
+def render(tokenizer: PreTrainedTokenizerBase, *before: dict[str, str], **given: object) -> str:
+    """The prompt of one question, after other messages."""
+    chat = [*before, {"role": "user", "content": USER}]
+    with template_errors():
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **given)
