@@ -345,6 +345,7 @@ FLAGS_OF_OTHERS = {
     *("nodes", "time", "kill-on-bad-exit", "array", "ntasks", "ntasks-per-node", "gpus"),  # SLURM's sbatch and srun
     *("dependency", "requeue", "open-mode", "parsable", "wrap", "signal", "batch", "full"),
     "vfs-cache-mode",  # rclone's
+    *("reasoning", "template"),  # llama-server, ollama show
 }
 
 

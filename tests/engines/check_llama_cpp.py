@@ -4,6 +4,7 @@ Needs ENGINES_LLAMA_CPP, a Python that has llama-cpp-python, and ENGINES_LLAMA_C
 convert_hf_to_gguf.py, which imports sentencepiece.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,13 +75,14 @@ def compare_answers(
 def compare(table: Table, kind: str, expected: list[Said], given: list[Said], tolerance: float, share: float) -> None:
     """Adds a line of the table; AssertionError beyond the tolerances."""
     pairs = list(zip(expected, given, strict=True))
-    commons = [count_common(one, other, tie=tolerance) for one, other in pairs]
+    tie = tolerance if share else 0.0
+    commons = [count_common(one, other, tie=tie) for one, other in pairs]
     equal, compared = sum(common.equal for common in commons), sum(common.compared for common in commons)
-    apart = max(
-        abs(a - b)
+    logprobs = (
+        zip(one.logprobs[: common.equal], other.logprobs[: common.equal], strict=True)
         for common, (one, other) in zip(commons, pairs, strict=True)
-        for a, b in zip(one.logprobs[: common.equal], other.logprobs[: common.equal], strict=True)
     )
+    apart = max((abs(a - b) for a, b in itertools.chain.from_iterable(logprobs)), default=0.0)
     prompts = all(one.prompt == other.prompt for one, other in pairs)
     ends = zip(commons, pairs, strict=True)
     stops = all(one.stopped == other.stopped or common.is_tie for common, (one, other) in ends)

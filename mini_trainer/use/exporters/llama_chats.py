@@ -15,7 +15,7 @@ DATED = "with today's date, and not the one that this template has"
 
 
 def list_given() -> dict[str, tuple[object, str]]:
-    """What llama.cpp gives to a template, and what a user is told where that changes a prompt."""
+    """What llama.cpp gives to a template, and how a note describes a prompt that it changes."""
     thinking = "with thinking turned on, which this template leaves off: start it with --reasoning off"
     return {
         "enable_thinking": (True, thinking),

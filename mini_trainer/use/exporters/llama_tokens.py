@@ -67,7 +67,7 @@ def find_differing(
     *,
     has_space_prefix: bool,
 ) -> list[str]:
-    """Those of `STRINGS`, as far as they have no added tokens, of which llama.cpp makes other tokens."""
+    """Texts of `STRINGS` without added tokens of which llama.cpp makes other tokens than the tokenizer."""
     ids = {text: i for i, text in enumerate(tokens)}
     added = tokenizer.get_added_vocab()
     return [
@@ -105,5 +105,5 @@ def tokenize_by_scores(text: str, ids: dict[str, int], scores: Sequence[float]) 
 
 
 def find_tokens(part: str, ids: dict[str, int]) -> list[int]:
-    """The token of a text, or those of its bytes."""
-    return [ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
+    """The token of a text, or those of its bytes, -1 where the vocabulary has none."""
+    return [ids[part]] if part in ids else [ids.get(f"<0x{byte:02X}>", -1) for byte in part.encode()]
