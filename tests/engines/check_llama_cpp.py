@@ -85,11 +85,12 @@ def compare(table: Table, kind: str, expected: list[Said], given: list[Said], to
     apart = max((abs(a - b) for a, b in itertools.chain.from_iterable(logprobs)), default=0.0)
     prompts = all(one.prompt == other.prompt for one, other in pairs)
     ends = zip(commons, pairs, strict=True)
-    stops = all(one.stopped == other.stopped or common.is_tie for common, (one, other) in ends)
+    # Answers in q8_0 may be others, and then end elsewhere.
+    stops = all(one.stopped == other.stopped or common.is_tie for common, (one, other) in ends) if share else None
     table(engine="llama.cpp", kind=kind, greedy=f"{equal} of {compared}", logprob=apart, stops=stops, prompts=prompts)
     assert prompts, "other prompt tokens"
     assert equal >= share * compared and apart <= tolerance, f"{equal} of {compared} tokens, {apart:.2g} apart"
-    assert stops or share == 0, "another end"
+    assert stops is not False, "another end"
 
 
 def check_converted(model_dir: Path, path: Path, type: str, *, split: str | None = None) -> int:
