@@ -35,7 +35,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "gemma3": Gemma3TextConfig(**SHAPE | dict(num_hidden_layers=6, query_pre_attn_scalar=32), sliding_window=32),
     "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
     ),
     "smollm3": SmolLM3Config(**SHAPE | dict(num_hidden_layers=4), no_rope_layer_interval=4),
 }
