@@ -1,6 +1,8 @@
-"""Runs in vLLM's environment: reads a JSON request on stdin, answers chats with vLLM, writes JSON to its file.
+"""Runs in vLLM's environment: reads a JSON request on stdin, asks vLLM, and writes what it says to a file, in JSON.
 
-{"output": FILE, "model": {arguments of vllm.LLM}, "chats": [...], "num_tokens": N, "adapters": [null, DIRECTORY]}
+In: {"output": FILE, "model": arguments of vllm.LLM}, with either
+"chats", "num_tokens" and "adapters" (each a directory or null): greedy answers to all chats by each adapter; or
+"texts": the scores of a classifier or a reward model.
 """
 
 import json
@@ -8,19 +10,25 @@ import sys
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+    from vllm import LLM
 
     asked = json.load(sys.stdin)
     llm = LLM(**asked["model"])
-    params = SamplingParams(temperature=0, max_tokens=asked["num_tokens"], logprobs=1)
-    answers = []
-    for number, adapter in enumerate(asked["adapters"], start=1):
-        lora = None if adapter is None else LoRARequest(f"adapter {number}", number, adapter)
-        outputs = llm.chat(asked["chats"], params, lora_request=lora, use_tqdm=False)
-        answers.append([describe(output) for output in outputs])
+    if "texts" in asked:
+        said = [output.outputs.probs for output in llm.classify(asked["texts"], use_tqdm=False)]
+    else:
+        said = [answer(llm, asked, number, adapter) for number, adapter in enumerate(asked["adapters"], start=1)]
     with open(asked["output"], "w") as file:
-        json.dump(answers, file)
+        json.dump(said, file)
+
+
+def answer(llm, asked: dict, number: int, adapter: str | None) -> list[dict]:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    params = SamplingParams(temperature=0, max_tokens=asked["num_tokens"], logprobs=1)
+    lora = None if adapter is None else LoRARequest(f"adapter {number}", number, adapter)
+    return [describe(output) for output in llm.chat(asked["chats"], params, lora_request=lora, use_tqdm=False)]
 
 
 def describe(output) -> dict:

@@ -3,9 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -13,12 +11,12 @@ import pytest
 import torch
 from engine_exports import Exports, ask_chats, make_chats, run
 from engine_servers import ask_server, served
-from engine_table import NUM_TOKENS, Said, Table, count_equal, decode, expect
+from engine_table import NUM_TOKENS, Said, Table, count_equal, decode, expect, score
 from evaluations import write_task
 from hub_standin import Hub
 from processes import ENV, ROOT, flags, free_port
 from tiny_data import read_lines
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 LABELS = {"classifier": ("long", "short"), "reward": ("reward",)}
 SCRIPTS = Path(sys.executable).parent  # of the programs that packages install
@@ -60,19 +58,6 @@ def test_a_pipeline_sees(exports: Exports, table: Table):
             for chat in chats]  # fmt: skip
     assert len(set(said)) > 1  # it looks at them
     table(engine="pipeline", kind="vision", greedy=f"{len(said)} answers")
-
-
-@torch.no_grad()
-def score(model: Path, rows: Sequence[Any]) -> torch.Tensor:
-    """transformers' logits of pairs of texts, or of chats rendered by the template; (rows, labels)."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    net = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
-    made = [
-        tokenizer(*row, return_tensors="pt") if isinstance(row, tuple) else
-        tokenizer.apply_chat_template(row, return_tensors="pt", return_dict=True)
-        for row in rows
-    ]  # fmt: skip
-    return torch.cat([net(**one).logits for one in made])
 
 
 @pytest.mark.parametrize("kind", ["classifier", "reward"])

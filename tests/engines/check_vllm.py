@@ -7,14 +7,16 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from continual_runs import make_inputs
 from engine_exports import DTYPES, FAMILIES, RANKS, Exports, ask_chats
 from engine_servers import ask_server, served
-from engine_table import NUM_TOKENS, Said, Table, count_equal, decode, expect
+from engine_table import NUM_TOKENS, Said, Table, count_equal, decode, expect, score
 from processes import ROOT, flags, free_port
 from tiny_data import read_lines, write_jsonl
 
@@ -47,12 +49,18 @@ def ask(
     adapters: Sequence[Path | None] = (None,), **given: object,
 ) -> list[list[Said]]:  # fmt: skip
     """The answers of one vLLM engine to the chats, for each adapter."""
-    output = folder / "said.json"
-    arguments = dict(model=str(model), dtype=dtype, enforce_eager=True, max_model_len=512, max_num_seqs=8) | given
-    request = {"output": str(output), "model": arguments, "chats": chats, "num_tokens": NUM_TOKENS,
+    request = {"chats": chats, "num_tokens": NUM_TOKENS,
                "adapters": [None if one is None else str(one) for one in adapters]}  # fmt: skip
+    said = send(folder, request, model=str(model), dtype=dtype, max_num_seqs=8, **given)
+    return [[Said(**one) for one in answers] for answers in said]
+
+
+def send(folder: Path, request: dict[str, Any], **model: object) -> Any:
+    """What asked_vllm.py writes of a request."""
+    output = folder / "said.json"
+    request |= {"output": str(output), "model": dict(enforce_eager=True, max_model_len=512) | model}
     call(Path(__file__).with_name("asked_vllm.py"), stdin=json.dumps(request))
-    return [[Said(**one) for one in answers] for answers in json.loads(output.read_text())]
+    return json.loads(output.read_text())
 
 
 def test_an_export_answers_in_vllm_as_in_transformers(kind, dtype, exports: Exports, table: Table, tmp_path):
@@ -75,6 +83,17 @@ def test_a_real_model_answers_in_vllm_as_in_transformers(smollm2, table: Table, 
     chats = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Count to seven.")]
     (said,) = ask(tmp_path, smollm2, chats, dtype="float32")
     table.compare("vllm", "SmolLM2-135M fp32", expect(smollm2, chats), said)
+
+
+@pytest.mark.parametrize("kind", ["classifier", "reward"])
+def test_a_classifier_and_a_reward_model_score(kind, exports: Exports, table: Table, tmp_path):
+    """vLLM gives a classifier's probabilities, and a reward as it is."""
+    model, texts = exports[kind], ["one", "eleven is long", "Count to three."]
+    said = torch.tensor(send(tmp_path, {"texts": texts}, model=str(model), dtype="float32", runner="pooling"))
+    logits = score(model, texts)
+    largest = (said - (logits if kind == "reward" else logits.softmax(-1))).abs().max().item()
+    table(engine="vllm, classify", kind=kind, greedy=f"{logits.numel()} scores", logprob=largest)
+    assert largest < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["full", "lora_r4"])

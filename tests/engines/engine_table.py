@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 NUM_TOKENS = 16  # of each answer
 # Largest difference of a token's log-probability, and share of tokens that must be equal, by dtype.
@@ -53,6 +53,19 @@ def expect_one(net: Any, tokenizer: Any, chat: list[dict[str, str]]) -> Said:
     return Said(
         prompt, ids, logprobs[range(len(ids)), ids].tolist(), ids[-1] in stops, (top[:, 0] - top[:, 1]).tolist()
     )
+
+
+@torch.no_grad()
+def score(model: Path, rows: Sequence[Any]) -> torch.Tensor:
+    """transformers' logits of texts, of pairs of texts, or of chats rendered by the template; (rows, labels)."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    net = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    made = [
+        tokenizer.apply_chat_template(row, return_tensors="pt", return_dict=True) if isinstance(row, list) else
+        tokenizer(*([row] if isinstance(row, str) else row), return_tensors="pt")
+        for row in rows
+    ]  # fmt: skip
+    return torch.cat([net(**one).logits for one in made])
 
 
 def decode(model: Path, said: list[Said]) -> list[str]:
