@@ -4,7 +4,6 @@ Needs ENGINES_LLAMA_CPP, a Python that has llama-cpp-python, and ENGINES_LLAMA_C
 convert_hf_to_gguf.py, which imports sentencepiece.
 """
 
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 from engine_exports import ask_chats
-from engine_table import NUM_TOKENS, Said, Table, count_common, expect
+from engine_table import ANY, EXACT, NUM_TOKENS, ROUNDED, Said, Table, expect
 from gguf_against_converter import ask, compare_files, convert
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -26,9 +25,8 @@ SOURCE = Path(os.environ.get("ENGINES_LLAMA_CPP_SOURCE", ""))
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "smollm3")
 EMBEDDING = "token_embd.weight"
 TYPES = ("f32", "bf16", "f16", "q8_0")
-# Largest difference of a token's log-probability, and share of tokens that must be equal, by the file's type. llama.cpp
-# rounds activations to the type of the weights, too; a file in q8_0 is its converter's.
-TOLERANCES = {"f32": (1e-4, 1.0), "bf16": (0.1, 0.9), "f16": (0.1, 0.9), "q8_0": (float("inf"), 0.0)}
+# llama.cpp rounds activations to the type of the weights, too; a file in q8_0 is its converter's.
+BOUNDS = {"f32": EXACT, "bf16": ROUNDED, "f16": ROUNDED, "q8_0": ANY}
 TOLERANCE_OF_GELU = 2e-3  # llama.cpp looks it up in a table of f16
 # Each family in each type; each type from exports of both dtypes.
 PAIRS = [
@@ -69,28 +67,7 @@ def compare_answers(
     given, stops = answer(model_dir, path, chats)
     own = GenerationConfig.from_pretrained(model_dir).eos_token_id
     assert set(own if isinstance(own, list) else [own]) <= set(stops)
-    compare(table, kind, [end(said, stops) for said in expect(model_dir, chats)], given, *bounds)
-
-
-def compare(table: Table, kind: str, expected: list[Said], given: list[Said], tolerance: float, share: float) -> None:
-    """Adds a line of the table; AssertionError beyond the tolerances."""
-    pairs = list(zip(expected, given, strict=True))
-    tie = tolerance if share else 0.0
-    commons = [count_common(one, other, tie=tie) for one, other in pairs]
-    equal, compared = sum(common.equal for common in commons), sum(common.compared for common in commons)
-    logprobs = (
-        zip(one.logprobs[: common.equal], other.logprobs[: common.equal], strict=True)
-        for common, (one, other) in zip(commons, pairs, strict=True)
-    )
-    apart = max((abs(a - b) for a, b in itertools.chain.from_iterable(logprobs)), default=0.0)
-    prompts = all(one.prompt == other.prompt for one, other in pairs)
-    ends = zip(commons, pairs, strict=True)
-    # Answers in q8_0 may be others, and then end elsewhere.
-    stops = all(one.stopped == other.stopped or common.is_tie for common, (one, other) in ends) if share else None
-    table(engine="llama.cpp", kind=kind, greedy=f"{equal} of {compared}", logprob=apart, stops=stops, prompts=prompts)
-    assert prompts, "other prompt tokens"
-    assert equal >= share * compared and apart <= tolerance, f"{equal} of {compared} tokens, {apart:.2g} apart"
-    assert stops is not False, "another end"
+    table.compare("llama.cpp", kind, [end(said, stops) for said in expect(model_dir, chats)], given, bounds)
 
 
 def check_converted(model_dir: Path, path: Path, type: str, *, split: str | None = None) -> int:
@@ -117,7 +94,7 @@ def name_split(path: Path) -> str:
 def test_an_export_answers_in_llama_cpp_as_in_transformers(kind, type, exports, table: Table, tmp_path):
     model_dir, chats = exports[kind], ask_chats()
     path = export(model_dir, tmp_path / "model.gguf", type)
-    bounds = TOLERANCES[type]
+    bounds = BOUNDS[type]
     if type == "q8_0":
         assert check_converted(model_dir, path, type, split=name_split(path)) > 10
     elif kind.startswith("gemma3"):
@@ -130,4 +107,4 @@ def test_a_real_models_tensors_are_those_of_llama_cpps_converter(type, smollm2, 
     path = export(smollm2, tmp_path / "model.gguf", type)
     assert check_converted(smollm2, path, type) == 272
     chats = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Count to seven.")]
-    compare_answers(table, f"SmolLM2-135M {type}", smollm2, path, chats, TOLERANCES[type])
+    compare_answers(table, f"SmolLM2-135M {type}", smollm2, path, chats, BOUNDS[type])

@@ -16,7 +16,7 @@ import yaml
 from continual_runs import make_inputs
 from engine_exports import DTYPES, FAMILIES, RANKS, Exports, ask_chats
 from engine_servers import ask_server, served
-from engine_table import NUM_TOKENS, Said, Table, count_equal, decode, expect, score
+from engine_table import BOUNDS, NUM_TOKENS, Said, Table, count_equal, decode, expect, score
 from processes import ROOT, flags, free_port
 from tiny_data import read_lines, write_jsonl
 
@@ -67,7 +67,7 @@ def test_an_export_answers_in_vllm_as_in_transformers(kind, dtype, exports: Expo
     name = kind if dtype == "fp32" else f"{kind}_bf16"
     model, chats = exports[name], ask_chats()
     (said,) = ask(tmp_path, model, chats, dtype=DTYPES[dtype])
-    table.compare("vllm", name, expect(model, chats, dtype=DTYPES[dtype]), said, dtype=DTYPES[dtype])
+    table.compare("vllm", name, expect(model, chats, dtype=DTYPES[dtype]), said, BOUNDS[DTYPES[dtype]])
 
 
 def test_adapters_of_several_ranks_answer_in_one_vllm_as_in_peft(exports: Exports, table: Table, tmp_path):
