@@ -247,7 +247,7 @@ def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
     params = asked.params[0]
     assert params.pop("seed") is not None
     kept = dict(repetition_penalty=1.3, presence_penalty=0.0, frequency_penalty=0.0, top_p=0.8, min_p=0.1)
-    assert params == kept | dict(temperature=0.5, top_k=7, max_tokens=9, output_kind="final")
+    assert params == kept | dict(temperature=0.5, top_k=7, max_tokens=9)
 
 
 def test_answers_of_vllm_are_written_as_they_are_completed(prompts, world, tmp_path, monkeypatch):

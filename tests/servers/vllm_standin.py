@@ -23,7 +23,6 @@ class Asked:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[dict[str, Any]] = field(default_factory=list)
     loras: list[Any] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
     steps_to_failure: int | None = None
 
 
@@ -42,13 +41,19 @@ class StandIn:
         config = json.loads(path.read_text()) if path.is_file() else {}
         return Made(**NEUTRAL | {name: config[name] for name in NEUTRAL if name in config})
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], params: Made, *, lora_request: object) -> None:
-        ids = prompt["prompt_token_ids"]
-        self.asked.prompts.append(ids)
-        self.asked.params.append(vars(params).copy())
-        self.asked.loras.append(lora_request)
-        said = Made(text=f"{len(ids)} {params.temperature}", finish_reason="length", token_ids=[7])
-        self.waiting.append(Made(request_id=name, prompt_token_ids=ids, outputs=[said], finished=True))
+    def enqueue(
+        self, prompts: list[dict[str, list[int]]], params: list[Made], *, lora_request: object, use_tqdm: bool
+    ) -> list[str]:
+        assert not use_tqdm
+        for prompt, one in zip(prompts, params, strict=True):
+            ids = prompt["prompt_token_ids"]
+            self.asked.prompts.append(ids)
+            self.asked.params.append(vars(one).copy())
+            self.asked.loras.append(lora_request)
+            said = Made(text=f"{len(ids)} {one.temperature}", finish_reason="length", token_ids=[7])
+            name = str(len(self.asked.prompts))
+            self.waiting.append(Made(request_id=name, prompt_token_ids=ids, outputs=[said], finished=True))
+        return [f"{one.request_id}-{one.request_id:>08}" for one in self.waiting]
 
     def step(self) -> list[Made]:
         if self.asked.steps_to_failure is not None:
@@ -56,9 +61,6 @@ class StandIn:
             if self.asked.steps_to_failure < 0:
                 raise KeyboardInterrupt
         return [self.waiting.pop()]
-
-    def abort_request(self, names: list[str]) -> None:
-        self.asked.aborted += names
 
 
 def install_vllm(monkeypatch: pytest.MonkeyPatch) -> Asked:
@@ -72,7 +74,6 @@ def install_vllm(monkeypatch: pytest.MonkeyPatch) -> Asked:
         ),
         "vllm.config.lora": dict(MaxLoRARanks=Literal[1, 8, 16, 32]),
         "vllm.lora.request": dict(LoRARequest=lambda *given: given),
-        "vllm.sampling_params": dict(RequestOutputKind=Made(DELTA="delta", FINAL_ONLY="final")),
     }
     for name, names in modules.items():
         module = ModuleType(name)

@@ -6,6 +6,9 @@ Tested with vLLM 0.28 to 0.32 (tests/engines).
 
 import dataclasses
 import difflib
+import multiprocessing
+import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -64,6 +67,7 @@ class VLLMEngine:
             ),
         )
         self.engine = self.llm.llm_engine
+        self.watcher = watch_children()
 
     def describe(self) -> dict[str, Any]:
         from vllm import __version__
@@ -81,9 +85,7 @@ class VLLMEngine:
         self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
         """Submits all requests at once, which is fastest, and yields each answer once it is complete."""
-        from vllm.sampling_params import RequestOutputKind
-
-        waiting: dict[str, Request] = {}
+        fitting, prompts, params = [], [], []
         for request in requests:
             if request.key in done:
                 continue
@@ -91,9 +93,12 @@ class VLLMEngine:
             if (reason := find_refusal(len(ids), self.engine.model_config.max_model_len)) is not None:
                 yield request, refuse(reason)
                 continue
-            name = f"{request.index} {request.sample}"
-            self.submit(name, ids, make_seed(self.sampling.seed, *request.key), kind=RequestOutputKind.FINAL_ONLY)
-            waiting[name] = request
+            fitting.append(request)
+            prompts.append({"prompt_token_ids": ids})
+            params.append(self.make_params(make_seed(self.sampling.seed, *request.key)))
+        names = self.llm.enqueue(prompts, params, lora_request=self.make_lora(), use_tqdm=False)
+        # It names an output by the number alone that begins a request's name.
+        waiting = {name.partition("-")[0]: request for name, request in zip(names, fitting, strict=True)}
         while waiting:
             for output in self.engine.step():
                 said = output.outputs[0]
@@ -102,24 +107,11 @@ class VLLMEngine:
                 yield waiting.pop(output.request_id), answer
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        from vllm.sampling_params import RequestOutputKind
-
-        name, finished = "streamed", False
-        ids = encode_prompt(prompt, self.found.tokenizer)
-        self.submit(name, ids, make_seed(self.sampling.seed, 0, 0), kind=RequestOutputKind.DELTA)
-        try:
-            while not finished:
-                for output in self.engine.step():
-                    finished = output.finished
-                    yield output.outputs[0].text
-        finally:
-            if not finished:
-                self.engine.abort_request([name])
-
-    def submit(self, name: str, ids: list[int], seed: int, *, kind: Any) -> None:
-        params = self.make_params(seed)
-        params.output_kind = kind
-        self.engine.add_request(name, {"prompt_token_ids": ids}, params, lora_request=self.make_lora())
+        """Yields the whole answer in one piece: vLLM streams only from its server, for which use --engine openai."""
+        ((_, answer),) = self.answer([Request(0, 0, prompt)])
+        if answer.reason is not None:
+            raise ValueError(answer.reason)
+        yield answer.text
 
     def make_params(self, seed: int) -> Any:
         """The model's own penalties and sampling settings, as vLLM reads them, except for those that are given."""
@@ -168,6 +160,33 @@ def start(name: str, args: Mapping[str, Any]) -> Any:
         return LLM(**args)
     except Exception as error:  # of many libraries: this is the border to them
         raise ValueError(f"--engine vllm: vLLM does not run {name}: {describe_failure(error)}") from None
+
+
+# Waits for the end of stdin, then kills the processes that it was given.
+WATCHER = """
+import os, signal, sys
+processes = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+sys.stdin.read()
+for process in processes:
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+
+
+def watch_children() -> subprocess.Popen | None:
+    """Has vLLM's engine end with this process, also after a SIGKILL: it would go on, and keep the GPU's memory."""
+    pids = [str(child.pid) for child in multiprocessing.active_children()]
+    if not pids:
+        return None
+    return subprocess.Popen(
+        [sys.executable, "-c", WATCHER, *pids],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def describe_failure(error: Exception) -> str:
