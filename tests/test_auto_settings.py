@@ -50,7 +50,7 @@ def inputs(tmp_path_factory) -> dict:
 def outcome(output_dir: Path) -> tuple[list, dict[str, torch.Tensor], dict]:
     """Losses and gradient norms, weights, and training_params.json."""
     rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
-    (export,) = output_dir.glob("hf_format/*/model.safetensors")
+    (export,) = output_dir.glob("hf_format/samples_*/model.safetensors")
     return (
         [(row["loss"], row["grad_norm"], row["grad_accum"]) for row in rows],
         load_file(export),

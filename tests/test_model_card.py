@@ -181,7 +181,13 @@ def test_the_hub_has_every_export_and_the_best_apart(pushed):
     on_main = [message for _, branch, message in pushed.hub.commits if branch == "main"]
     assert on_main == [f"After step {step}, {8 * step} samples" for step in (1, 2, 3)]
     assert f"Bearer {TOKEN}" in pushed.hub.tokens and pushed.hub.tokens <= {f"Bearer {TOKEN}", ""}
-    assert sorted(path.name for path in exports.iterdir()) == ["best", "samples_16", "samples_24", "samples_8"]
+    assert sorted(path.name for path in exports.iterdir()) == [
+        "best",
+        "latest",
+        "samples_16",
+        "samples_24",
+        "samples_8",
+    ]
     found = [path for path in pushed.run.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
     assert found == []
 

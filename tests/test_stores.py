@@ -356,7 +356,7 @@ def test_a_run_from_a_store_to_a_store(bucket, model, world, tmp_path, monkeypat
 
     # Every export is there, as it is here, and its config was written last.
     exports = run / "hf_format"
-    assert {path.name for path in exports.iterdir()} == {"samples_8", "best", "average_samples_8"}
+    assert {path.name for path in exports.iterdir()} == {"samples_8", "best", "average_samples_8", "latest"}
     assert read_bucket(bucket, "runs/x/") == read_directory(exports)
     downloaded = tmp_path / "downloaded"
     for name, content in read_bucket(bucket, "runs/x/samples_8/").items():

@@ -176,7 +176,7 @@ for process in processes:
 
 
 def watch_children() -> subprocess.Popen | None:
-    """Has vLLM's engine end with this process, also after a SIGKILL: it would go on, and keep the GPU's memory."""
+    """Has vLLM's engine end with this process, also after a SIGKILL: it would keep the GPU's memory."""
     pids = [str(child.pid) for child in multiprocessing.active_children()]
     if not pids:
         return None
