@@ -408,5 +408,5 @@ def test_score_data_computes_the_reference_that_a_run_looks_for(objective, model
     keys = ("loss", "grad_norm")
     rows = [[[row[key] for key in keys] for row in read_rows(root / "run")] for root in (tmp_path, tmp_path / "own")]
     assert rows[0] == rows[1]
-    with pytest.raises(ValueError, match=r"--top-k: .*preferences"):
+    with pytest.raises(ValueError, match=r"--top-k: .*(preferences|binary feedback)"):
         score(group_options(ScoreDataOptions, **given, top_k=3), world)
