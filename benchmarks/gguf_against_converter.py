@@ -34,7 +34,7 @@ QUESTIONS = (
     "Name three colours.",
 )
 MAX_TOKENS = 32
-# The converter recognises tokenizers by a checksum of token ids; for others it is told how they split text.
+# Runs the converter for a tokenizer whose checksum it does not know; `name` is how that tokenizer splits text.
 NAMING = """
 import sys
 source, name = sys.argv[1:3]

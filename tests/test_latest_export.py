@@ -1,4 +1,4 @@
-"""hf_format/latest leads to the newest export, whatever happened to the older ones."""
+"""hf_format/latest links to the newest export, also after older ones were removed."""
 
 import os
 from pathlib import Path

@@ -98,7 +98,7 @@ def test_a_classifier_and_a_reward_model_score(kind, exports: Exports, table: Ta
 
 @pytest.mark.parametrize("kind", ["full", "lora_r4"])
 def test_our_engine_answers_as_transformers_does(kind, exports: Exports, table: Table, tmp_path):
-    """By generate.py in vLLM's environment; an adapter's rank is rounded up to 8."""
+    """Runs generate.py in vLLM's environment; the adapter's rank, 4, is rounded up to 8."""
     model, adapter = (exports["full"], None) if kind == "full" else (exports.base(), exports[kind])
     prompts, output = (
         write_jsonl(tmp_path / "p.jsonl", [{"messages": chat} for chat in ask_chats()]),

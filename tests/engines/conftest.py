@@ -1,5 +1,4 @@
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
 
 
 @pytest.fixture
-def table() -> Iterator[Table]:
+def table() -> Table:
     return TABLE
 
 

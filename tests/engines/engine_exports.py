@@ -55,7 +55,7 @@ def make_chats() -> list[dict]:
 
 
 def ask_chats() -> list[list[dict[str, str]]]:
-    """The conversations that every engine answers: one question, another one, and one with a turn before it."""
+    """The chats that every engine answers: with accents, an earlier turn, a system message."""
     counted = make_chats()[4]["messages"]
     return [
         [{"role": "user", "content": "Count to seven."}],

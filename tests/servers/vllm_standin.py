@@ -36,7 +36,7 @@ class StandIn:
         self.model_config = Made(max_model_len=options.get("max_model_len", CONTEXT))
 
     def get_default_sampling_params(self) -> Made:
-        """As vLLM does: neutral values, and those in the generation config that it knows."""
+        """Neutral values, except for those that the generation config sets, as in vLLM."""
         path = Path(self.options["generation_config"]) / "generation_config.json"
         config = json.loads(path.read_text()) if path.is_file() else {}
         return Made(**NEUTRAL | {name: config[name] for name in NEUTRAL if name in config})

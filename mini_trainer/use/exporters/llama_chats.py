@@ -32,10 +32,8 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
                  if render(tokenizer, **{key: value}) != plain]  # fmt: skip
     except ValueError:
         return []
-    bos = tokenizer.bos_token
-    adds_bos = bos is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-    if adds_bos and not plain.startswith(bos):
-        notes.append(f"llama.cpp puts {bos!r} before a chat, which this template does not")
+    if adds_bos(tokenizer) and not plain.startswith(tokenizer.bos_token):
+        notes.append(f"llama.cpp puts {tokenizer.bos_token!r} before a chat, which this template does not")
     try:
         leaves_out = SYSTEM not in render(tokenizer, {"role": "system", "content": SYSTEM})
     except ValueError:
@@ -43,6 +41,11 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if leaves_out:
         notes.append("llama.cpp puts a system message before the first question; this template leaves it out")
     return list(dict.fromkeys(notes))
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer begins a text with its BOS token."""
+    return tokenizer.bos_token is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
 
 
 def render(tokenizer: PreTrainedTokenizerBase, *before: dict[str, str], **given: object) -> str:

@@ -14,6 +14,7 @@ from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.model.config import load_config, load_generation_config
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.use.exporters.llama_chats import adds_bos
 
 # Contents of chats: system message, question, answer, question.
 PROBES = (
@@ -124,5 +125,4 @@ def render(tokenizer: PreTrainedTokenizerBase, system: str | None, *turns: str, 
     chat += [dict(role="assistant" if i % 2 else "user", content=turn) for i, turn in enumerate(turns)]
     with template_errors():
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=begins)
-    adds_bos = tokenizer.bos_token is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-    return text.removeprefix(tokenizer.bos_token) if adds_bos else text
+    return text.removeprefix(tokenizer.bos_token) if adds_bos(tokenizer) else text

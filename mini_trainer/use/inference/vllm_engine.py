@@ -1,11 +1,10 @@
 """The engine that runs vLLM in this process, which batches all prompts itself.
 
 Answers depend on their batch to within the rounding of vLLM's kernels; each answer has its own seed, as in the others.
-Tested with vLLM 0.28 to 0.32 (tests/engines).
+Tested with vLLM 0.28 and 0.32 (tests/engines).
 """
 
 import dataclasses
-import difflib
 import multiprocessing
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any, get_args
 
 from mini_trainer.model.methods.adapter_settings import check_settings
 from mini_trainer.options import parse_named_values
+from mini_trainer.options.command_line import suggest
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Answer, Key, Request, find_refusal, make_seed, refuse
@@ -146,9 +146,8 @@ def read_engine_args(given: Sequence[str]) -> dict[str, Any]:
         if name in OURS:
             raise ValueError(f"--engine-args {name}: is set by {OURS[name]}")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--engine-args {name}: vLLM {__version__} has no such engine argument{hint}")
+            reason = f"vLLM {__version__} has no such engine argument{suggest(name, known)}"
+            raise ValueError(f"--engine-args {name}: {reason}")
     return args
 
 
