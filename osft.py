@@ -1,4 +1,4 @@
-"""Orthogonal subspace fine-tuning (Nayak et al. 2025, arXiv 2504.07097), exact: see docs/osft.md for the mathematics.
+"""Orthogonal subspace fine-tuning (Nayak et al. 2025, arXiv 2504.07097), exact; mathematics: docs/reference/osft.md.
 
 Every targeted linear layer's weight becomes W = W0 + dW, with W0 frozen and dW confined to the free directions of W0.
 Letters: a weight is treated as a matrix A of L rows and s columns, whose columns are the factored side: the shorter

@@ -1,4 +1,4 @@
-"""Fills in the table of docs/dependencies.md: each package's newest release, its size and its licence, from PyPI.
+"""Fills in the table of docs/developers/dependencies.md: each package's newest release, size and licence, from PyPI.
 
     python benchmarks/dependencies.py
 

@@ -1,5 +1,5 @@
 """What each recipe in examples/recipes/models needs, by train.py --dry-run: their first lines, and the table of
-docs/recipes.md.
+docs/tasks/recipes.md.
 
     python benchmarks/plan_recipes.py                                             # all of them
     python benchmarks/plan_recipes.py examples/recipes/models/qwen3-0.6b/full-1x24gb.yaml  # one

@@ -1,4 +1,4 @@
-"""mini_trainer: fine-tuning in the Hugging Face format (see README.md, and docs/python_api.md).
+"""mini_trainer: fine-tuning in the Hugging Face format (see README.md, and docs/reference/python_api.md).
 
     from mini_trainer import TorchrunArgs, TrainingArgs, run_training
 

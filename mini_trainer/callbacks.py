@@ -1,4 +1,4 @@
-"""Red Hat's module of callbacks, for callers of its mini_trainer: docs/callbacks.md has ours."""
+"""Red Hat's module of callbacks, for callers of its mini_trainer: docs/reference/callbacks.md has ours."""
 
 from mini_trainer.api.trainer_callbacks import (
     TrainerCallback,

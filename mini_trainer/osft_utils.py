@@ -1,6 +1,6 @@
 """Red Hat's table of the matrices that OSFT decomposes, by family of models: training_hub estimates memory with it.
 
-Training does not read it: by default every linear layer of the blocks is decomposed (docs/osft.md).
+Training does not read it: by default every linear layer of the blocks is decomposed (docs/reference/osft.md).
 """
 
 LLAMA = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

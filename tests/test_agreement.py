@@ -157,7 +157,7 @@ def test_every_option_is_compared_or_listed_as_free():
     assert {flag_name(name) for name in list_identifying_options()} <= compared
     assert {"--max-steps", "--subset", "--data-weights", "--context-parallel", "--max-tokens-per-gpu"} <= compared
     assert {name for name, each in facts.items() if each.is_path} <= set(free)
-    docs = (ROOT / "docs" / "running.md").read_text()
+    docs = (ROOT / "docs" / "reference" / "running.md").read_text()
     assert [name for name in free if f"`{flag_name(name)}`" not in docs] == []
 
 

@@ -1,4 +1,4 @@
-"""docs/faq.md: each message it explains is one that the program can print."""
+"""docs/reference/faq.md: each message it explains is one that the program can print."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def is_quoted(message: str, texts: list[str]) -> bool:
 
 def test_every_quoted_message_is_in_the_source():
     texts = [text for source in list_sources().values() for text in iterate_texts(source) if len(text) > 8]
-    messages = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE)
+    messages = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "reference" / "faq.md").read_text(), flags=re.MULTILINE)
     assert len(messages) >= 20
     assert [message for message in messages if not is_quoted(message, texts)] == []
 

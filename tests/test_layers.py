@@ -1,4 +1,4 @@
-"""The order of rooms and layers: every import leads downwards, and none round in a circle (docs/architecture.md)."""
+"""Rooms and layers (docs/developers/architecture.md): every import leads downwards, and none round in a circle."""
 
 import ast
 import subprocess

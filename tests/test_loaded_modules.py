@@ -76,8 +76,8 @@ def test_a_text_model_s_run_loads_no_more_than_it_uses(loaded):
 
 
 def list_training_path() -> set[str]:
-    """The files that docs/architecture.md names as the training path, as modules without the package's name."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    """The training path of docs/developers/architecture.md, as modules without the package's name."""
+    page = (ROOT / "docs" / "developers" / "architecture.md").read_text()
     table = page[page.index("## The training path") : page.index("## Doors")]
     found, folder = set(), ""
     for name in re.findall(r"`([\w/]+(?:\.py|/))`", "\n".join(row for row in table.splitlines() if row[0:1] == "|")):

@@ -82,7 +82,7 @@ PREPARED = [
      "the output in.jsonl would overwrite the input; choose another name"),
     ("credentials", ValueError, {}, {"input_file": "https://me:hunter2@host/a.jsonl"},
      "--input-file https://***@host/a.jsonl: has a password, key or signature in it, which would be written to logs"
-     " and sidecars: set the credentials in the environment (docs/data.md)"),
+     " and sidecars: set the credentials in the environment (docs/reference/data.md)"),
     ("a template that ends no turn", ValueError,
      in_file(ROW) | {"own.jinja": CHATML_TEMPLATE.replace("<|im_end|>", "")}, {"chat_template": "own.jinja"},
      "--chat-template own.jinja cannot be used: the chat template writes no end-of-turn token after an assistant"

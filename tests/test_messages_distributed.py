@@ -113,7 +113,7 @@ ROWS = [
      "the ranks differ, and nothing has been trained:\n"
      "  options: --seed: 42 on ranks 0-1 (rank 0 on node0); 7 on rank 2 (node2)\n"
      "  and ranks 3-5 differ in further ways\n"
-     "make them equal on all ranks; docs/running.md lists what may differ"),
+     "make them equal on all ranks; docs/reference/running.md lists what may differ"),
     ("missing ranks", RunError, meet_nobody,
      "rank 1 (node0), ranks 2-3 (node 1, no rank has joined), ranks 4-5 (node 2, no rank has joined) (5 of 6 ranks"
      " missing) did not join within 0.01 s (--start-timeout): never started, or exited early; see the output there"),

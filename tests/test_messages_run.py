@@ -172,7 +172,7 @@ ROWS = [
      "--callbacks nowhere:Mine: there is no module nowhere in the current directory, on PYTHONPATH or among the"
      " installed packages"),
     ("no callback", ValueError, lambda path, patch: check_callback(int, "hooks:Mine"),
-     "hooks:Mine: is not derived from mini_trainer.Callback (docs/coming_from.md has the names of other trainers'"
+     "hooks:Mine: is not derived from mini_trainer.Callback (docs/tasks/coming_from.md has the names of other trainers'"
      " hooks)"),
     ("another trainer's hook", ValueError, lambda path, patch: define(on_step_end=print),
      "hooks:Mine: on_step_end is on_step here; hooks are on_start, on_step, on_validation, on_checkpoint, on_export,"

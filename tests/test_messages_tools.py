@@ -95,7 +95,8 @@ def test_message_about_an_unknown_trainer():
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     foreign = dict(model="m", tuner_type="lora", dataset=["a"], split_dataset_ratio=0.1)
     assert read_refusal(lambda: recognize(foreign, known)) == (
-        "a configuration of ms-swift, which is not translated: axolotl, llama-factory, trl are (docs/coming_from.md)"
+        "a configuration of ms-swift, which is not translated: axolotl, llama-factory, trl are"
+        " (docs/tasks/coming_from.md)"
     )
 
 

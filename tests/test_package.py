@@ -31,7 +31,9 @@ def list_files() -> list[Path]:
 
 
 def test_every_direct_dependency_is_justified():
-    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs" / "dependencies.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs" / "developers" / "dependencies.md").read_text(), flags=re.MULTILINE
+    )
     assert sorted(name for name, _ in rows) == sorted(list_dependencies())
     assert all(cell.strip() for _, cells in rows for cell in cells.split("|")), rows
 

@@ -16,7 +16,8 @@ from mini_trainer.run.metrics import SourceMetrics, StepMetrics
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")] + sorted(DOCS.rglob("*.md"))
-ARCHITECTURE = DOCS / "architecture.md"
+REFERENCE = DOCS / "reference"
+ARCHITECTURE = DOCS / "developers" / "architecture.md"
 PACKAGE = "mini_trainer/"
 THREE_SCREENS = 120  # lines
 # In backquotes, but no names of our modules: words of Python and torch, the package, columns of a data set.
@@ -71,8 +72,8 @@ def test_links_and_modules_of_a_page_are_there(page):
 
 def test_a_broken_link_and_a_missing_module_are_found():
     page = DOCS / "README.md"
-    text = "[a](data.md) [b](data.md#files) [c](gone.md) [d](data.md#gone) [e](https://x.y/z)"
-    assert find_broken_links(page, text) == ["gone.md", "data.md#gone"]
+    text = "[a](reference/data.md) [b](reference/data.md#files) [c](gone.md) [d](reference/data.md#gone) [e](https://x.y/z)"
+    assert find_broken_links(page, text) == ["gone.md", "reference/data.md#gone"]
     text = "`osft.py` `gone.py` `a/b.py` `run/step.py` `mini_trainer/run/step.py`"
     assert find_missing_modules(text, {"osft.py", "c/b.py", "mini_trainer/run/step.py"}) == ["a/b.py", "gone.py"]
     assert find_defined_names(["class A:\n    b: int\n\n    def c(self, d): self.e = 'f'"]) == set("Abcde") | {
@@ -141,9 +142,9 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
 
 
 def test_every_metric_is_explained():
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (REFERENCE / "metrics.md").read_text(), flags=re.MULTILINE)
     told = [name for row in rows for name in re.findall(r"\w+", row)]
     now_and_then = ["sources", "router_aux_loss", "expert_balance", *VALUES[1:], *OSFT.metrics]
     assert told == [*(field.name for field in fields(StepMetrics)), *now_and_then]
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (DOCS / "validation.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (REFERENCE / "validation.md").read_text(), flags=re.MULTILINE)
     assert {field.name for field in fields(SourceMetrics)} <= set(re.findall(r"\w+", " ".join(rows)))

@@ -1,4 +1,4 @@
-"""The whole example of docs/preferences.md: the properties that its data sets promise."""
+"""The whole example of docs/tasks/preferences.md: the properties that its data sets promise."""
 
 import re
 from collections import Counter
@@ -59,6 +59,6 @@ def test_the_words_of_held_out_prompts_are_trained():
 
 
 def test_the_page_shows_the_wordings_of_its_data():
-    page = (ROOT / "docs" / "preferences.md").read_text()
+    page = (ROOT / "docs" / "tasks" / "preferences.md").read_text()
     assert "examples/quickstart/make_preferences.py" in page and "examples/recipes/preferences.yaml" in page
     assert f"{ANSWER.format(code='P5S')} {POLITE}" in page

@@ -1,4 +1,4 @@
-"""Fields and modules of Red Hat's mini_trainer, which training_hub and its callers use (docs/training_hub.md)."""
+"""Fields and modules of Red Hat's mini_trainer, for training_hub and its callers (docs/reference/training_hub.md)."""
 
 import dataclasses
 import functools

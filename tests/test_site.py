@@ -75,8 +75,12 @@ def test_every_link_of_a_page_leads_to_a_file_of_the_site(site):
 
 def test_links_are_moved_with_their_page_and_files_copied():
     copied = []
-    text = "[a](docs/data.md#files) [b](CHANGELOG.md) [c](examples/recipes/trace.yaml) [d](https://x.y) [e](#f)"
-    moved = "[a](data.md#files) [b](changelog.md) [c](files/examples/recipes/trace.yaml) [d](https://x.y) [e](#f)"
+    text = (
+        "[a](docs/concepts/masks.md#files) [b](CHANGELOG.md) [c](examples/recipes/trace.yaml) [d](https://x.y) [e](#f)"
+    )
+    moved = (
+        "[a](concepts/masks.md#files) [b](changelog.md) [c](files/examples/recipes/trace.yaml) [d](https://x.y) [e](#f)"
+    )
     assert build_site.move_links(text, Path("README.md"), copy=copied.append) == moved
     assert build_site.move_links("[a](../../SECURITY.md)", Path("docs/tasks/serve.md"), copy=copied.append) == (
         "[a](../security.md)"

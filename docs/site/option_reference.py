@@ -74,7 +74,7 @@ def describe_command(command: str) -> str:
         lines += [
             "Each option is also a key of the YAML file of `--config`, without dashes in front. `--allow-env NAME`"
         ]
-        lines += ["lets `${NAME}` in that file stand for this environment variable (docs/running.md).", ""]
+        lines += ["lets `${NAME}` in that file stand for this environment variable (docs/reference/running.md).", ""]
     last: str | None = "none yet"
     for option, group in iterate_fields(options_class):
         if group != last:
@@ -191,4 +191,4 @@ def mark_up(text: str) -> str:
     text = re.sub(r"([*_<>\[\]|])", r"\\\1", " ".join(text.split()))
     text = re.sub(r"(?<![\w-])--[a-z][\w-]*(?:\\_[\w]+)*", lambda match: f"`{match[0]}`".replace("\\", ""), text)
     text = re.sub(r"(?<![\w/])((?:\w+/)?\w+(?:\\_\w+)*\.py)\b", lambda match: f"`{match[0]}`".replace("\\", ""), text)
-    return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text.replace("\\_", "_") if "docs/" in text else text)
+    return re.sub(r"docs/([\w/]+)\.md", r"[\1](../\1.md)", text.replace("\\_", "_") if "docs/" in text else text)

@@ -206,7 +206,7 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
 
     training_mode: TrainingMode | str | Given | None = NOTHING
     """Which of `max_epochs`, `max_steps` and `max_tokens` ends the run. Callers that give it are written for Red Hat's
-    mini_trainer: its defaults apply where they differ (docs/training_hub.md)."""
+    mini_trainer: its defaults apply where they differ (docs/reference/training_hub.md)."""
     beta1: float | Given = NOTHING
     beta2: float | Given = NOTHING
     eps: float | Given = NOTHING

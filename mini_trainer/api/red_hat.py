@@ -1,6 +1,6 @@
 """Fields of Red Hat's mini_trainer, which training_hub gives: each becomes an option, or a note that it has no effect.
 
-docs/training_hub.md has the table of all its fields.
+docs/reference/training_hub.md has the table of all its fields.
 """
 
 import math

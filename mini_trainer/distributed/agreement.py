@@ -95,7 +95,7 @@ def describe_differences(accounts: Sequence[Account], kinds: Mapping[int, Sequen
     more = f"\n  and {describe_ranks(others)} differ in further ways" if others else ""
     return (
         f"the ranks differ, and nothing has been trained:{''.join(lines)}{more}\n"
-        "make them equal on all ranks; docs/running.md lists what may differ"
+        "make them equal on all ranks; docs/reference/running.md lists what may differ"
     )
 
 

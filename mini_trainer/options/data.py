@@ -49,7 +49,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """Rows to tokenize: location, format, and conversion to samples (docs/data.md)."""
+    """Rows to tokenize: location, format, and conversion to samples (docs/reference/data.md)."""
 
     input_file: tuple[str, ...] = option((), may_differ=True)
     """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst); or URLs
@@ -86,8 +86,8 @@ class RowOptions:
     """Columns, or keys of messages (messages.KEY), to ignore although they would change the training signal, such as
     score, label or rejected. A file with such a column is refused if its format does not read the column."""
     images: bool = False
-    """Rows may have images; the model's own processor determines the tokens of each (docs/vision.md). Needs the package
-    pillow; transformers' processors import torch if it is installed."""
+    """Rows may have images; the model's own processor determines the tokens of each (docs/reference/vision.md). Needs
+    the package pillow; transformers' processors import torch if it is installed."""
     allow_downloads: bool = False
     """With --images: download images given by URL and store them in the data set."""
     chat_template: str | None = option(None, may_differ=True)
@@ -136,7 +136,7 @@ class RowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions:
-    """Validation on held-out data, and early stopping (docs/validation.md)."""
+    """Validation on held-out data, and early stopping (docs/reference/validation.md)."""
 
     validation_data_path: tuple[str, ...] = option((), may_differ=True, names_data=True)
     """Tokenized validation sets, scored before the first step, after the last, and as set by the next two options."""

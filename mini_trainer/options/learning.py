@@ -26,7 +26,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationOptions:
-    """The objective: language modelling, classification (docs/classification.md) or preferences."""
+    """The objective: language modelling, classification (docs/reference/classification.md) or preferences."""
 
     decides: ClassVar = "numbers"
 
@@ -46,7 +46,7 @@ class ClassificationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
-    """Learning from answers that are better or worse than others (docs/preferences.md)."""
+    """Learning from answers that are better or worse than others (docs/tasks/preferences.md)."""
 
     decides: ClassVar = "numbers"
 
@@ -75,7 +75,7 @@ class PreferenceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOptions:
-    """Learning from a teacher's next-token distributions (docs/teachers.md)."""
+    """Learning from a teacher's next-token distributions (docs/tasks/teachers.md)."""
 
     decides: ClassVar = "numbers"
     has_switch: ClassVar = True
@@ -100,7 +100,7 @@ class TeacherOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """Vision-language models (docs/vision.md)."""
+    """Vision-language models (docs/reference/vision.md)."""
 
     freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = option(("vision",), decides="state")
     """Parts of a vision-language model to freeze; nothing: train all of it."""
@@ -198,14 +198,14 @@ class OptimizationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OSFTOptions:
-    """Continual learning (docs/osft.md)."""
+    """Continual learning (docs/reference/osft.md)."""
 
     decides: ClassVar = "method"
     has_switch: ClassVar = True
 
     osft: bool = False
     """Orthogonal subspace fine-tuning: keep each weight's most important directions exactly, train the rest
-    (docs/osft.md)."""
+    (docs/reference/osft.md)."""
     osft_unfreeze_rank_ratio: float | None = option(None, at_least=0, at_most=1)
     """Share of each layer's directions to train, from 0 to 1; the others are kept."""
     osft_target_patterns: tuple[str, ...] = ()
@@ -233,13 +233,13 @@ class OSFTOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAOptions:
-    """Low-rank adapters (docs/lora.md)."""
+    """Low-rank adapters (docs/tasks/lora.md)."""
 
     decides: ClassVar = "method"
     has_switch: ClassVar = True
 
     lora: bool = False
-    """Train low-rank adapters of linear layers and freeze the model's weights (docs/lora.md)."""
+    """Train low-rank adapters of linear layers and freeze the model's weights (docs/tasks/lora.md)."""
     lora_rank: int | None = option(None, at_least=1, at_most=MOST_RANK)
     """Rank of the adapters. Default: 16, or that of --lora-adapter."""
     lora_alpha: float | None = option(None, above=0)

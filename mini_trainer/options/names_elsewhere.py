@@ -1,7 +1,8 @@
 """Answers to unknown option names: the option that other trainers call so, why there is none, or the closest one.
 
 Loaded where a name is unknown. The names are those of upstream mini_trainer, InstructLab, transformers, TRL, peft,
-Axolotl, LLaMA-Factory and torchrun; docs/coming_from.md compares them, mini_trainer/tools/importers/ translates files.
+Axolotl, LLaMA-Factory and torchrun; docs/tasks/coming_from.md compares them, and mini_trainer/tools/importers/
+translates files.
 """
 
 import difflib

@@ -52,7 +52,7 @@ class CheckpointOptions:
     valid; none: start from scratch, in a new directory; or a checkpoint's directory."""
     continue_from: str | None = option(None, may_differ=True)
     """Directory of another run's checkpoint: start a new run with its weights, optimizer state and place in the
-    learning-rate schedule (docs/running.md)."""
+    learning-rate schedule (docs/reference/running.md)."""
     allow_changed_options: bool = False
     """Resume from a checkpoint even if data, model or options have changed since; the changes are recorded."""
 
@@ -75,7 +75,7 @@ class ExportOptions:
     """Fixed name in hf_format, such as last, under which each export replaces the previous one. Default: samples_N."""
     upload_to: str | None = None
     """URL (s3:// or gs://) below which each export is copied to its own directory, in the background
-    (docs/tracking.md)."""
+    (docs/tasks/tracking.md)."""
     check_export: bool = False
     """Load each export back as a user would, and end the run if its loss differs from the trained model's."""
 
@@ -87,7 +87,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingOptions:
-    """Experiment trackers (docs/tracking.md)."""
+    """Experiment trackers (docs/tasks/tracking.md)."""
 
     has_switch: ClassVar = True
 
@@ -102,7 +102,7 @@ class TrackingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackOptions:
-    """Callbacks: your own code at a run's events (docs/callbacks.md)."""
+    """Callbacks: your own code at a run's events (docs/reference/callbacks.md)."""
 
     has_switch: ClassVar = True
 
@@ -116,7 +116,7 @@ class CallbackOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
-    """Exports on the Hugging Face hub (docs/tracking.md)."""
+    """Exports on the Hugging Face hub (docs/tasks/tracking.md)."""
 
     has_switch: ClassVar = True
 
@@ -196,7 +196,7 @@ class ShardingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingOptions:
-    """Profiling (docs/performance.md)."""
+    """Profiling (docs/developers/performance.md)."""
 
     profile_steps: str | None = option(None, parse=parse_steps)
     """First and last step to profile with torch.profiler (10:13): a Chrome trace per rank and a table of the slowest

@@ -12,7 +12,7 @@ MOST_TOP_K = 256  # tokens that a teacher's file names of each position
 
 @dataclass(frozen=True, kw_only=True)
 class ContentOptions:
-    """Treatment of rows' texts (docs/data.md); process_data.py alone has these options."""
+    """Treatment of rows' texts (docs/reference/data.md); process_data.py alone has these options."""
 
     control_tokens: Literal["keep", "as-text", "refuse"] = "keep"
     """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and such
@@ -340,7 +340,7 @@ class BoardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Train with different options, and find those with the best validations (docs/sweep.md)."""
+    """Train with different options, and find those with the best validations (docs/reference/sweeps.md)."""
 
     takes_words: ClassVar = True  # its required option has no flag
 
@@ -351,15 +351,15 @@ class SweepOptions:
     print_command: bool = False
     """Print the command of each trial, and exit."""
     task: str | None = None
-    """Run one of N shares of the trials, I/N, as a task of an array job (docs/sweep.md). Default: all, and the results;
-    under srun with several tasks each one's share."""
+    """Run one of N shares of the trials, I/N, as a task of an array job (docs/reference/sweeps.md). Default: all,
+    and the results; under srun with several tasks each one's share."""
     allow_env: tuple[str, ...] = ()
     """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContinualOptions:
-    """Train on tasks one after the other, and measure what is learnt and forgotten (docs/continual.md)."""
+    """Train on tasks one after the other, and measure what is learnt and forgotten (docs/tasks/continual.md)."""
 
     takes_words: ClassVar = True  # its required option has no flag
 

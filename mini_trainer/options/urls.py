@@ -49,7 +49,7 @@ def find_url_faults(url: str, *, flag: str) -> list[str]:
     if USER.search(url) or QUERY.search(url):
         return [
             f"{given}: has a password, key or signature in it, which would be written to logs and sidecars: set the"
-            " credentials in the environment (docs/data.md)"
+            " credentials in the environment (docs/reference/data.md)"
         ]
     if split_scheme(url)[0] not in PACKAGES:
         return [f"{given}: must be a local path, or begin with {'://, '.join(PACKAGES)}://"]

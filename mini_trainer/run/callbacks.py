@@ -1,6 +1,6 @@
 """Callbacks (--callbacks) as a sink: importing the classes, calling their hooks, and their answers as the step's flags.
 
-A callback is named by its import path, package.module:Class (docs/callbacks.md).
+A callback is named by its import path, package.module:Class (docs/reference/callbacks.md).
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Callbacks: the base class of those given by --callbacks, and the answers of their hooks (docs/callbacks.md)."""
+"""Callbacks: the base class for --callbacks, and the answers of their hooks (docs/reference/callbacks.md)."""
 
 import difflib
 import inspect
@@ -57,13 +57,13 @@ class Callback:
         """Called before the first step of each start, once the model is built; `run.first_step` shows a resume."""
 
     def on_step(self, metrics: Mapping[str, Any]) -> Answer | None:
-        """Called after each step, with its line of training_metrics_0.jsonl (docs/metrics.md).
+        """Called after each step, with its line of training_metrics_0.jsonl (docs/reference/metrics.md).
 
         Other ranks receive the same numbers, except for times and what is computed from them, which are their own.
         """
 
     def on_validation(self, metrics: Mapping[str, Any]) -> Answer | None:
-        """Called after each validation, with its line of validation_metrics_0.jsonl (docs/validation.md)."""
+        """Called after each validation, with its line of validation_metrics_0.jsonl (docs/reference/validation.md)."""
 
     def on_checkpoint(self, path: Path) -> Answer | None:
         """Called when a checkpoint is complete; with --async-checkpoint, some steps after its own."""
@@ -86,8 +86,8 @@ def check_callback(given: Any, name: str) -> None:
     kind = given if isinstance(given, type) else type(given)
     if not issubclass(kind, Callback):
         raise ValueError(
-            f"{name}: is not derived from mini_trainer.Callback (docs/coming_from.md has the names of other trainers'"
-            " hooks)"
+            f"{name}: is not derived from mini_trainer.Callback (docs/tasks/coming_from.md has the names of other"
+            " trainers' hooks)"
         )
     if given is not kind:
         raise ValueError(f"{name}: is an object: give its class, {kind.__name__}, of which each rank makes its own")

@@ -1,6 +1,6 @@
 """Experiment trackers (wandb, TensorBoard, MLflow, trackio) as one sink, each with its own thread and bounded queue.
 
-A tracker that fails, hangs or is slow is reported once; training never waits for it (docs/tracking.md).
+A tracker that fails, hangs or is slow is reported once; training never waits for it (docs/tasks/tracking.md).
 """
 
 import hashlib

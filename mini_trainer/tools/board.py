@@ -3,7 +3,7 @@
     python -m mini_trainer board runs
 
 The table shows each run's state, step, loss, speed, time left and last error; selected runs are compared as curves
-(docs/curves.md). Runs, finished or not, are only read.
+(docs/tasks/curves.md). Runs, finished or not, are only read.
 """
 
 from pathlib import Path

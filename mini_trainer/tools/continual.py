@@ -5,7 +5,7 @@
     python -m mini_trainer continual --compare runs/full runs/osft --output comparison.html
 
 Only starts this project's programs, with option files that it writes and that can be started by hand. Killed at any
-moment, it continues when the same command is started again; tasks can be added at the end (docs/continual.md).
+moment, it continues when the same command is started again; tasks can be added at the end (docs/tasks/continual.md).
 """
 
 from pathlib import Path

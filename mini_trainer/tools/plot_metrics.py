@@ -4,7 +4,7 @@
     python -m mini_trainer plot-metrics runs/a runs/b --output curves.png
     python -m mini_trainer plot-metrics runs/a --follow
 
-The page is a single file that needs no network (docs/curves.md). With --follow it is served to browsers on this
+The page is a single file that needs no network (docs/tasks/curves.md). With --follow it is served to browsers on this
 machine and updated while runs continue. Runs, finished or not, are only read.
 """
 

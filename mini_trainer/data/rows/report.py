@@ -34,7 +34,7 @@ NUM_REMARKS_SHOWN = {UNREAD_KEY: 20, MISSING_CELL: 10}  # by kind
 NUM_SHOWN_OF_OTHER_KINDS = 2
 REMARKS = {
     AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
-    " answer is trained after {rendered} (see --thinking-prefix in docs/data.md)",
+    " answer is trained after {rendered} (see --thinking-prefix in docs/reference/data.md)",
     EARLIER: "an answer before the last is trained after {rendered}, as the template writes it there; the generation"
     " prompt ends with {prompted}",
     AS_PROMPTED: "the last answer is trained after the generation prompt's {prompted}, and begins with {rendered}"

@@ -302,7 +302,7 @@ def check_writable(folder: str) -> None:
         what = "repository" if is_hub else "bucket"
         raise ValueError(f"the store has no such {what}: create it first ({error})") from error
     except Exception as error:  # each store's library has its own
-        advice = ": set the credentials in the environment (docs/data.md)" if is_denied(error) else ""
+        advice = ": set the credentials in the environment (docs/reference/data.md)" if is_denied(error) else ""
         reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
         raise ValueError(hide_secrets(f"cannot be written: {reason}{advice}")) from error
 

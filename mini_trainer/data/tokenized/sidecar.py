@@ -29,7 +29,7 @@ def describe_data_set(
     stop_token_id: int | None,
     added_tokens: dict[str, int],
 ) -> dict[str, Any]:
-    """The sidecar's content; docs/data.md explains each key. Independent of --num-proc."""
+    """The sidecar's content; docs/reference/data.md explains each key. Independent of --num-proc."""
     return {
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with peft, on frozen weights: see docs/lora.md."""
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with peft, on frozen weights: see docs/tasks/lora.md."""
 
 import copy
 import shutil

@@ -1,6 +1,6 @@
 """The layer of OSFT: its forward pass, its initial values, and the weight that it represents.
 
-The letters are those of osft.py; docs/osft.md has the mathematics.
+The letters are those of osft.py; docs/reference/osft.md has the mathematics.
 """
 
 import torch

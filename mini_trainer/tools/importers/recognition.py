@@ -93,7 +93,7 @@ def recognize(given: dict[str, Any], known: dict[str, set[str]], path: Path | No
             f"most of its keys belong to no trainer that is known ({names}){most}: name the trainer with --trainer"
         )
     if best in REFUSED:
-        raise ValueError(f"a configuration of {best}, which is not translated: {names} are (docs/coming_from.md)")
+        raise ValueError(f"a configuration of {best}, which is not translated: {names} are (docs/tasks/coming_from.md)")
     return choose([name for name, share in shares.items() if share == shares[best]], given, path)
 
 

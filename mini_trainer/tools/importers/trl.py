@@ -209,7 +209,7 @@ SHARED: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "wandb_project": set_tracker("wandb", option="track_project"),
     "wandb_entity": missing("set WANDB_ENTITY"),
     "hub_model_revision": differs("exports are uploaded to the repository's main branch"),
-    "callbacks": missing("write them as classes for callbacks: docs/callbacks.md"),
+    "callbacks": missing("write them as classes for callbacks: docs/reference/callbacks.md"),
     "benchmarks": missing("evaluate_model.py measures models"),
     "system_prompt": differs("a system message is the row's own, or the template's"),
     "dataset_prompt_column": needless("rows show their columns; prompt_field names another"),

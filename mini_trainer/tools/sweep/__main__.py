@@ -6,7 +6,7 @@
     python -m mini_trainer sweep sweep.yaml --task 3/8
 
 Every trial is a run of train.py in a directory of its own, as many at a time as there are GPUs. Killed at any moment, a
-sweep continues when the same command is started again, and finds the same (docs/sweep.md). Needs the package
+sweep continues when the same command is started again, and finds the same (docs/reference/sweeps.md). Needs the package
 optuna.
 """
 
