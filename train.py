@@ -154,7 +154,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     stop = run.close(exports, stop=None if due is None else due.stop)
     if stop is not None:
         code, reason = stop
-        how = describe_continuing(options.checkpoints.resume)
+        how = describe_continuing(options.checkpoints.resume, options.output_dir)
         return code, f"stopped after step {position.step}: {reason}; saved", how
     message = validations.describe_end(position)
     return ExitCode.DONE, message, describe_result(message, exports, position, best_step=validations.best_step)

@@ -1,9 +1,7 @@
-"""What each recipe in examples/recipes/models needs, by train.py --dry-run: their first lines, and the table of
-docs/tasks/recipes.md.
+"""What each recipe in mini_trainer/recipes needs, by train.py --dry-run: their first lines.
 
-    python benchmarks/plan_recipes.py                                             # all of them
-    python benchmarks/plan_recipes.py examples/recipes/models/qwen3-0.6b/full-1x24gb.yaml  # one
-    python benchmarks/plan_recipes.py --table                                     # prints it, from the first lines
+    python benchmarks/plan_recipes.py                                                 # all of them
+    python benchmarks/plan_recipes.py mini_trainer/recipes/qwen3-0.6b/full-1x24gb.yaml  # one
 
 The models' weights are not needed, which is the one problem that a plan may find: their configs are in the folders.
 """
@@ -33,9 +31,9 @@ from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.recipes import FOLDER
 from mini_trainer.run.plan.planner import plan_run
 
-MODELS = ROOT / "examples" / "recipes" / "models"
 MACHINES = {  # by the end of a recipe's name: GPUs, their name, GiB of each
     "1x24gb": (1, "RTX 4090", 24),
     "1x80gb": (1, "H100", 80),
@@ -55,15 +53,6 @@ class Plan:
     gib: float
     seconds: float
     problems: tuple[str, ...]
-
-
-def list_recipes() -> list[Path]:
-    return sorted(MODELS.glob("*/*-*x*gb.yaml"))
-
-
-def name_recipe(recipe: Path) -> str:
-    """Model and file, as in qwen3-8b/full-8x80gb."""
-    return str(recipe.relative_to(MODELS).with_suffix(""))
 
 
 def name_data(recipe: Path) -> str:
@@ -130,7 +119,7 @@ def describe_plan(recipe: Path, plan: Plan) -> str:
     num_gpus, device, gib = MACHINES[recipe.stem.split("-")[-1]]
     return (
         f"# {num_gpus} x {device}: {plan.gib:.1f} of {gib} GiB a GPU, a step of 128 samples in {plan.seconds:.0f} s"
-        f" (planned); {plan.num_trained / 1e9:.2f} of {plan.num_params / 1e9:.2f} billion numbers train\n"
+        f" (planned); trains {plan.num_trained / 1e9:.2f} of {plan.num_params / 1e9:.2f} billion parameters\n"
     )
 
 
@@ -139,27 +128,11 @@ def write_header(recipe: Path, plan: Plan) -> None:
     recipe.write_text(describe_plan(recipe, plan) + "".join(line for line in lines if not line.startswith("#")))
 
 
-def make_table() -> str:
-    """The first lines of all recipes as rows of a page."""
-    rows = ["| recipe | GPUs | memory a GPU | a step | trains |", "| --- | --- | --- | --- | --- |"]
-    for recipe in list_recipes():
-        machine, plan = recipe.read_text().splitlines()[0].removeprefix("# ").split(": ")
-        memory, seconds, trained = re.split(r" a GPU, a step of 128 samples in | \(planned\); ", plan)
-        name, path = name_recipe(recipe), recipe.relative_to(ROOT)
-        rows.append(
-            f"| [{name}](../{path}) | {machine} | {memory} | {seconds} | {trained.removesuffix(' numbers train')} |"
-        )
-    return "\n".join(rows) + "\n"
-
-
 def main(words: list[str]) -> None:
-    if words == ["--table"]:
-        print(make_table(), end="")
-        return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         data = {kind: make_data(directory, kind) for kind in (CAUSAL_LM, PREFERENCE)}
-        for recipe in [Path(word).resolve() for word in words] or list_recipes():
+        for recipe in [Path(word).resolve() for word in words] or sorted(FOLDER.glob("*/*.yaml")):
             model = copy_model(directory, recipe.parent)
             plan = plan_recipe(read_recipe(recipe, model=model, data=data[name_data(recipe)]))
             write_header(recipe, plan)

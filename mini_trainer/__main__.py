@@ -35,75 +35,74 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "train": Program(
-        "train", "mini_trainer.options:TrainOptions", "fine-tune a model: one process for each GPU of this machine"
+        "train", "mini_trainer.options:TrainOptions", "fine-tune a model; one process per GPU of this machine"
     ),
     "process-data": Program(
-        "process_data",
-        "mini_trainer.options.tools:ProcessDataOptions",
-        "chats, completions or documents in, tokenized data set out",
+        "process_data", "mini_trainer.options.tools:ProcessDataOptions", "tokenize chats, completions or documents"
     ),
-    "merge-adapter": Program(
-        "tools.merge_adapter",
-        "mini_trainer.options.tools:MergeAdapterOptions",
-        "a LoRA adapter and its model in, one model out",
+    "chat": Program("generate", "mini_trainer.options.tools:GenerateOptions", "chat with a model in the terminal"),
+    "serve": Program(
+        "tools.serve", "mini_trainer.options.tools:ServeOptions", "serve a model with an OpenAI-compatible API"
     ),
     "generate": Program(
-        "generate",
-        "mini_trainer.options.tools:GenerateOptions",
-        "a model asked: prompts from files, or a chat in the terminal",
+        "generate", "mini_trainer.options.tools:GenerateOptions", "generate answers to prompts from files"
     ),
     "evaluate": Program(
         "evaluate_model",
         "mini_trainer.options.tools:EvaluateOptions",
-        "models measured side by side: losses, tasks, a page of samples",
+        "evaluate and compare models: losses, tasks, a page of samples",
     ),
-    "merge-models": Program(
-        "tools.merge_models",
-        "mini_trainer.options.tools:MergeModelsOptions",
-        "models of one architecture mixed, tensor by tensor",
+    "export": Program(
+        "tools.export_run",
+        "mini_trainer.options.tools:ExportRunOptions",
+        "export a model from a stopped run's newest checkpoint",
     ),
     "export-gguf": Program(
         "tools.export_gguf",
         "mini_trainer.options.tools:ExportGgufOptions",
-        "a model in, one GGUF file out, for llama.cpp and Ollama",
+        "convert a model to GGUF for llama.cpp and Ollama",
+    ),
+    "merge-adapter": Program(
+        "tools.merge_adapter",
+        "mini_trainer.options.tools:MergeAdapterOptions",
+        "merge a LoRA adapter into its base model",
+    ),
+    "merge-models": Program(
+        "tools.merge_models", "mini_trainer.options.tools:MergeModelsOptions", "merge models of one architecture"
+    ),
+    "recipe": Program(
+        "tools.recipe", "mini_trainer.options.tools:RecipeOptions", "options for a known model and machine"
     ),
     "import-config": Program(
         "tools.import_config",
         "mini_trainer.options.tools:ImportConfigOptions",
-        "another trainer's configuration in, this one's out",
+        "convert a configuration of Axolotl, LLaMA-Factory or TRL",
+    ),
+    "sweep": Program("tools.sweep.__main__", "mini_trainer.options.tools:SweepOptions", "search hyperparameters"),
+    "continual": Program(
+        "tools.continual",
+        "mini_trainer.options.tools:ContinualOptions",
+        "train on tasks in a row, and measure what is forgotten",
     ),
     "score-data": Program(
         "tools.score_data",
         "mini_trainer.options.tools:ScoreDataOptions",
-        "a teacher's most probable tokens of a data set, for train",
-    ),
-    "continual": Program(
-        "tools.continual",
-        "mini_trainer.options.tools:ContinualOptions",
-        "tasks in, a model trained on one after the other out: what is forgotten",
-    ),
-    "sweep": Program(
-        "tools.sweep.__main__",
-        "mini_trainer.options.tools:SweepOptions",
-        "options to vary in, runs with each of their values and the best of them out",
-    ),
-    "verify": Program(
-        "tools.verify",
-        "mini_trainer.options.tools:VerifyOptions",
-        "data sets, models or runs in, and whether they are still what was written",
+        "save a teacher's top-k tokens for distillation",
     ),
     "board": Program(
         "tools.board",
         "mini_trainer.options.tools:BoardOptions",
-        "a directory of runs in, a live table of them and their curves out, in a browser",
+        "a live table of all runs in a directory, in the browser",
     ),
     "plot-metrics": Program(
-        "tools.plot_metrics",
-        "mini_trainer.options.tools:PlotOptions",
-        "runs in, their curves out: a page for a browser, or a picture",
+        "tools.plot_metrics", "mini_trainer.options.tools:PlotOptions", "plot the curves of runs: a page or a picture"
+    ),
+    "verify": Program(
+        "tools.verify", "mini_trainer.options.tools:VerifyOptions", "compare stored files to their recorded hashes"
     ),
 }
-PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
+PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
+CHAT = "chat"  # generate.py, without --model before the model
 TORCHRUN = "torchrun"  # the word after --help for its options
 COMPLETION = "completion"  # the word that is no program: prints what a shell needs to complete the others
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
@@ -158,6 +157,8 @@ def main() -> None:
         meant = f"; did you mean {close[0]}?" if close else ""
         given = f"{word!r} is not one of mini-trainer's commands" if word else "mini-trainer needs a command"
         refuse(f"{given}: {', '.join([*PROGRAMS, COMPLETION])}{meant} (mini-trainer --help says what they do)")
+    if word == CHAT and argv and not argv[0].startswith("-"):
+        argv = ["--model", *argv]
     if word not in PARALLEL:
         become_program(word, argv)
     torchrun_options, argv = split_options(argv)

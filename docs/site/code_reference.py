@@ -46,7 +46,7 @@ def describe_exit_codes() -> str:
         "# Exit codes",
         "",
         "Every script ends with one of these. `train.py` also writes it to `exit.json`, because torchrun itself always"
-        " returns 1; `mini-trainer train` returns the run's. See [how a run ends](../reliability.md#how-a-run-ends).",
+        " returns 1; `mini-trainer train` returns the run's. See [how a run ends](checkpoints.md#how-a-run-ends).",
         "",
         "| code | name in exit.json | meaning |",
         "| --- | --- | --- |",
@@ -59,9 +59,9 @@ def describe_files() -> str:
     lines = [
         "# Files",
         "",
-        "- What a run writes: [output files](../running.md#output-files), [metrics](../metrics.md),"
-        " [checkpoints](../reliability.md#checkpoints).",
-        "- The sidecar `OUTPUT.meta.json` of a data set: [its keys](../data.md#the-sidecar).",
+        "- What a run writes: [output files](running.md#output-files), [metrics](metrics.md),"
+        " [checkpoints](checkpoints.md#checkpoints).",
+        "- The sidecar `OUTPUT.meta.json` of a data set: [its keys](data.md#the-sidecar).",
         "",
         "## Columns of data sets",
         "",
@@ -111,7 +111,7 @@ def read_constants() -> dict[str, str]:
 def describe_python() -> str:
     """Everything that `from mini_trainer import ...` offers."""
     (names,) = (node.value for node in parse("mini_trainer/__init__.py").body if is_assignment_to(node, "__all__"))
-    lines = ["# Python", "", "How to use these: [the Python API](../python_api.md).", ""]
+    lines = ["# Python", "", "How to use these: [the Python API](python_api.md).", ""]
     for name in sorted(ast.literal_eval(names), key=lambda name: (name[0].isupper(), name)):
         path = next(path for path in API if any(getattr(node, "name", "") == name for node in parse(path).body))
         node = next(node for node in parse(path).body if getattr(node, "name", "") == name)

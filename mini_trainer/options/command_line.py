@@ -252,7 +252,12 @@ def read_configs(argv: list[str], options_class: type, allowed: Collection[str])
 
 
 def find_configs(argv: list[str], options_class: type) -> list[Path]:
-    """The values of `--config F G` or `--config=F G`; none for options without such files."""
+    """The files of `--config F G` or `--config=F G`, of which some may be recipes; none for options without files."""
     if "config" not in list_types(options_class):
         return []
-    return [Path(value) for name, values in iterate_flags(argv) if name == "config" for value in values]
+    given = [value for name, values in iterate_flags(argv) if name == "config" for value in values]
+    if not given:
+        return []
+    from mini_trainer.options.recipes import find_config
+
+    return list(map(find_config, given))

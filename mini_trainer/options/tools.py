@@ -218,6 +218,57 @@ class ScoreDataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportRunOptions:
+    """Export a model from the newest checkpoint of a run that was stopped."""
+
+    takes_words: ClassVar = True  # its required option has no flag
+
+    run: str
+    """Output directory of train.py."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model, if the run did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Print options for a known model and machine, as a file for train.py --config."""
+
+    takes_words: ClassVar = True  # its option has no flag
+
+    name: tuple[str, ...]
+    """Recipe, such as qwen3-8b/lora-1x80gb, or a model whose recipes to list, such as qwen3-8b. Default: list all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Serve a model on this machine, with an OpenAI-compatible API."""
+
+    takes_words: ClassVar = True  # its required option has no flag
+
+    model: str
+    """Directory of a model, an export, an adapter or a run, or a name on the hub."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter for the model, in peft's format."""
+    engine: Literal["auto", "vllm", "hf"] = "auto"
+    """vllm: vllm serve (pip install vllm); hf: transformers serve (pip install "transformers[serving]"). auto: vllm if
+    it is installed."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Anyone who reaches it can use the model: 0.0.0.0 means the whole network."""
+    port: int = option(8000, at_least=1, at_most=65535)
+    """Port to listen on."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Data type of computation; auto: the stored weights' data type."""
+    engine_args: tuple[str, ...] = ()
+    """Further arguments of the server, as NAME=VALUE by its own names: max_model_len=8192."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use the model without comparing its files to the hashes recorded when they were written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MergeAdapterOptions:
     """Merge a LoRA adapter into its base model's weights."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ from mini_trainer.run.checkpoint_tensors import (
 )
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.write_pool import WritePool
+
+if TYPE_CHECKING:
+    from mini_trainer.model.optim.averages import WeightAverage
 
 WAITING_BYTES = 256 << 20  # of a shard on its way from a GPU to the disk; a larger tensor waits alone
 Hidden = list[tuple[Path, int]]  # directories to remove, with the number of ranks that may have a file there
@@ -325,12 +328,16 @@ class Checkpointer:
                 value = make_state(param, layouts[saved_name])
                 fill(value, saved_name, reader)
                 optimizer.state[param][key] = value
-        if train_state.average is None:
-            return
-        train_state.average.start()  # of what the checkpoint does not have it, at the weights that are restored
-        held = {name for name in train_state.average.values if f"{AVERAGE}/{name}" in layouts}
+        if train_state.average is not None:
+            self.load_average(checkpoint, train_state.average)
+
+    def load_average(self, checkpoint: Checkpoint, average: "WeightAverage") -> None:
+        """Fills the average of the weights; it starts at the weights, already restored, that the checkpoint lacks."""
+        reader, layouts = TensorReader(checkpoint.path, checkpoint.layout), checkpoint.layout["tensors"]
+        average.start()
+        held = {name for name in average.values if f"{AVERAGE}/{name}" in layouts}
         for name in held:
-            fill(train_state.average.values[name], f"{AVERAGE}/{name}", reader)
+            fill(average.values[name], f"{AVERAGE}/{name}", reader)
         if not held:
             log.info(f"{checkpoint.path} has no average of weights: --weight-average starts at its weights")
 

@@ -83,12 +83,13 @@ def describe_curves(output_dir: Path) -> str:
     )
 
 
-def describe_continuing(resume: str) -> str:
-    """How to continue a run that was stopped: its own command, without a --resume that would refuse to."""
+def describe_continuing(resume: str, output_dir: str) -> str:
+    """How to continue a run that was stopped, by its own command without a --resume that would refuse to, and how to
+    use what it has learnt."""
     words = repeat_command()
     if resume not in ("auto", "strict"):
         words = [*drop_flag("--resume", words), "--resume", "auto"]
-    return f"to continue: {shlex.join(words)}"
+    return f"to continue: {shlex.join(words)}\nto export its model: {name_program('export')} {quote(output_dir)}"
 
 
 def drop_flag(flag: str, words: list[str]) -> list[str]:

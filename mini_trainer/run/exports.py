@@ -14,7 +14,7 @@ from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import ExportOptions, HubOptions
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.export import ExportParts, export_model
-from mini_trainer.run.file_names import AVERAGE, BEST, LATEST, REGULAR
+from mini_trainer.run.file_names import AVERAGE, BEST, EXPORTS_DIR, LATEST, REGULAR
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.model_card import make_card
 from mini_trainer.run.step import TrainState
@@ -24,7 +24,6 @@ from mini_trainer.sampler import RunPosition
 if TYPE_CHECKING:
     from mini_trainer.run.uploads import Uploads
 
-EXPORTS_DIR = "hf_format"
 AVERAGE_PREFIX = "average_"  # before the name of an export: of --weight-average
 POSITION_FILE = "position.json"  # in an export with --export-name: the run's position
 BEST_FILE = "validation.json"  # in the best model's export: its line of validation_metrics_0.jsonl

@@ -3,5 +3,6 @@
 METRICS_FILE = "training_metrics_0.jsonl"
 VALIDATION_FILE = "validation_metrics_0.jsonl"
 PARAMS_FILE = "training_params.json"
+EXPORTS_DIR = "hf_format"
 LATEST = "latest"  # beside exports: a link to the newest one that is not the best or an average
 REGULAR, BEST, AVERAGE = "regular", "best", "average"  # kinds of exports

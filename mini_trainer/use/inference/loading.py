@@ -32,6 +32,7 @@ from mini_trainer.model.methods.adapter_files import (
 )
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.run.file_names import BEST, EXPORTS_DIR, LATEST, PARAMS_FILE
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def find_answering_model(
     flag: str = "--model",
 ) -> FoundModel:
     """Finds the model of `flag`, with its adapter if any. ValueError or OSError for errors that a user can fix."""
+    name = find_in_run(name, flag=flag)
     base_name, adapter_dir = name, None if adapter is None else Path(adapter)
     if adapter is None and is_adapter(Path(name)):
         adapter_dir = Path(name)
@@ -107,6 +109,21 @@ def find_answering_model(
     tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code, flag=flag)
     read_generation_config(adapter_dir)  # refused here if it cannot be used
     return FoundModel(name, base_name, directory, adapter_dir, config, tokenizer, trust_remote_code)
+
+
+def find_in_run(name: str, *, flag: str) -> str:
+    """The best or else the latest export if `name` is a run's directory, otherwise `name`; ValueError without one."""
+    if not Path(name, PARAMS_FILE).is_file():
+        return name
+    exports = [Path(name, EXPORTS_DIR, export) for export in (BEST, LATEST)]
+    found = next((export for export in exports if export.is_dir()), None)
+    if found is None:
+        raise ValueError(
+            f"{flag} {name}: is a run without an export yet: mini-trainer export {name} writes one from its newest"
+            " checkpoint"
+        )
+    say_note(f"{flag} {name}: uses {found}")
+    return str(found)
 
 
 def check_answering(found: FoundModel) -> None:

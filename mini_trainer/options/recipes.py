@@ -1,0 +1,55 @@
+"""Recipes: option files for known models and machines, which --config takes by name.
+
+A recipe's first line is what it needs, as planned by benchmarks/plan_recipes.py.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+HEADER = re.compile(
+    r"# (?P<machine>.+): (?P<memory>.+) a GPU, a step of (?P<samples>\d+) samples in (?P<seconds>\d+) s \(planned\);"
+    r" trains (?P<trained>.+)"
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe, by what its first line says."""
+
+    name: str  # qwen3-8b/lora-1x80gb
+    machine: str  # 1 x H100
+    memory: str  # 21.6 of 80 GiB
+    trained: str  # 0.04 of 8.19 billion parameters
+    seconds_per_sample: float
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.yaml"
+
+
+def list_recipes() -> list[Recipe]:
+    """All recipes, by model and name."""
+    recipes = []
+    for path in sorted(FOLDER.glob("*/*.yaml")):
+        told = HEADER.fullmatch(path.read_text().partition("\n")[0])
+        name = path.relative_to(FOLDER).with_suffix("").as_posix()
+        seconds = int(told["seconds"]) / int(told["samples"])
+        recipes.append(Recipe(name, told["machine"], told["memory"], told["trained"], seconds))
+    return recipes
+
+
+def find_config(given: str) -> Path:
+    """The file that --config names: a path, or a recipe's name; ValueError for what looks like a name and is none."""
+    path = Path(given)
+    if path.suffix or path.exists():
+        return path
+    names = [recipe.name for recipe in list_recipes()]
+    if given not in names:
+        from mini_trainer.options.command_line import suggest
+
+        raise ValueError(
+            f"--config {given}: is neither a file nor a recipe{suggest(given, names)} (mini-trainer recipe lists them)"
+        )
+    return FOLDER / f"{given}.yaml"

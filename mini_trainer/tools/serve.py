@@ -1,0 +1,131 @@
+"""Serves a model on this machine, with an OpenAI-compatible API: becomes `vllm serve` or `transformers serve`.
+
+python -m mini_trainer serve runs/chats
+python -m mini_trainer serve Qwen/Qwen3-0.6B --adapter runs/lora/hf_format/latest --port 8001
+"""
+
+from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.tools import ServeOptions
+
+if __name__ == "__main__":
+    options = parse_options(ServeOptions)  # before the slow imports: --help and typos answer at once
+
+import json
+import os
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from mini_trainer.distributed.command import name_program
+from mini_trainer.distributed.ending import ending_with_message
+from mini_trainer.distributed.messages import say
+from mini_trainer.options import parse_named_values
+from mini_trainer.options.problems.packages import describe_missing, is_installed
+from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
+
+ADAPTER = "adapter"  # name of an adapter on vLLM's server
+TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
+NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
+
+
+def serve(options: ServeOptions) -> None:
+    """Becomes the server; ValueError or OSError for what cannot be done."""
+    engine = choose_engine(options.engine)
+    check_port(options.host, options.port)
+    found = find_answering_model(
+        options.model,
+        adapter=options.adapter,
+        revision=options.model_revision,
+        trust_remote_code=options.trust_remote_code,
+    )
+    check_answering(found)
+    if not options.skip_verification:
+        found.verify()
+    name, words = (name_for_vllm if engine == "vllm" else name_for_transformers)(found)
+    words += list_common(options)
+    url = f"http://{'127.0.0.1' if options.host == '0.0.0.0' else options.host}:{options.port}/v1"
+    chat = [*shlex.split(name_program("chat")), name, "--engine", "openai", "--base-url", url]
+    program = "vllm" if engine == "vllm" else "transformers"
+    say(f"serving {name} at {url} by {shlex.join([program, *words])}\nchat: {shlex.join(chat)}")
+    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' list of models is an internal error
+    module = VLLM if engine == "vllm" else TRANSFORMERS
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *words])
+
+
+def choose_engine(given: str) -> str:
+    """vllm or hf; ValueError if its packages are not installed."""
+    engine = given if given != "auto" else "vllm" if is_installed("vllm") else "hf"
+    problems = describe_missing("--engine vllm", ["vllm"]) if engine == "vllm" else describe_missing("serve", NEEDED)
+    if problems:
+        others = "" if engine == "vllm" else ' (pip install "transformers[serving]" has all, or pip install vllm)'
+        raise ValueError(f"{problems[0]}{others}")
+    return engine
+
+
+def check_port(host: str, port: int) -> None:
+    """ValueError if nothing can listen there, found before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; give another --port") from None
+
+
+def name_for_vllm(found: FoundModel) -> tuple[str, list[str]]:
+    """The model's name on the server, and the words that start it."""
+    words = ["serve", found.directory, "--tokenizer", str(found.tokenizer_dir)]
+    words += ["--generation-config", str(found.generation_dir), "--served-model-name", found.base_name]
+    if (template := Path(found.tokenizer_dir) / "chat_template.jinja").is_file():
+        words += ["--chat-template", str(template)]
+    if found.adapter is None:
+        return found.base_name, words
+    from mini_trainer.use.inference.vllm_engine import choose_rank
+
+    lora = ["--enable-lora", "--lora-modules", f"{ADAPTER}={found.adapter}", "--max-lora-rank", str(choose_rank(found))]
+    return ADAPTER, [*words, *lora]
+
+
+def name_for_transformers(found: FoundModel) -> tuple[str, list[str]]:
+    """The model's name on the server, and the words that start it; ValueError for an adapter of another base."""
+    if found.adapter is None:
+        return found.directory, ["serve", found.directory]
+    from mini_trainer.model.methods.adapter_files import find_base
+
+    base, _ = find_base(found.adapter, flag="--adapter")
+    if base != found.base_name:
+        raise ValueError(
+            f"--adapter {found.adapter}: transformers serve loads it with {base}, which its config names, and not with"
+            f" {found.base_name}: merge it with mini-trainer merge-adapter, or use --engine vllm"
+        )
+    return str(found.adapter), ["serve", str(found.adapter)]
+
+
+def list_common(options: ServeOptions) -> list[str]:
+    """Words that both servers know."""
+    words = ["--host", options.host, "--port", str(options.port), "--dtype", options.dtype]
+    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    for name, value in parse_named_values(options.engine_args).items():
+        words += list_argument(f"--{name.replace('_', '-')}", value)
+    return words
+
+
+def list_argument(flag: str, value: object) -> list[str]:
+    match value:
+        case True:
+            return [flag]
+        case False:
+            return [f"--no-{flag.removeprefix('--')}"]
+        case str() | int() | float():
+            return [flag, str(value)]
+        case _:
+            return [flag, json.dumps(value)]
+
+
+if __name__ == "__main__":
+    with ending_with_message(when_interrupted="interrupted"):
+        serve(options)
