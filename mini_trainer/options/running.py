@@ -196,7 +196,7 @@ class ShardingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingOptions:
-    """Profiling (docs/developers/performance.md)."""
+    """Profiling (docs/reference/tuning.md)."""
 
     profile_steps: str | None = option(None, parse=parse_steps)
     """First and last step to profile with torch.profiler (10:13): a Chrome trace per rank and a table of the slowest
