@@ -1,4 +1,4 @@
-"""Injects every fault of docs/developers/reliability.md into the real program, and prints what came of it as a table.
+"""Injects faults into the real program, and prints what came of them as a table (docs/developers/reliability.md).
 
     python benchmarks/fault_table.py [--ranks 1,2,4] [--only PATTERN] [--steps 420] [--seed 0]
 
