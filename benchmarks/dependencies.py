@@ -11,10 +11,9 @@ import json
 import re
 import urllib.request
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "dependencies.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "developers" / "dependencies.md"
 ROW = re.compile(r"^\| `([A-Za-z0-9._-]+)` \| ([^|]*) \| .*$", re.MULTILINE)
 DATE = re.compile(r"(?<=PyPI's as of )\d{4}-\d{2}-\d{2}")
 MOST_LETTERS = 30  # of a licence

@@ -12,6 +12,7 @@ import torch
 from breadth import wide
 from forked import run_forked
 from plan_recipes import MACHINES, copy_model, make_data, name_data, plan_recipe, read_recipe
+from processes import ROOT
 
 from mini_trainer.model.config import load_config
 from mini_trainer.objectives.families.text import TextFamily
@@ -72,7 +73,7 @@ def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
 
 def test_the_command_prints_them_and_config_takes_them(tmp_path):
     def run(*words: str) -> subprocess.CompletedProcess:
-        return run_forked(0, "mini_trainer/tools/recipe.py", *words, folder=tmp_path)
+        return run_forked(0, ROOT / "mini_trainer/tools/recipe.py", *words, folder=tmp_path)
 
     listed = run().stdout
     assert [line.split()[0] for line in listed.splitlines()[1:-2]] == NAMES and len(NAMES) > 30

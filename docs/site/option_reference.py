@@ -31,6 +31,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "export-gguf": dict(model_name_or_path="M", output="model.gguf"),
     "board": dict(folder="runs"),
     "import-config": dict(config_file="axolotl.yaml"),
+    "recipe": dict(name="qwen3-8b"),
+    "serve": dict(model="M"),
+    "export": dict(run="runs/a"),
 }
 COMMANDS: dict[str, type] = {command: PROGRAMS[command].read_options() for command in EXAMPLES}
 # Values to try for an option of a type, until one is accepted alone.
