@@ -185,7 +185,7 @@ def belongings(tmp_path_factory) -> Path:
         "python process_data.py --model-name-or-path M --input-file chats.jsonl --output-file chats.arrow"
         " --validation-share 0.1 --preview 0"
     )
-    for name in ("held_out", "task", "chats_with_hints"):
+    for name in ("held_out", "old", "chats_with_hints"):
         shutil.copy(path / "chats.arrow", path / f"{name}.arrow")
         shutil.copy(path / "chats.arrow.meta.json", path / f"{name}.arrow.meta.json")
     return path
