@@ -22,12 +22,10 @@ quickstart: .venv/installed-quickstart
 	$(BIN)/python examples/quickstart/make_data.py --output-dir $(RUN)
 	$(BIN)/python examples/quickstart/make_tiny_model.py --messages-file $(RUN)/train.jsonl --output-dir $(RUN)/model --vocab-size 1024
 	@printf '\nFrom here on, the commands you would run yourself.\n\n'
-	$(BIN)/python process_data.py --input-file $(RUN)/train.jsonl --output-file $(RUN)/train.arrow --model-name-or-path $(RUN)/model
-	$(BIN)/python process_data.py --input-file $(RUN)/held_out.jsonl --output-file $(RUN)/held_out.arrow --model-name-or-path $(RUN)/model --preview 0
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NUM_PROCESSES) train.py --config examples/recipes/quickstart.yaml --output-dir $(RUN)/run
-	$(BIN)/python evaluate_model.py --model $(RUN)/run/hf_format/samples_* --task $(RUN)/held_out.jsonl --metrics exact_match --output-dir $(RUN)/answers
-	$(BIN)/python -m mini_trainer plot-metrics $(RUN)/run --output $(RUN)/curves.html
-	@printf '\nTo ask it yourself:\n%s\n' "$(BIN)/python generate.py --model $$(echo $(RUN)/run/hf_format/samples_*)"
+	OMP_NUM_THREADS=1 $(BIN)/mini-trainer train --nproc-per-node=$(NUM_PROCESSES) --config examples/recipes/quickstart.yaml --output-dir $(RUN)/run
+	$(BIN)/mini-trainer evaluate --model $(RUN)/run --task $(RUN)/held_out.jsonl --metrics exact_match --output-dir $(RUN)/answers
+	$(BIN)/mini-trainer plot-metrics $(RUN)/run --output $(RUN)/curves.html
+	@printf '\nTo ask it yourself:\n%s\n' "$(BIN)/mini-trainer chat $(RUN)/run"
 
 test: .venv/installed-test
 	$(PYTEST)

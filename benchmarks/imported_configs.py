@@ -1,6 +1,6 @@
 """Runs the importer over folders of other trainers' configurations, and compares what each file says with ours.
 
-    python benchmarks/imported_configs.py FOLDER... [--output results.md] [--verbose]
+    python benchmarks/imported_configs.py FOLDER... [--output results.txt] [--verbose]
 
 The reading below is its own: keys and defaults as the trainers' sources have them, none of the importer's rules. Each
 written pair is parsed as the scripts do, then compared by field. A difference counts as reported if the importer's

@@ -102,7 +102,7 @@ PROGRAMS = {
     ),
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
-CHAT = "chat"  # generate.py, without --model before the model
+CHAT = "chat"  # generate.py, with the model as its first word
 TORCHRUN = "torchrun"  # the word after --help for its options
 COMPLETION = "completion"  # the word that is no program: prints what a shell needs to complete the others
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
@@ -157,8 +157,7 @@ def main() -> None:
         meant = f"; did you mean {close[0]}?" if close else ""
         given = f"{word!r} is not one of mini-trainer's commands" if word else "mini-trainer needs a command"
         refuse(f"{given}: {', '.join([*PROGRAMS, COMPLETION])}{meant} (mini-trainer --help says what they do)")
-    if word == CHAT and argv and not argv[0].startswith("-"):
-        argv = ["--model", *argv]
+    argv = name_model(word, argv)
     if word not in PARALLEL:
         become_program(word, argv)
     torchrun_options, argv = split_options(argv)
@@ -177,6 +176,11 @@ def main() -> None:
     if num_processes == "1" and not torchrun_options:
         become_program(word, argv)
     sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
+
+
+def name_model(word: str, argv: list[str]) -> list[str]:
+    """The words of generate.py that `chat MODEL ...` stands for; those of other programs as they are."""
+    return ["--model", *argv] if word == CHAT and argv and not argv[0].startswith("-") else argv
 
 
 def describe_words() -> str:

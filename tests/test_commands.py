@@ -24,7 +24,7 @@ from make_tiny_model import save_tiny_model, train_tokenizer
 from program import ROOT
 from tiny_vision import make_image, save_vision_model
 
-from mini_trainer.__main__ import PROGRAMS, split_options
+from mini_trainer.__main__ import PROGRAMS, name_model, split_options
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "text", "python", "yaml", "json"}
@@ -118,7 +118,7 @@ class Shell:
             program, words = "mini-trainer", words[2:]
         if program == "mini-trainer":
             _, words = split_options(words)
-            words = [find_spec(f"mini_trainer.{PROGRAMS[words[0]][0]}").origin, *words[1:]]
+            words = [find_spec(f"mini_trainer.{PROGRAMS[words[0]][0]}").origin, *name_model(words[0], words[1:])]
         elif program == "torchrun":
             words = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
         if words[0] == "-m":
