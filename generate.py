@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
+from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
@@ -27,7 +28,6 @@ from mini_trainer.use.inference.answers import AnswerFile, describe_making, is_c
 from mini_trainer.use.inference.batch import answer_all
 from mini_trainer.use.inference.engine import Engine, open_engine
 from mini_trainer.use.inference.loading import find_answering_model
-from mini_trainer.use.inference.prompts import read_prompts
 from mini_trainer.use.inference.terminal import chat
 
 

@@ -220,7 +220,7 @@ def read_lines(path: Path) -> list[dict]:
 
 def train_again(sweep: Path) -> list[str]:
     """Trains the best trial again, whole; returns which of its files differ from those of the sweep."""
-    run_program("train.py", "--config", sweep / "best.yaml", "--output-dir", sweep / "best", "--export-name", "last")
+    run_program("train.py", "--config", sweep / "best.yaml", "--output-dir", sweep / "best")
     number = json.loads((sweep / "results.json").read_text())["trials"][0]["number"]
     paths = list((sweep / f"trial_{number}" / "run").glob("*_metrics_0.jsonl"))
     return [path.name for path in paths if read_lines(path) != read_lines(sweep / "best" / path.name)]

@@ -58,9 +58,9 @@ def data(base, tmp_path_factory) -> Path:
 def train(world, base: Path, data: Path, output_dir: Path, **options: object) -> Path:
     """The export of one step of LoRA."""
     given = dict(model_name_or_path=str(base), data_path=(str(data),), output_dir=str(output_dir), max_steps=1)
-    sizes = dict(batch_size=4, max_tokens_per_gpu=512, learning_rate=1e-3, export_name="last")
+    sizes = dict(batch_size=4, max_tokens_per_gpu=512, learning_rate=1e-3)
     train_here(world, **given, **sizes, lora=True, **options)
-    return output_dir / "hf_format" / "last"
+    return output_dir / "hf_format" / "latest"
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

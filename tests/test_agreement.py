@@ -184,6 +184,12 @@ def test_each_thing_that_a_rank_reads_is_compared(root, world, tmp_path):
     ]
     assert all(name.startswith("data: --validation-data-path") for name in list_differences(*validated))
     assert list_differences(*validated) != set()
+    asked = []
+    for text in ("a", "b"):
+        (tmp_path / f"{text}.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
+        given = dict(validation_data_path=str(root / "data.arrow"), sample_prompts=str(tmp_path / f"{text}.jsonl"))
+        asked.append(describe(root, world, **given))
+    assert list_differences(*asked) == {"data: --sample-prompts"}
     osft = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_basis="activations")
     remembered = [
         describe(root, world, **osft, osft_calibration_data=str(root / f"{name}.arrow")) for name in ("data", "other")

@@ -9,7 +9,7 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.token_spans import DIVIDED
 from mini_trainer.data.rows.feedback_rows import Feedback, mask_feedback
 from mini_trainer.data.rows.preference_rows import Preference, mask_preferences
-from mini_trainer.use.inference.prompts import encode_text
+from mini_trainer.data.rows.prompts import encode_text
 
 PROMPTS = ["Answer: ", "Answer:", "Answer:\n", "### Response:\n\n", "Q? "]
 ANSWERS = ["Lima", " Lima", "yes", "\nno", "\n\nLima", "51", "  yes"]

@@ -20,9 +20,9 @@ from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.rows.labelled import read_row as read_labelled
 from mini_trainer.data.rows.pictured import take_images
 from mini_trainer.data.rows.preference_rows import read_preference
+from mini_trainer.data.rows.prompts import encode_prompt, read_prompt
 from mini_trainer.data.rows.values import read_message
 from mini_trainer.options import RowOptions
-from mini_trainer.use.inference.prompts import encode_prompt, read_prompt
 
 USER, ANSWER = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "It is 20."}
 RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "20"}

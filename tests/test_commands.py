@@ -239,7 +239,7 @@ def test_the_commands_of_the_task_pages_do_what_they_say(shell):
     assert labels == {"0": "negative", "1": "positive"} and (path / "review_scores/results.html").is_file()
     assert "data:image" in (path / "seen.html").read_text()
     assert (path / "runs/seeing/hf_format/best/preprocessor_config.json").is_file()
-    assert (path / "compared/results.html").is_file() and (path / "runs/osft/hf_format/last").is_dir()
+    assert (path / "compared/results.html").is_file() and (path / "runs/osft/hf_format/latest").is_dir()
 
 
 def test_a_command_that_fails_is_told_with_what_it_said(shell):

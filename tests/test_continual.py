@@ -43,7 +43,7 @@ def check_handing_on(root: Path, settings: dict[str, Any]) -> None:
     """Each task starts from the last one in full precision."""
     first, second = (read_options(root / "order_1_seed_42" / name) for name in ("1_twice", "2_shout"))
     assert first["model_name_or_path"] == settings["model"]
-    assert second["model_name_or_path"] == f"{first['output_dir']}/hf_format/last"
+    assert second["model_name_or_path"] == f"{first['output_dir']}/hf_format/latest"
     weights = load_weights(second["model_name_or_path"])
     assert {value.dtype for value in weights.values()} == {torch.float32}
     assert read_options(root / "order_2_seed_42" / "1_shout")["model_name_or_path"] == settings["model"]
@@ -181,15 +181,14 @@ def test_own_answers_are_made_before_the_next_task(tmp_path: Path):
     root = run(settings, tmp_path)
     first, second = (root / "order_1_seed_42" / name for name in ("1_twice", "2_shout"))
     folder = second / "replay" / "twice"
-    assert read_options(folder, "generate")["model"] == f"{first}/run/hf_format/last"
+    assert read_options(folder, "generate")["model"] == f"{first}/run/hf_format/latest"
     answers = read_lines(folder / "answers.jsonl")
     ended = [line for line in answers if line["finish_reason"] == "stop" and line["answer"].strip()]
     assert len(read_lines(folder / "prompts.jsonl")) == 10
     assert [row["messages"][1]["content"] for row in read_lines(folder / "rows.jsonl")] == [o["answer"] for o in ended]
     options = read_options(second)
-    assert (
-        options["lora_adapter"] == f"{first}/run/hf_format/last" and options["model_name_or_path"] == settings["model"]
-    )
+    assert options["lora_adapter"] == f"{first}/run/hf_format/latest"
+    assert options["model_name_or_path"] == settings["model"]
     assert len(options["data_path"]) == (2 if ended else 1)
     (sequence,) = read_experiment(root).sequences
     assert [set(row.get("score", ())) for row in sequence.rows] == [set(), {"twice"}, {"twice", "shout"}]
@@ -219,7 +218,7 @@ def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
     assert f"One good answer to this is:\n\n{answer}\n" in shown
     scoring = read_options(folder / "round_2", "score-data")
     assert scoring["model_name_or_path"] == f"{folder}/round_1/average"
-    start, last = load_weights(settings["model"]), load_weights(folder / "round_1/run/hf_format/last")
+    start, last = load_weights(settings["model"]), load_weights(folder / "round_1/run/hf_format/latest")
     mean = load_weights(folder / "round_1/average")
     torch.testing.assert_close(mean, {name: (start[name].float() + last[name]) / 2 for name in mean})
 
@@ -257,10 +256,10 @@ def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
     root = run(settings, tmp_path)
     folders = [root / "order_1_seed_42" / name for name in ("1_twice", "2_shout")]
     options = [read_options(folder) for folder in folders]
-    exports = [load_weights(settings["model"]), *(load_weights(folder / "run/hf_format/last") for folder in folders)]
+    exports = [load_weights(settings["model"]), *(load_weights(folder / "run/hf_format/latest") for folder in folders)]
     assert options[0]["osft_bases"] == "new"
-    assert options[1]["osft_bases"] == f"{folders[0]}/run/hf_format/last/osft/bases.safetensors"
-    bases = [load_file(folder / "run/hf_format/last/osft/bases.safetensors") for folder in folders]
+    assert options[1]["osft_bases"] == f"{folders[0]}/run/hf_format/latest/osft/bases.safetensors"
+    bases = [load_file(folder / "run/hf_format/latest/osft/bases.safetensors") for folder in folders]
     for key in (key for key in bases[0] if key.endswith(".V_free")):
         name = key.removesuffix(".V_free")
         for t, kept in enumerate(bases):

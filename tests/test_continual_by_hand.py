@@ -114,7 +114,7 @@ def test_what_a_kill_left_is_not_made_again(tmp_path: Path):
     assert json.loads((task / "train.done").read_text()) == record | {"seconds": None}
     assert log and not (task / "train.log").exists() and "models" in json.loads(read(task / "measured" / "answers"))
     assert read_made(root) == made and (root / "results.json").read_text() == results
-    assert read_options(task)["export_name"] == "last"
+    assert read_options(task)["keep_exports"] == 1
 
 
 def read(folder: Path) -> str:

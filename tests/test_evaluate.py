@@ -21,6 +21,7 @@ from tiny_data import make_samples, read_lines, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mini_trainer.data.rows.prompts import read_prompt
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
@@ -36,7 +37,6 @@ from mini_trainer.use.evaluation.metrics import (
 )
 from mini_trainer.use.evaluation.models import list_models, make_labels, name_files
 from mini_trainer.use.evaluation.results import make_results_page
-from mini_trainer.use.inference.prompts import read_prompt
 
 QUESTIONS = [("Hi", "Ho"), ("Who are you?", "Me"), ("12 and 30?", "12 + 30 = 42\n#### 42"), ("a b c", "d")]
 NEW = 8

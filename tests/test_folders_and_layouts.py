@@ -16,10 +16,10 @@ from trait_templates import TRAITS
 
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.layout import find_fault
+from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
-from mini_trainer.use.inference.prompts import read_prompts
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": f"Answer {i}."}]}

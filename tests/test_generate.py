@@ -16,6 +16,7 @@ from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
+from mini_trainer.data.rows.prompts import encode_prompt, read_prompts
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.generate import generate, open_model
 from mini_trainer.options import group_options
@@ -23,7 +24,6 @@ from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import GenerateOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Request
 from mini_trainer.use.inference.hf_engine import find_padding_obstacle, make_generation_config
-from mini_trainer.use.inference.prompts import encode_prompt, read_prompts
 
 QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
 HYBRIDS = {

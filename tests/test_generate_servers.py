@@ -21,12 +21,12 @@ from vllm_standin import install_vllm
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.generate import generate
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EngineOptions, GenerateOptions, SamplingOptions
 from mini_trainer.use.inference.engine import open_engine
-from mini_trainer.use.inference.prompts import Prompt
 from mini_trainer.use.inference.terminal import chat
 
 

@@ -42,10 +42,11 @@ def test_it_is_the_newest_export_also_after_a_resume(inputs, world, tmp_path):
     assert os.readlink(again / "latest") == "samples_16"
 
 
-def test_a_named_export_has_the_link_too_and_the_best_has_not(inputs, world, tmp_path):
-    validated = dict(validation_data_path=inputs["data_path"], export_best=True, keep_exports=None)
-    exports = train(inputs, world, tmp_path / "run", export_name="last", **validated)
-    assert os.readlink(exports / "latest") == "last"
+def test_the_best_export_is_not_what_it_leads_to(inputs, world, tmp_path):
+    validated = dict(validation_data_path=inputs["data_path"], export_best=True, keep_exports=1)
+    exports = train(inputs, world, tmp_path / "run", **validated)
+    assert os.readlink(exports / "latest") == "samples_24"
+    assert sorted(path.name for path in exports.iterdir()) == ["best", "latest", "samples_24"]
 
 
 def test_a_directory_of_that_name_is_kept_and_reported(inputs, world, tmp_path, caplog):

@@ -16,13 +16,13 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.evaluation.likelihood import encode_choices, score_choices
 from mini_trainer.use.evaluation.task_files import describe_task_file
 from mini_trainer.use.inference.hf_engine import HFEngine
 from mini_trainer.use.inference.loading import find_answering_model
-from mini_trainer.use.inference.prompts import Prompt
 
 need("lm_eval")
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from refusals import read_refusal
 
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompt, read_prompts
 from mini_trainer.use.evaluation.metrics import choose_measures
 from mini_trainer.use.evaluation.models import list_models
 from mini_trainer.use.inference.answers import AnswerFile
 from mini_trainer.use.inference.loading import find_answering_model
-from mini_trainer.use.inference.prompts import Prompt, encode_prompt, read_prompt, read_prompts
 from mini_trainer.use.plots.board import Board
 from mini_trainer.use.plots.run_files import open_runs
 

@@ -107,8 +107,6 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot", "--compile"]),
         (["--compile", "--use-liger-kernels"], ["--use-liger-kernels ", "--compile"]),
         (["--profile-steps", "5:3"], ["--profile-steps 5:3: "]),
-        (["--export-name", "best"], ["--export-name 'best': "]),
-        (["--export-name", "last", "--keep-exports", "2"], ["--keep-exports has no"]),
         (["--warmup-ratio", "1.5"], ["--warmup-ratio 1.5: "]),
         (["--compute-dtype", "float16"], ["--compute-dtype float16: "]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "--compute-dtype float32"]),
@@ -155,7 +153,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("label_names: ['-1', '1', --no]", "label_names: given '--no'"),
         ("data_path: [x, -h]", "data_path: given '-h'"),
         ("data_path: [--, x]", "data_path: given '--'"),
-        ("export_name: no", "export_name: given False"),
+        ("track_name: no", "track_name: given False"),
         (None, "run.yaml: "),
     ],
 )

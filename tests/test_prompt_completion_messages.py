@@ -17,7 +17,7 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, read_example, read_fields
-from mini_trainer.use.inference.prompts import read_prompts
+from mini_trainer.data.rows.prompts import read_prompts
 
 PROMPT = [
     {"role": "system", "content": "Be brief."},

@@ -26,13 +26,13 @@ from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.formats import find_format, read_example
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
+from mini_trainer.data.rows.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts
 from mini_trainer.generate import open_model
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import GenerateOptions, ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.evaluation.likelihood import encode_choices
 from mini_trainer.use.inference.engine import Request
-from mini_trainer.use.inference.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts
 
 IM_END = "<|im_end|>"
 USER, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Five."}

@@ -171,7 +171,7 @@ def test_the_stub_takes_what_the_arguments_take():
         (dict(random_seed=7), dict(seed=7)),
         (dict(adamw_betas=(0.8, 0.9), adamw_weight_decay=0.1), dict(adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.1)),
         (dict(use_liger=True), dict(use_liger_kernels=True)),
-        (dict(keep_last_checkpoint_only=True), dict(export_name="last_epoch")),
+        (dict(keep_last_checkpoint_only=True), dict(keep_exports=1)),
         (dict(disable_flash_attn=True), dict(attention="sdpa")),
         (dict(checkpoint_at_epoch=True), dict(checkpoint_at_epoch=True)),
         (dict(validation_frequency=10), dict(validate_every_steps=10)),

@@ -14,7 +14,6 @@ from breadth import wide
 from forked import run_forked
 from in_process import train_here, train_on
 from processes import ROOT, flags
-from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
@@ -99,19 +98,6 @@ def test_an_export_that_was_due_at_the_checkpoint_is_made_on_resume(start, finis
     output_dir = copy_until(finished, 6, tmp_path / "run")
     start(output_dir, max_steps=6)
     check_same(finished, output_dir, step=6)
-
-
-def test_an_export_by_name_that_was_due_at_the_checkpoint_takes_the_older_ones_place(start, finished, tmp_path):
-    output_dir = copy_until(finished, 6, tmp_path / "run")
-    options = dict(max_steps=6, export_name="last", keep_exports=None)
-    start(output_dir, **options)
-    (name,) = [path.name for path in (output_dir / "hf_format").iterdir() if path.name == "last"]
-    older = json.loads((output_dir / "hf_format" / name / "position.json").read_text())
-    (output_dir / "hf_format" / name / "position.json").write_text(json.dumps(older | {"step": 2, "num_samples": 8}))
-    start(output_dir, **options)
-    assert json.loads((output_dir / "hf_format" / name / "position.json").read_text()) == older
-    weights = [load_file(path) for path in (output_dir / "hf_format").glob("*/model.safetensors")]
-    assert len(weights) >= 1 and not list((output_dir / "hf_format").glob(".*"))
 
 
 def test_a_directory_is_replaced_without_a_moment_in_which_it_is_not_there(tmp_path, monkeypatch):
@@ -233,6 +219,22 @@ def test_a_checkpoint_from_before_batches_by_tokens_is_resumed(start, finished, 
     write_manifest(directory, forge(directory, position=state["position"], identity=state["identity"]))
     start(output_dir, max_steps=6)
     check_same(finished, output_dir, step=6)
+
+
+def test_a_run_with_an_option_that_is_gone_is_resumed(start, finished, tmp_path):
+    """--export-name, whose exports had that name."""
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    (output_dir / "hf_format" / "last").mkdir(parents=True)
+    (output_dir / "hf_format" / "latest").symlink_to("last")
+    directory, params = output_dir / "checkpoints" / "step_3", output_dir / "training_params.json"
+    recorded = json.loads(params.read_text())
+    options = recorded["options"] | dict(export_name="last")
+    params.write_text(json.dumps(recorded | dict(options=options)))
+    write_manifest(directory, forge(directory, options=options))
+    start(output_dir, max_steps=6)
+    shutil.rmtree(output_dir / "hf_format" / "last")
+    check_same(finished, output_dir, step=6)
+    assert (output_dir / "hf_format" / "latest").samefile(output_dir / "hf_format" / "samples_48")
 
 
 def test_a_manifest_that_was_forged_is_refused(start, finished, tmp_path):

@@ -17,11 +17,11 @@ from tiny_data import read_lines, write_jsonl
 from mini_trainer.continual.rounds import replace_answer
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.rows.prompts import Prompt, as_protocol
 from mini_trainer.generate import generate
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import EngineOptions, GenerateOptions, SamplingOptions
 from mini_trainer.use.inference.engine import open_engine
-from mini_trainer.use.inference.prompts import Prompt, as_protocol
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 ASKED = [{"role": "user", "content": "How many are 12 and 30?"}]

@@ -81,7 +81,7 @@ def test_a_tokenized_row_and_an_answer_import_only_what_they_use(inputs, tmp_pat
     words = flags(model=model, prompts=chat, output=tmp_path / "answers.jsonl", max_new_tokens=1)
     found = run_and_list(report, "generate.py", *words)
     others = ("data.tokenized.reader", "model.optim.optimizers", "model.scoring.data_scores")
-    unused = {f"mini_trainer.{name}" for name in others} | OWN - {"mini_trainer.use.inference.prompts"}
+    unused = {f"mini_trainer.{name}" for name in others} | OWN - {"mini_trainer.data.rows.prompts"}
     assert not find_loaded(found, UNUSED | unused | {"numba"})
     assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
 

@@ -30,10 +30,10 @@ from mini_trainer.data.rows.labelled import check_values
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.pictured import read_column
 from mini_trainer.data.rows.preference_rows import read_preference
+from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.options import RowOptions, group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
-from mini_trainer.use.inference.prompts import read_prompts
 
 USER = {"role": "user", "content": "Weather?"}
 TEMPLATE = TRAITS["content that may not be null"]  # writes arguments as JSON

@@ -12,12 +12,12 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from trace_rows import ROWS, write_trace
 from transformers import AutoTokenizer
 
+from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.evaluation.metrics import score_answer
-from mini_trainer.use.inference.prompts import read_prompts
 
 RECIPE = yaml.safe_load((ROOT / "examples" / "recipes" / "trace.yaml").read_text(encoding="utf-8"))
 TASKS = {Path(task["input_file"]).parent.name: task for task in RECIPE["tasks"]}

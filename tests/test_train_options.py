@@ -167,10 +167,6 @@ EFFECTS = {
         dict(min_samples_per_checkpoint=8, keep_exports=2),
         lambda r, b: set(r.exports) == {"samples_24", "samples_32"},
     ),
-    "export_name": (
-        dict(min_samples_per_checkpoint=8, export_name="last"),
-        lambda r, b: set(r.exports) == {"last"},
-    ),
     "profile_steps": (
         dict(profile_steps="2:3"),
         lambda r, b: has_profile(r.output_dir, num_steps=2) and same_weights(r, b),
@@ -290,6 +286,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "validate_at_epoch",
     "export_best",
     "early_stopping_patience",
+    "sample_prompts",  # test_samples.py
     "track",  # these three: test_tracking.py
     "track_project",
     "track_name",

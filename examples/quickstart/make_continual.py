@@ -52,7 +52,6 @@ PRETRAINING = {
     "num_warmup_steps": 50,
     "activation_checkpointing": "none",
     "export_dtype": "float32",
-    "export_name": "last",
 }
 
 

@@ -160,7 +160,7 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     effective_batch_size: int | Given = NOTHING
     save_samples: int | Given = NOTHING
     keep_last_checkpoint_only: bool = False
-    """Keep one export, which each epoch replaces: `export_name="last_epoch"`."""
+    """Keep only the newest export: `keep_exports=1`."""
     warmup_steps: int | Given = NOTHING
     random_seed: int | Given = NOTHING
     adamw_weight_decay: float | Given = NOTHING

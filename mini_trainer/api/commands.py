@@ -143,7 +143,7 @@ def make_train_values(args: TrainingArgs) -> Values:
     if callbacks:
         given["callbacks"] = callbacks
     if args.keep_last_checkpoint_only:
-        values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
+        values.give("keep_exports", 1, by="keep_last_checkpoint_only")
     if args.disable_flash_attn:
         values.give("attention", "sdpa", by="disable_flash_attn")
     own = {option.name for option, _ in iterate_fields(TrainOptions)}

@@ -7,10 +7,10 @@ from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
 from mini_trainer.continual.settings import ContinualSettings, Task, Values, complete_options
 from mini_trainer.continual.settings_file import CHOICE_METRICS, SECTIONS
+from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.tasks import open_task
-from mini_trainer.use.inference.prompts import Prompt
 
 UNSTARTED = "unstarted"  # stands for the output directory of a run; nothing is written there
 

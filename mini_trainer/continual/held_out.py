@@ -11,11 +11,11 @@ import numpy as np
 from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.settings import ContinualSettings
 from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompts
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.data.tokenized.outputs import DataSetFiles
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.use.inference.prompts import Prompt, encode_prompt, read_prompts
 
 
 class HeldOut:

@@ -21,9 +21,9 @@ from mini_trainer.continual.rounds import (
     tokenize_own,
 )
 from mini_trainer.continual.settings import Replay, Task, Values, leave_teacher_out
+from mini_trainer.data.rows.prompts import Prompt, read_prompts
 from mini_trainer.use.evaluation.kept import read_lines
 from mini_trainer.use.evaluation.metrics import score_answer
-from mini_trainer.use.inference.prompts import Prompt, read_prompts
 
 ROWS, REPLAYED = "rows.jsonl", "replayed"  # in the folder of an earlier task: its rows to replay, and their data set
 

@@ -18,13 +18,14 @@ from mini_trainer.continual.context import Context, Model
 from mini_trainer.continual.data import OF_ROWS, as_row, read_questions, tokenize, write_rows
 from mini_trainer.continual.settings import SelfDistillation, Task, Values, needs_end
 from mini_trainer.data.chat.conversation import REASONING_KEYS
+from mini_trainer.data.rows.prompts import join_content
 from mini_trainer.data.stores.disk import hash_file, remove, written_aside
 from mini_trainer.options import DEFAULT_BATCH_SIZE
+from mini_trainer.run.file_names import LATEST
 from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.kept import read_lines
 from mini_trainer.use.evaluation.models import EXPORTS
 from mini_trainer.use.inference.answers import Line, is_empty, is_refused
-from mini_trainer.use.inference.prompts import join_content
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
 
@@ -80,7 +81,7 @@ def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name
     return tokenize([str(rows)], options, context.settings, folder / name, name=name, runner=context.runner)
 
 
-EXPORT = Path(EXPORTS, "last")
+EXPORT = Path(EXPORTS, LATEST)
 
 
 @dataclass(frozen=True, kw_only=True)

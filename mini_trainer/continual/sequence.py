@@ -11,6 +11,7 @@ from mini_trainer.continual.replay import find_replay, mix
 from mini_trainer.continual.rounds import learn_in_rounds
 from mini_trainer.continual.settings import SetSettings, Task, Values, add_adapter
 from mini_trainer.data.stores.disk import written_aside
+from mini_trainer.run.file_names import LATEST
 from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.models import EXPORTS
 
@@ -58,7 +59,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     options = settings.train_options(task) | {
         "model_name_or_path": model.start,
         "output_dir": str(folder / "run"),
-        "export_name": "last",
+        "keep_exports": 1,
         "seed": context.seed,
     }
     if own.validation is not None:
@@ -73,7 +74,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
         options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
         run = folder / "run"
         context.runner.run(Stage(program="train", folder=folder, options=options))
-    export = run / EXPORTS / settings.export
+    export = run / EXPORTS / (LATEST if settings.export == "last" else settings.export)
     if settings.adapters == "merged":
         bases = export / BASES if "osft_bases" in options else model.bases
         return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)

@@ -46,7 +46,7 @@ SECTIONS = {
         TrainOptions,
         {
             *("config", "model_name_or_path", "output_dir", "data_path", "data_weights", "data_weights_by", "seed"),
-            *("resume", "continue_from", "schedule_steps", "export_name", "lora_adapter", "lora_export"),
+            *("resume", "continue_from", "schedule_steps", "lora_adapter", "lora_export"),
             *("osft_statistics", "osft_bases", "validation_data_path", "input_file", "input_dataset", "mock_data"),
             *("dry_run", "print_config", "preset", "push_to_hub", "upload_to", "allow_changed_options"),
             *("keep_exports", "save_final_checkpoint"),

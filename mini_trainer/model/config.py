@@ -69,6 +69,12 @@ def load_generation_config(model_dir: str, config: PreTrainedConfig) -> Generati
     return load_generation_file(model_dir)
 
 
+def list_stops(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: the generation config's, or else the tokenizer's."""
+    stops = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    return [] if stops is None else list(stops) if isinstance(stops, (list, tuple)) else [stops]
+
+
 def load_generation_file(model_dir: str | Path) -> GenerationConfig:
     """The generation config in a directory; ValueError if it cannot be used."""
     try:

@@ -146,6 +146,10 @@ class ValidationOptions:
     """Validate at the end of each epoch."""
     validate_training_data: bool = False
     """Also validate on the training data."""
+    sample_prompts: str | None = option(None, may_differ=True)
+    """File of up to 16 prompts, in the formats that generate.py reads. The model answers them at each validation,
+    greedily and with at most 64 tokens, in OUTPUT_DIR/samples_0.jsonl. Each new token takes a forward pass over all
+    prompts, which may have 4,096 tokens together."""
     validate_average: bool = False
     """Also validate the average of --weight-average: metrics named average_NAME."""
     export_best: bool = True

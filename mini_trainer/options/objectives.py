@@ -21,12 +21,13 @@ NO_ROUTER_LOSS = dict.fromkeys(
     ("router_aux_loss", "router_loss_over"), "whose models have no such loss in transformers"
 )
 OF_SEQUENCES = {"context_parallel": "whose targets are of whole sequences"}
+NO_TEXT = {"sample_prompts": "whose models write no text"}
 SAME_NOISE = {"neftune_alpha": "whose answers would get different noise"}
 CLASSIFIER = ObjectiveFacts(
     "mini_trainer.objectives.classes:Classification",
     row_format="classification",
     options=("class_weights", "label_smoothing", "write_predictions"),
-    excluded=NO_ROUTER_LOSS | OF_SEQUENCES,
+    excluded=NO_ROUTER_LOSS | OF_SEQUENCES | NO_TEXT,
     validation_modules=("sklearn",),
 )
 
@@ -59,7 +60,7 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
         data="preference",
         row_format="preference",
         options=("reward_centering",),
-        excluded=NO_ROUTER_LOSS | OF_SEQUENCES | SAME_NOISE,
+        excluded=NO_ROUTER_LOSS | OF_SEQUENCES | NO_TEXT | SAME_NOISE,
     ),
 }
 

@@ -70,9 +70,8 @@ class ExportOptions:
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
     keep_exports: int | None = option(None, at_least=1)
-    """Number of newest exports to keep, in addition to hf_format/best; None: all."""
-    export_name: str | None = None
-    """Fixed name in hf_format, such as last, under which each export replaces the previous one. Default: samples_N."""
+    """Number of newest exports to keep, in addition to hf_format/best; None: all. hf_format/latest links to the newest.
+    """
     upload_to: str | None = None
     """URL (s3:// or gs://) below which each export is copied to its own directory, in the background
     (docs/tasks/tracking.md)."""

@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_trainer.data.stores.disk import link_beside, read_json, remove_directory
+from mini_trainer.data.stores.disk import link_beside, remove_directory
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.monitor import RunControl
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from mini_trainer.run.uploads import Uploads
 
 AVERAGE_PREFIX = "average_"  # before the name of an export: of --weight-average
-POSITION_FILE = "position.json"  # in an export with --export-name: the run's position
 BEST_FILE = "validation.json"  # in the best model's export: its line of validation_metrics_0.jsonl
 
 
@@ -65,11 +63,8 @@ class Exports:
         return has_export
 
     def has(self, position: RunPosition) -> bool:
-        """Whether the export for `position` exists and holds that position's model."""
-        export_dir = self.path_of(position)
-        if self.options.export_name is None or not export_dir.exists():
-            return export_dir.exists()
-        return (export_dir / POSITION_FILE).is_file() and read_json(export_dir / POSITION_FILE) == asdict(position)
+        """Whether the export for `position` exists."""
+        return self.path_of(position).exists()
 
     def link(self, export_dir: Path) -> None:
         """Makes `latest` a link to an export; a note where the file system has no links."""
@@ -84,15 +79,13 @@ class Exports:
         return link if path.is_dir() and link.is_dir() and link.samefile(path) else path
 
     def path_of(self, position: RunPosition) -> Path:
-        return self.directory / (self.options.export_name or f"samples_{position.num_samples}")
+        return self.directory / f"samples_{position.num_samples}"
 
     def write(self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None) -> None:
         """Exports the model at `position`; as the best model if `best`, its validation metrics, is given."""
         call_on_rank0(self.world, self.control.check_directory)
         inputs = self.inputs
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
-        if best is None and self.options.export_name is not None:
-            notes[POSITION_FILE] = json.dumps(asdict(position)) + "\n"
         notes |= call_on_rank0(self.world, lambda: make_card(inputs, position))
         export_dir = self.path_of(position) if best is None else self.directory / "best"
         num_steps, average = state.num_steps_before + position.step, state.average

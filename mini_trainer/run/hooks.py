@@ -69,7 +69,7 @@ class Callback:
         """Called when a checkpoint is complete; with --async-checkpoint, some steps after its own."""
 
     def on_export(self, path: Path) -> Answer | None:
-        """Called when an export is complete: hf_format/samples_N, average_samples_N, best, or --export-name."""
+        """Called when an export is complete: hf_format/samples_N, average_samples_N or best."""
 
     def on_end(self, reason: str | None) -> None:
         """Called at the end, after the last checkpoint and export; not if the run ends with an error.

@@ -25,6 +25,7 @@ from mini_trainer.sampler import Batching, RunPosition, draw_batches
 if TYPE_CHECKING:
     from mini_trainer.model.scoring.score_files import ScoreFile
     from mini_trainer.run.callbacks import Classes
+    from mini_trainer.run.samples import Samples
 
 Result = TypeVar("Result")
 
@@ -152,6 +153,7 @@ class RunInputs:
     origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
     schedule_steps: int | None = None
     callbacks: "Classes" = field(default_factory=dict)
+    samples: "Samples | None" = None  # None without --sample-prompts
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 

@@ -193,6 +193,10 @@ class RunDirectory:
             MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
             open_console(time_left, shown=tuple(inputs.objective.metrics)),
         ]
+        if inputs.samples is not None:
+            from mini_trainer.run.samples import SamplesFile
+
+            sinks.append(SamplesFile(self.path, first_step=first_step, num_validations=num_validations))
         if tracking.track:
             from mini_trainer.run.trackers import open_trackers
 

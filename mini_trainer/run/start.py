@@ -61,6 +61,7 @@ from mini_trainer.sampler import RunPosition, choose_batching, count_steps
 
 if TYPE_CHECKING:
     from mini_trainer.run.callbacks import Classes
+    from mini_trainer.run.samples import Samples
 
 
 def open_inputs(
@@ -118,6 +119,7 @@ def open_inputs(
         **vars(schedule),
         origin=origin,
         callbacks=callbacks,
+        samples=open_sample_prompts(options.validation, data, model, errors),
         errors=errors,
     )
     if inputs.batching is not None:
@@ -146,6 +148,15 @@ def open_callbacks(names: Sequence[str], errors: Errors) -> "Classes":
     from mini_trainer.run.callbacks import load_callbacks
 
     return errors.attempt(lambda: load_callbacks(names)) or {}
+
+
+def open_sample_prompts(o: ValidationOptions, data: OpenedData, model: OpenedModel, errors: Errors) -> "Samples | None":
+    """The prompts of --sample-prompts for the model."""
+    if o.sample_prompts is None or model.tokenizer is None:
+        return None
+    from mini_trainer.run.samples import open_samples
+
+    return errors.attempt(lambda: open_samples(o.sample_prompts, model, has_images=data.training.has_images))
 
 
 def open_data(

@@ -151,7 +151,8 @@ def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
             name: items
             for option, data in inputs.data_sets.items()
             for name, items in describe_sets(data, option, is_verified=verifies).items()
-        },
+        }
+        | ({} if inputs.samples is None else {"--sample-prompts": inputs.samples.digest[:DIGITS]}),
         "model": {
             "tokenizer": fingerprint_tokenizer_state(inputs.tokenizer)[:DIGITS],
             **{

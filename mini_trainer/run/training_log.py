@@ -77,6 +77,9 @@ class Sink:
     def write_validation(self, metrics: dict[str, Any]) -> None:
         """Receives the metrics of one validation, after its `step`, or before the first."""
 
+    def write_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Receives the answers to --sample-prompts at a validation, after its metrics."""
+
     def write_checkpoint(self, path: Path) -> None:
         """Receives the directory of a complete checkpoint."""
 
@@ -106,6 +109,10 @@ class TrainingLog(Sink):
     def write_validation(self, metrics: dict[str, Any]) -> None:
         for sink in self.sinks:
             sink.write_validation(metrics)
+
+    def write_samples(self, rows: list[dict[str, Any]]) -> None:
+        for sink in self.sinks:
+            sink.write_samples(rows)
 
     def write_checkpoint(self, path: Path) -> None:
         for sink in self.sinks:

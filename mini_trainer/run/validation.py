@@ -175,7 +175,7 @@ class Validations:
 
         `cap`: tokens per rank and micro-batch.
         """
-        inputs, (metric, least) = self.inputs, self.options.deciding
+        start, inputs, (metric, least) = time.monotonic(), self.inputs, self.options.deciding
         where = {
             "step": position.step,
             "epoch": position.num_samples / len(inputs.data.kept),
@@ -199,7 +199,13 @@ class Validations:
             metrics[metric], step=position.step, more_is_better=inputs.objective.metrics[metric], least=least
         )
         metrics["is_best"] = is_best = self.progress.best_step == position.step
+        samples = None
+        if inputs.samples is not None:
+            samples = inputs.samples.answer(state, position.step, progress=self.control.progress)
+        metrics["seconds"] = time.monotonic() - start
         log.write_validation(metrics)
+        if samples is not None:
+            log.write_samples(samples)
         if is_best and self.options.export_best:
             exports.write(state, position, best=metrics)
         return self.has_learnt_enough

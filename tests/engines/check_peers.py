@@ -198,7 +198,7 @@ def test_what_the_hub_holds_is_the_export(exports: Exports, table: Table, tmp_pa
     """Uploaded by the hub's own client."""
     hub, run_dir = Hub(), tmp_path / "run"
     words = flags(model_name_or_path=exports.base(), input_file=exports.chats, output_dir=run_dir, batch_size=4,
-                  max_steps=2, max_tokens_per_gpu=512, export_dtype="float32", export_name="last",
+                  max_steps=2, max_tokens_per_gpu=512, export_dtype="float32",
                   push_to_hub="me/counting")  # fmt: skip
     try:
         env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
@@ -209,5 +209,5 @@ def test_what_the_hub_holds_is_the_export(exports: Exports, table: Table, tmp_pa
     for name, content in files.items():
         (tmp_path / "held" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "held" / name).write_bytes(content)
-    export = run_dir / "hf_format" / "last"
+    export = run_dir / "hf_format" / "latest"
     table.compare("hub stand-in", "full", expect(export, ask_chats()), expect(tmp_path / "held", ask_chats()))

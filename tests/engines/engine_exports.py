@@ -146,10 +146,10 @@ class Exports:
     def train(self, kind: str, **options: object) -> Path:
         """A few steps of train.py; the export."""
         given = dict(model_name_or_path=self.base(), output_dir=self.folder / kind, batch_size=4, max_steps=6,
-                     max_tokens_per_gpu=512, learning_rate=2e-3, export_name="last",
+                     max_tokens_per_gpu=512, learning_rate=2e-3,
                      data_cache_dir=self.folder / "data")  # fmt: skip
         run("train.py", **given | options)
-        return self.folder / kind / "hf_format" / "last"
+        return self.folder / kind / "hf_format" / "latest"
 
 
 def run(script: str, **options: object) -> None:

@@ -101,3 +101,14 @@ def quote(value: Any) -> str:
     if isinstance(value, Unreadable):
         return value.reason
     return "missing or null" if value is None else reprlib.repr(value)
+
+
+def parse_sample(line: bytes) -> dict[str, Any] | None:
+    """The content of a complete line of a run's samples_0.jsonl; None if it is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_sample = isinstance(row, dict) and type(row.get("step")) is int and line.endswith(b"\n")
+    is_sample = is_sample and all(isinstance(row.get(key), str) for key in ("prompt", "answer", "finish_reason"))
+    return row if is_sample else None

@@ -180,6 +180,8 @@ def find_sharing_problems(options: TrainOptions) -> list[str]:
     reasons = []
     if options.optimization.neftune_alpha is not None:
         reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
+    if options.validation.sample_prompts is not None:
+        reasons.append("not with --sample-prompts, whose answers need whole sequences")
     if options.compute.compile:
         reasons.append("not with --compile, with which it has not been tested")
     return [f"--context-parallel {num_sharing}: {reason}: give only one of them" for reason in reasons]
@@ -199,13 +201,6 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
     if given and not plan.dry_run:
         problems.append(f"{', '.join(given)}: no effect without --dry-run")
-    name = exports.export_name
-    if name is not None and (name in ("", "best", "latest") or name.startswith((".", "samples_")) or "/" in name):
-        problems.append(
-            f"--export-name {name!r}: must be the name of a directory, other than best, latest, samples_N and .NAME"
-        )
-    if name is not None and exports.keep_exports is not None:
-        problems.append("--keep-exports has no effect with --export-name, which keeps only one export")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the run has no end, so the trained model would never be written: add --max-epochs, --max-steps,"

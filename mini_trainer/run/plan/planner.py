@@ -253,8 +253,7 @@ def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOpti
 
 def find_most_exports(options: ExportOptions) -> int | None:
     """The most exports that are there at once, with one that is being written; None: all of them."""
-    num_kept = 1 if options.export_name is not None else options.keep_exports
-    return None if num_kept is None else num_kept + 1
+    return None if options.keep_exports is None else options.keep_exports + 1
 
 
 def count_exports(

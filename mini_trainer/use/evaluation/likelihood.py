@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mini_trainer.data.rows.prompts import Prompt, encode_text, render_prompt
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, gather_on_rank0
 from mini_trainer.use.inference.hf_engine import HFEngine
-from mini_trainer.use.inference.prompts import Prompt, encode_text, render_prompt
 
 MAX_BATCH_TOKENS = 4096  # tokens with logits at once
 

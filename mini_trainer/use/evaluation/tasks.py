@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mini_trainer.data.rows.prompts import Prompt, read_prompts
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options.problems.packages import require
@@ -20,7 +21,6 @@ from mini_trainer.use.evaluation.results import Measured, Sample
 from mini_trainer.use.inference.answers import AnswerFile, describe_making, dump, is_cut, is_refused
 from mini_trainer.use.inference.batch import answer_all
 from mini_trainer.use.inference.engine import Engine
-from mini_trainer.use.inference.prompts import Prompt, read_prompts
 
 CHOICE_MEASURES = ["choice", "choice_normalised"]
 SCORING = "white space at a prompt's end is scored with its choices"  # results scored differently are not reused

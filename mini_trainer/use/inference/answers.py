@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from mini_trainer.data.rows.prompts import Prompt, as_json
 from mini_trainer.data.stores.disk import naming_failed_writes, written_aside
 from mini_trainer.distributed.ending import log
 from mini_trainer.options.tools import SamplingOptions
 from mini_trainer.use.inference.engine import REFUSED, Answer, Key, Request
-from mini_trainer.use.inference.prompts import Prompt, as_json
 
 Line = dict[str, Any]
 FINGERPRINT = "system_fingerprint"  # of a server's software and settings

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from mini_trainer.data.chat.conversation import Message
+from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.options.doors import ENGINES
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.loading import FoundModel
-from mini_trainer.use.inference.prompts import Prompt
 
 
 class OwnNoise(LogitsProcessor):
@@ -88,13 +88,6 @@ class Answer:
     message: Message | None = None  # of a server, which separates reasoning and calls from the content, `text`
     served_by: dict[str, Any] | None = None  # what a server says of its model with this answer
     reason: str | None = None  # why the prompt was refused
-
-
-def find_refusal(num_tokens: int, context: int | None) -> str | None:
-    """Why a prompt of this length has no answer in a context of so many tokens; None if it has one."""
-    if context is None or num_tokens < context:
-        return None
-    return f"has {num_tokens:,} tokens, but the model's context of {context:,} must also hold the answer"
 
 
 def refuse(reason: str, *, served_by: dict[str, Any] | None = None) -> Answer:

@@ -16,12 +16,13 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt, find_refusal
 from mini_trainer.distributed.ending import is_out_of_memory, log
+from mini_trainer.model.config import list_stops
 from mini_trainer.model.mixers import find_mixers
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.use.inference.engine import Answer, Key, Request, find_refusal, make_processors, refuse
+from mini_trainer.use.inference.engine import Answer, Key, Request, make_processors, refuse
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype, load_answering_model
-from mini_trainer.use.inference.prompts import Prompt, encode_prompt
 
 PROBE_LENGTHS = (4, 11)
 # Largest change of a logit due to padding, relative to the logits' standard deviation: only rounding is allowed.
@@ -241,8 +242,7 @@ def make_generation_config(config: GenerationConfig, tokenizer: Any, sampling: S
     for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_length"):
         setattr(made, name, None)
     made.max_new_tokens = sampling.max_new_tokens
-    stops = made.eos_token_id if made.eos_token_id is not None else tokenizer.eos_token_id
-    made.eos_token_id = [] if stops is None else list(stops) if isinstance(stops, (list, tuple)) else [stops]
+    made.eos_token_id = list_stops(made, tokenizer)
     pads = [made.pad_token_id, tokenizer.pad_token_id, *made.eos_token_id, 0]
     made.pad_token_id = next(token for token in pads if token is not None)
     return made

@@ -4,9 +4,9 @@ import signal
 from contextlib import closing, suppress
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Message
+from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.distributed.messages import make_visible, say
 from mini_trainer.use.inference.engine import Engine
-from mini_trainer.use.inference.prompts import Prompt
 
 HELP = """/reset        start a new conversation
 /system TEXT  start a new conversation with TEXT as the system message; without TEXT, with none

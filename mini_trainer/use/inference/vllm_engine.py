@@ -11,14 +11,14 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt, find_refusal
 from mini_trainer.model.methods.adapter_settings import check_settings
 from mini_trainer.options import parse_named_values
 from mini_trainer.options.command_line import suggest
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.use.inference.engine import Answer, Key, Request, find_refusal, make_seed, refuse
+from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed, refuse
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype
-from mini_trainer.use.inference.prompts import Prompt, encode_prompt
 
 # Sampling parameters that a model's generation config can set in vLLM, besides temperature and length.
 MODELS_OWN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "top_p", "top_k", "min_p")

@@ -299,6 +299,13 @@ def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
     return ids[: len(ids) - count_ending(ids, text, tokenizer.eos_token_id, tokenizer.eos_token)]
 
 
+def find_refusal(num_tokens: int, context: int | None) -> str | None:
+    """Why a prompt of this length has no answer in a context of so many tokens; None if it has one."""
+    if context is None or num_tokens < context:
+        return None
+    return f"has {num_tokens:,} tokens, but the model's context of {context:,} must also hold the answer"
+
+
 def drop_non_finite(value: Any) -> Any:
     """The value with null for NaN and infinity, which JSON lacks and which differ from themselves when read again."""
     if isinstance(value, float) and not math.isfinite(value):
