@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
@@ -408,6 +409,42 @@ def test_runs_of_one_colour_have_other_dashes(tmp_path):
     assert len(set(looks)) == 15 < len(COLOURS) * len(DASHES)
 
 
+def test_the_page_of_a_short_run_is_small(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=1000, sources=("web", "code"), sets=("a", "b"))
+    assert len(make_curves_page(open_runs([path]), smoothing=None).encode()) < 300_000
+
+
+def write_samples(path: Path, steps: Iterable[int], prompts: Iterable[str], *, answer: str = "answer") -> None:
+    write_jsonl(path / "samples_0.jsonl", [
+        dict(step=step, prompt=prompt, answer=f"{answer} {step}", finish_reason="length" if step else "stop")
+        for step in steps for prompt in prompts
+    ])  # fmt: skip
+
+
+def test_answers_to_sample_prompts_are_there_by_prompt(tmp_path):
+    first, second, third = (write_run(tmp_path / name, num_steps=5) for name in "abc")
+    write_samples(first, range(40), ["one", "two"])
+    write_samples(second, (0, 4), ["two", "x" * 5000])
+    with (second / "samples_0.jsonl").open("a") as file:
+        file.write('nonsense\n{"step": 5, "prompt": "torn')
+    page = describe(first, second, third)
+    shown = [(one["prompt"][:3], [(row["run"], row["step"]) for row in one["answers"]]) for one in page["samples"]]
+    assert shown == [
+        ("one", [(0, step) for step in (0, 13, 26, 39)]),
+        ("two", [(0, step) for step in (0, 13, 26, 39)] + [(1, 0), (1, 4)]),
+        ("xxx", [(1, 0), (1, 4)]),
+    ]
+    assert len(page["samples"][2]["prompt"]) < 2100 and any("up to 40 in a run, 4 of each" in n for n in page["notes"])
+    assert [(row["text"], row["is_cut"]) for row in page["samples"][2]["answers"]] == [
+        ("answer 0", False),
+        ("answer 4", True),
+    ]
+    assert describe(third)["samples"] == []
+    before = describe(third)["version"]
+    write_samples(third, (0,), ["one"])
+    assert describe(third)["version"] != before and len(describe(third)["samples"]) == 1
+
+
 # ---- pictures
 
 
@@ -519,19 +556,13 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path):
         assert done.returncode == 2 and f"--output {output}" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_the_libraries_the_message_says_what_to_install(tmp_path):
+def test_without_matplotlib_the_message_says_what_to_install(tmp_path):
     path = write_run(tmp_path / "a", num_steps=2)
     (tmp_path / "missing").mkdir()
-    for name, ending in (("plotly", "html"), ("matplotlib", "png")):
-        (tmp_path / "missing" / f"{name}.py").write_text("raise ImportError")
-        command = [
-            *(sys.executable, "-m", "mini_trainer", "plot-metrics"),
-            str(path),
-            "--output",
-            str(tmp_path / f"x.{ending}"),
-        ]
-        done = run(command, env={"PYTHONPATH": f"{tmp_path / 'missing'}"})
-        assert done.returncode == 2 and f"pip install {name}" in done.stderr
+    (tmp_path / "missing" / "matplotlib.py").write_text("raise ImportError")
+    command = [*(sys.executable, "-m", "mini_trainer", "plot-metrics"), str(path), "--output", str(tmp_path / "x.png")]
+    done = run(command, env={"PYTHONPATH": f"{tmp_path / 'missing'}"})
+    assert done.returncode == 2 and "pip install matplotlib" in done.stderr
 
 
 # ---- following
@@ -602,6 +633,7 @@ def page(tmp_path_factory) -> Path:
     first = write_run(folder / "first", num_steps=400, sources=("web", "code"), sets=("a", "b"), resumes=(100,))
     second = write_run(folder / "second", num_steps=300, seed=1, options={"learning_rate": 5e-4})
     third = write_run(folder / HOSTILE, num_steps=200, seed=2, sources=("web",), finished=False)
+    write_samples(third, (0, 100, 200), ["What?", HOSTILE], answer=HOSTILE)
     (folder / "page.html").write_text(make_curves_page(open_runs([first, second, third]), smoothing=20))
     return folder / "page.html"
 
@@ -619,7 +651,7 @@ def settle(browser: Browser) -> None:
 
 
 COUNT_TRACES = """Object.fromEntries(data.charts.map(chart =>
-    [idOf(chart), byId(idOf(chart)).querySelectorAll(".scatterlayer .trace").length]))"""
+    [idOf(chart), byId(idOf(chart)).querySelectorAll(".trace").length]))"""
 
 
 @needs_browser
@@ -639,7 +671,33 @@ def test_a_browser_draws_every_curve_and_asks_for_nothing(browser, page):
     assert names == ["first", "second", HOSTILE]
     assert browser.ask("document.querySelectorAll('#differing tr').length") == 1 + 1
     assert browser.ask("document.querySelectorAll('img').length") == 0
+    assert browser.ask("[...document.querySelectorAll('#samples summary')].map(one => one.innerText)") == [
+        "What?",
+        HOSTILE,
+    ]
+    texts = browser.ask("[...document.querySelectorAll('#samples td')].map(cell => cell.textContent)")
+    assert texts == [f"{HOSTILE} {step}{end}" for step, end in ((0, ""), (100, " …"), (200, " …"))] * 2
     assert browser.ask("new Set([...document.querySelectorAll('[aria-pressed=true].run')]).size") == 3
+
+
+@needs_browser
+@pytest.mark.slow
+def test_the_pointer_reads_all_runs_at_a_step(browser, page):
+    open_page(browser, page.as_uri())
+    x, y, width, height = browser.ask("(({x, y, width, height}) => [x, y, width, height])"
+                                      "(document.querySelector('.first .over').getBoundingClientRect())")  # fmt: skip
+    low, high = browser.ask("byId('s loss').drawn.ranges.x")
+    at = x + width * (160 - low) / (high - low)
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=at, y=y + height / 2)
+    browser.rest()
+    head, *lines = browser.ask("[...document.querySelectorAll('.first .tip p')].map(line => line.textContent)")
+    names = [re.search(r"  (\S+)", line)[1] for line in lines]
+    assert head == "step 160" and names == ["first", "second", "<img", "first"]
+    losses = [json.loads(line)["loss"] for line in (page.parent / "first" / METRICS).read_text().splitlines()]
+    assert f"({losses[159]:.4g})" in lines[0] and "validation" in lines[3]
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    browser.rest()
+    assert not browser.ask("document.querySelector('.first .tip').checkVisibility()")
 
 
 @pytest.mark.long
@@ -656,6 +714,7 @@ def test_a_run_that_is_hidden_is_hidden_on_all_charts(browser, page):
         "s peak_memory_usage_GB": 2, "s source: web": 2, "s source: code": 0, "v set: a": 0, "v set: b": 0,
     }  # fmt: skip
     assert browser.ask("byId('runs').children[0].getAttribute('aria-pressed')") == "false"
+    assert browser.ask("document.querySelectorAll('#samples td').length") == 6
     browser.ask("byId('runs').children[0].click()")
     settle(browser)
     assert browser.ask(COUNT_TRACES) == before
@@ -668,7 +727,7 @@ def test_a_run_that_is_hidden_is_hidden_on_all_charts(browser, page):
 @needs_browser
 @pytest.mark.slow
 def test_dark_follows_the_system_and_the_button(browser, page):
-    first_line = "document.querySelector('.first .scatterlayer .trace:last-child path').style.stroke"
+    first_line = "document.querySelector('.first .trace:last-child').getAttribute('stroke')"
     back = "getComputedStyle(document.body).backgroundColor"
     open_page(browser, page.as_uri())
     light = [browser.ask(back), browser.ask(first_line)]
@@ -690,12 +749,12 @@ def test_axes_have_titles_and_a_constant_rate_is_level(browser, tmp_path):
     write_jsonl(path / METRICS, rounded)
     (tmp_path / "page.html").write_text(make_curves_page(open_runs([path]), smoothing=None))
     open_page(browser, (tmp_path / "page.html").as_uri())
-    low, high = browser.ask("byId('s lr').layout.yaxis.range")
+    low, high = browser.ask("byId('s lr').drawn.ranges.y")
     assert low == 0 and 1e-5 < high < 1.3e-5
     titles = browser.ask("data.charts.map(chart => ['x', 'y'].map(axis =>"
                          " byId(idOf(chart)).querySelector(`.${axis}title`).textContent))")  # fmt: skip
     assert titles[0] == ["step", "Loss"] and ["step", "Peak memory (GB)"] in titles
-    low, high = browser.ask("byId('s loss')._fullLayout.yaxis.range")
+    low, high = browser.ask("byId('s loss').drawn.ranges.y")
     assert low > 0.3  # others fill the chart
 
 
@@ -707,7 +766,7 @@ def test_smoothing_axes_and_zoom(browser, page):
     browser.ask("byId('smoothing').value = 0, byId('smoothing').dispatchEvent(new Event('input'))")
     settle(browser)
     assert browser.ask("byId('window').textContent") == "none" and browser.ask(COUNT_TRACES)["s loss"] == 3 + 1 + 1
-    ranges = "data.charts.map(chart => byId(idOf(chart)).layout.xaxis.range)"
+    ranges = "data.charts.map(chart => byId(idOf(chart)).drawn.ranges.x)"
     assert all(low <= 0 and 400 < high < 420 for low, high in browser.ask(ranges))
     browser.ask("byId('axes').children[1].click()")
     settle(browser)
@@ -717,20 +776,20 @@ def test_smoothing_axes_and_zoom(browser, page):
 
     # What is dragged over on one chart is what all of them show, and the scale is that of what is shown.
     box = browser.ask("(({x, y, width, height}) => [x, y, width, height])"
-                      "(document.querySelector('.first .nsewdrag').getBoundingClientRect())")  # fmt: skip
+                      "(document.querySelector('.first .over').getBoundingClientRect())")  # fmt: skip
     middle = box[1] + box[3] / 2
     browser.drag((box[0] + box[2] * 0.5, middle), (box[0] + box[2] * 0.75, middle))
     browser.wait_until("view.x !== null")
     settle(browser)
     zoomed = browser.ask(ranges)
     assert all(190 < low < 215 and 285 < high < 315 for low, high in zoomed)
-    assert browser.ask("byId('s loss').layout.yaxis.range[1]") < 3
+    assert browser.ask("byId('s loss').drawn.ranges.y[1]") < 3
     browser.ask("byId('reset').click()")
     settle(browser)
     assert all(high > 400 for _, high in browser.ask(ranges)) and browser.ask("byId('reset').disabled")
     browser.ask("document.querySelector('.first .log').click()")
     settle(browser)
-    assert browser.ask("byId('s loss').layout.yaxis.type") == "log"
+    assert browser.ask("byId('s loss').drawn.isLog")
     assert browser.list_complaints() == []
 
 
@@ -739,7 +798,7 @@ def test_smoothing_axes_and_zoom(browser, page):
 def test_a_narrow_window_has_no_need_to_scroll_sideways(browser, page):
     open_page(browser, page.as_uri(), width=400)
     assert browser.ask("document.documentElement.scrollWidth") <= 400
-    widths = browser.ask("[...document.querySelectorAll('.plot .main-svg')].map(plot => plot.clientWidth)")
+    widths = browser.ask("[...document.querySelectorAll('.plot svg')].map(plot => plot.clientWidth)")
     assert widths and all(300 < width < 400 for width in widths)
 
 
@@ -754,11 +813,11 @@ def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     target = tmp_path / "page.html"
     target.write_text(make_curves_page(open_runs([path]), smoothing=1))
     open_page(browser, target.as_uri())
-    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').data[0])")
+    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').drawn.traces[0])")
     assert len(xs) < 2500 and max(ys) == 50.0 and abs(xs[ys.index(50.0)] - 3211) < 10
     browser.ask("view.x = [3200, 3220], drawAll()")
     settle(browser)
-    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').data[0])")
+    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').drawn.traces[0])")
     assert xs == list(range(3199, 3222)) and xs[ys.index(50.0)] == 3211
     # The script's smoothing is that of the picture.
     browser.ask("view.window = 10")
@@ -796,7 +855,7 @@ def test_a_followed_page_grows_without_losing_its_place(browser, server):
         file.write(json.dumps(row) + "\n")
     browser.wait_until("data.runs[0].x.step.length === 61")
     settle(browser)
-    assert browser.ask("[view.x, view.window, byId('s loss').layout.xaxis.range]") == [[5, 15], 5, [5, 15]]
+    assert browser.ask("[view.x, view.window, byId('s loss').drawn.ranges.x]") == [[5, 15], 5, [5, 15]]
     assert browser.ask("document.querySelectorAll('.plot').length") == 5 + 3
     assert "following" in browser.ask("byId('live').textContent")
     assert browser.list_complaints() == []

@@ -1,6 +1,5 @@
 """The last lines of a run: its results, and the commands that use or continue it."""
 
-import importlib.util
 import logging
 import shlex
 from pathlib import Path
@@ -76,11 +75,7 @@ def describe_trial(model: Path, exports: Exports) -> list[str]:
 
 def describe_curves(output_dir: Path) -> str:
     command = name_program("plot-metrics")
-    has_plotly = importlib.util.find_spec("plotly") is not None
-    return (
-        f"curves{'' if has_plotly else ' (pip install plotly)'}:"
-        f" {command} {quote(output_dir)} --output {quote(output_dir / 'curves.html')}"
-    )
+    return f"curves: {command} {quote(output_dir)} --output {quote(output_dir / 'curves.html')}"
 
 
 def describe_continuing(resume: str, output_dir: str) -> str:

@@ -1,7 +1,6 @@
 """The results of a sweep: the table of its trials, results.json, the page of curves, and the best one's options."""
 
 import dataclasses
-import importlib.util
 import json
 import shlex
 from collections.abc import Sequence
@@ -55,8 +54,6 @@ def write_results(settings: SweepSettings, trials: Sequence[Trial]) -> None:
 
 def write_curves(settings: SweepSettings, ranked: Sequence[Trial]) -> str:
     """Writes the page of the best trials' curves, in which the best is marked; returns where it is."""
-    if importlib.util.find_spec("plotly") is None:
-        return "curves: not written, pip install plotly"
     shown = ranked[:MOST_CURVES]
     names = [one.name + (", best" if i == 0 else "") for i, one in enumerate(shown)]
     runs = [Run(settings.root / one.name / "run", name) for one, name in zip(shown, names, strict=True)]

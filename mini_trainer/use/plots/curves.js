@@ -1,11 +1,10 @@
 const AXES = ["step", "samples", "tokens", "hours"];
 const MIN_POINTS = 300, MAX_POINTS = 1000;  // of a curve, drawn at a time
 const WINDOWS = [1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000];  // steps
-const STAR = "13,0 14.6,4 19,4.2 15.6,6.9 16.8,11 13,8.6 9.2,11 10.4,6.9 7,4.2 11.4,4";
+const STAR_IN_KEY = "13,0 14.6,4 19,4.2 15.6,6.9 16.8,11 13,8.6 9.2,11 10.4,6.9 7,4.2 11.4,4";
 const MAX_WHOLE = 20;  // a word in a table that is no longer is not broken
 const LEVEL = 1e-3;  // a curve is level if it changes by no more than this share of itself
 const SECONDS_BETWEEN_QUESTIONS = 3;
-const CONFIG = {displayModeBar: false, responsive: true, doubleClick: false, showTips: false};
 
 let data = JSON.parse(byId("data").textContent);
 if (!WINDOWS.includes(data.smoothing)) WINDOWS.push(data.smoothing);
@@ -40,21 +39,12 @@ function shortName(run, limit) {
   return start <= 9 ? shorten(run.name, limit) : name.slice(0, 8).join("") + "…" + shorten(name.slice(start).join(""), limit - 9);
 }
 
-// Plotly reads some HTML in text; entities it shows as what they stand for.
-const escapeText = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-
 function format(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size < 1e-3 || size >= 1e9) return value.toExponential(3).replace("e+", "e");
   return size < 100 ? String(+value.toPrecision(4)) : group(Math.round(value * 10) / 10);
-}
-
-function svg(kind, attributes) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", kind);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  return node;
 }
 
 function swatch(run) {
@@ -137,47 +127,39 @@ function drawExtremes(groups) {
   return {x, y, groups: text};
 }
 
+// What a point says: its number, and the rest.
 function describeGroup(run, group, value) {
   const range = group.low === group.high ? format(group.low) : `${format(group.low)} to ${format(group.high)}`;
   const step = view.axis === "step" ? "" : ` · step ${group.step}`;
-  const shown = value === null ? `<b>${range}</b>` : `<b>${format(value)}</b> (${range})`;
-  return `${shown}  ${escapeText(shortName(run, 28))}${step}`;
+  const [strong, others] = value === null ? [range, ""] : [format(value), ` (${range})`];
+  return [strong, `${others}  ${shortName(run, 28)}${step}`];
 }
 
 function drawSteps(run, chart, width) {
   if (!run.curves[chart.key]) return [];
   const groups = makeGroups(run, chart.key, width), isSmoothed = chart.is_noisy && view.window > 1;
-  const extremes = drawExtremes(groups);
-  const common = {type: "scatter", mode: groups.length > 1 ? "lines" : "markers", connectgaps: true, name: run.path};
-  const line = {color: colourOf(run), dash: run.dash, width: widthOf(run), simplify: false}, template = "%{text}<extra></extra>";
-  if (!isSmoothed) return [{...common, x: extremes.x, y: extremes.y, line, marker: {color: line.color},
-    text: extremes.groups.map(group => describeGroup(run, group, null)), hovertemplate: template}];
+  const extremes = drawExtremes(groups), isLine = groups.length > 1;
+  const common = {colour: colourOf(run), hasLine: isLine, markers: isLine ? null : "full"};
+  const whole = {...common, dash: run.dash, width: widthOf(run)}, points = {x: extremes.x, y: extremes.y};
+  if (!isSmoothed) return [{...whole, ...points, texts: extremes.groups.map(group => describeGroup(run, group, null))}];
   return [
-    {...common, x: extremes.x, y: extremes.y, line: {color: line.color, width: 1}, opacity: isDark() ? 0.42 : 0.3,
-      marker: {color: line.color}, hoverinfo: "skip", isBehind: true},
-    {...common, x: groups.map(group => group.x), y: groups.map(group => group.line), line, marker: {color: line.color},
-      text: groups.map(group => describeGroup(run, group, group.line)), hovertemplate: template},
+    {...common, ...points, width: 1, opacity: isDark() ? 0.42 : 0.3, isBehind: true},
+    {...whole, x: groups.map(group => group.x), y: groups.map(group => group.line),
+      texts: groups.map(group => describeGroup(run, group, group.line))},
   ];
 }
 
-function drawValidations(run, chart, theme) {
+function drawValidations(run, chart) {
   const found = run.validations, xs = found.x[view.axis], [first, last] = findVisible(xs);
   const values = (found.curves[chart.key] || []).slice(first, last), steps = found.x.step.slice(first, last);
   if (!values.some(value => value !== null)) return [];
-  const onTop = !chart.is_of_validations, colour = colourOf(run);
-  const isBest = i => first + i === found.best && !onTop;
-  const name = escapeText(shortName(run, 28)), what = onTop ? " validation" : "";
-  const text = values.map((value, i) => `<b>${format(value)}</b>${what}  ${name} · step ${steps[i]}`
-    + (isBest(i) ? " · best" : ""));
+  const onTop = !chart.is_of_validations, best = onTop || found.best === null ? -1 : found.best - first;
+  const name = shortName(run, 28), what = onTop ? " validation" : "";
   return [{
-    type: "scatter", mode: "lines+markers", connectgaps: true, name: run.path, x: xs.slice(first, last), y: values, text,
-    line: {color: colour, width: onTop ? 1.2 : widthOf(run), dash: onTop ? "dot" : run.dash},
-    marker: {
-      color: colour, symbol: values.map((_, i) => isBest(i) ? "star" : onTop ? "circle-open" : "circle"),
-      size: values.map((_, i) => isBest(i) ? 14 : values.length > 60 ? 3 : onTop ? 7 : 6), opacity: 1,
-      line: {color: onTop ? colour : theme.panel, width: 1},
-    },
-    hovertemplate: "%{text}<extra></extra>",
+    x: xs.slice(first, last), y: values, colour: colourOf(run), hasLine: true, dash: onTop ? "dot" : run.dash,
+    width: onTop ? 1.2 : widthOf(run), markers: onTop ? "open" : "full", size: values.length > 60 ? 1.5 : onTop ? 3.5 : 3,
+    stars: new Set([best]),
+    texts: values.map((value, i) => [format(value), `${what}  ${name} · step ${steps[i]}${i === best ? " · best" : ""}`]),
   }];
 }
 
@@ -186,38 +168,24 @@ function drawResumes(run) {
   const xs = run.resumes.x[view.axis];
   if (!xs.length) return [];
   return [{
-    type: "scatter", mode: "lines", name: run.path, yaxis: "y2", x: xs.flatMap(x => [x, x, null]),
-    y: xs.flatMap(() => [0, 1, null]), line: {color: colourOf(run), width: 1.2, dash: "dot"}, opacity: 0.75,
-    text: run.resumes.texts.flatMap(text => [text, text, ""]).map(text => `${text}  ${escapeText(shortName(run, 28))}`),
-    hovertemplate: "%{text}<extra></extra>",
+    x: xs, y: [], isFull: true, hasLine: true, colour: colourOf(run), width: 1.2, dash: "dot", opacity: 0.75,
+    texts: run.resumes.texts.map(text => [text, `  ${shortName(run, 28)}`]),
   }];
 }
 
-function makeTraces(chart, width, theme) {
+function makeTraces(chart, width) {
   const runs = visibleRuns();
   const steps = chart.is_of_validations ? [] : runs.flatMap(run => drawSteps(run, chart, width));
   const withValidations = chart.is_of_validations || chart.key === "loss";
-  const traces = [
+  return [
     ...runs.flatMap(drawResumes),
     ...steps.filter(trace => trace.isBehind),
     ...steps.filter(trace => !trace.isBehind),
-    ...(withValidations ? runs.flatMap(run => drawValidations(run, chart, theme)) : []),
+    ...(withValidations ? runs.flatMap(run => drawValidations(run, chart)) : []),
   ];
-  for (const trace of traces) delete trace.isBehind;
-  return traces;
 }
 
 // ---- charts ----
-
-// Colours of the style, as Plotly needs them.
-function readTheme() {
-  const probe = make("i", "", "");
-  document.body.append(probe);
-  const read = name => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; };
-  const theme = Object.fromEntries(["ink", "soft", "line", "panel"].map(name => [name, read(name)]));
-  probe.remove();
-  return theme;
-}
 
 function findWidestRange() {
   const xs = visibleRuns().flatMap(run => [run.x[view.axis], run.validations.x[view.axis]]).filter(x => x.length);
@@ -233,35 +201,12 @@ const nameAxis = chart =>
 
 // The learning rate from zero, and so any curve that is level: on a scale of its own, rounding would look like steps.
 function chooseScale(chart, traces, isLog) {
-  const ys = traces.filter(trace => trace.yaxis !== "y2").flatMap(trace => trace.y).filter(y => y !== null);
-  if (isLog || !ys.length) return {autorange: true};
+  const ys = traces.flatMap(trace => trace.isFull ? [] : trace.y).filter(y => y !== null);
+  if (isLog || !ys.length) return null;
   const low = ys.reduce((a, b) => Math.min(a, b)), high = ys.reduce((a, b) => Math.max(a, b));
   const size = Math.max(Math.abs(low), Math.abs(high)), isLevel = high - low < LEVEL * size;
-  if (size === 0 || (chart.key !== "lr" && !isLevel)) return {autorange: true};
-  return {range: [Math.min(0, low) * 1.15, Math.max(0, high) * 1.15], autorange: false};
-}
-
-function makeLayout(chart, theme, traces) {
-  const id = idOf(chart), axis = {
-    gridcolor: theme.line, zeroline: false, showline: false, ticks: "", tickfont: {color: theme.soft, size: 11.5},
-    nticks: 7,
-  };
-  const title = text => ({text: escapeText(shorten(text, 40)), font: {color: theme.soft, size: 11.5}, standoff: 6});
-  return {
-    margin: {l: 62, r: 10, t: 8, b: 44}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: {family: getComputedStyle(document.body).fontFamily, color: theme.ink, size: 12},
-    showlegend: false, hovermode: "x unified", hoverdistance: 30,
-    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    hoverlabel: {bgcolor: theme.panel, bordercolor: theme.line, font: {size: 12, color: theme.ink}, namelength: 0},
-    xaxis: {...axis, title: title(view.axis), range: view.x || findWidestRange(), tickformat: view.axis === "hours" ? "" : "~s",
-      hoverformat: view.axis === "hours" ? ".3f" : ",d", unifiedhovertitle: {text: `${view.axis} %{x}`},
-      spikecolor: theme.soft, spikethickness: 1, spikedash: "solid"},
-    yaxis: {...axis, type: view.log.has(id) ? "log" : "linear", exponentformat: "e",
-      tickformat: chart.key === "tokens_per_second" ? "~s" : "",
-      title: title(nameAxis(chart)),
-      ...(view.y[id] ? {range: view.y[id], autorange: false} : chooseScale(chart, traces, view.log.has(id)))},
-    yaxis2: {overlaying: "y", range: [0, 1], fixedrange: true, visible: false},
-  };
+  if (size === 0 || (chart.key !== "lr" && !isLevel)) return null;
+  return [Math.min(0, low) * 1.15, Math.max(0, high) * 1.15];
 }
 
 // Charts are drawn when they come near the window, one a frame, so that the page answers meanwhile.
@@ -270,6 +215,10 @@ const observer = new IntersectionObserver(entries => {
   for (const entry of entries) near[entry.isIntersecting ? "add" : "delete"](entry.target.id);
   drawSoon();
 }, {rootMargin: "300px"});
+const sizes = new ResizeObserver(entries => {
+  for (const {target} of entries) stale.add(target.id);
+  drawSoon();
+});
 const findNext = () => data.charts.find(chart => stale.has(idOf(chart)) && near.has(idOf(chart)));
 const isDrawn = () => near.size > 0 && !findNext();
 
@@ -280,16 +229,17 @@ function drawAll() {
 }
 
 function draw(chart) {
-  const div = byId(idOf(chart));
-  stale.delete(div.id);
-  const theme = readTheme();
-  const traces = makeTraces(chart, div.clientWidth, theme);
-  Plotly.react(div, traces, makeLayout(chart, theme, traces), CONFIG);
-  if (!div.dataset.listens) {
-    div.dataset.listens = "yes";
-    div.on("plotly_relayout", event => zoom(chart, event));
-    div.on("plotly_doubleclick", resetZoom);
-  }
+  const id = idOf(chart), div = byId(id), isLog = view.log.has(id);
+  stale.delete(id);
+  const traces = makeTraces(chart, div.clientWidth);
+  drawChart(div, {
+    traces, isLog,
+    x: {title: view.axis, range: view.x || findWidestRange()},
+    y: {title: shorten(nameAxis(chart), 40), range: view.y[id] || chooseScale(chart, traces, isLog)},
+    readX: x => `${view.axis} ${view.axis === "hours" ? x.toFixed(3) : group(x)}`,
+    onZoom: zoomed => zoom(id, zoomed),
+    onReset: resetZoom,
+  });
 }
 
 let isWaiting = false;
@@ -309,7 +259,6 @@ function redraw(isPrinting) {
   document.body.classList.toggle("printing", isPrinting);
   for (const chart of data.charts) {
     draw(chart);
-    Plotly.Plots.resize(byId(idOf(chart)));
   }
 }
 let themeBefore = "";
@@ -329,10 +278,10 @@ addEventListener("afterprint", () => {
 });
 
 // Zooming a chart sideways zooms all of them.
-function zoom(chart, event) {
-  if ("xaxis.range[0]" in event) view.x = [event["xaxis.range[0]"], event["xaxis.range[1]"]];
-  if ("yaxis.range[0]" in event) view.y[idOf(chart)] = [event["yaxis.range[0]"], event["yaxis.range[1]"]];
-  if ("xaxis.range[0]" in event || "yaxis.range[0]" in event) drawAll();
+function zoom(id, {x, y}) {
+  if (x) view.x = x;
+  if (y) view.y[id] = y;
+  drawAll();
 }
 
 function resetZoom() {
@@ -379,7 +328,7 @@ function makeKey() {
   if (data.runs.some(run => run.validations.x.step.length))
     add("validation", ["line", {...across, "stroke-dasharray": "2 2"}], ["circle", {cx: 13, cy: 6, r: 3.4}]);
   if (data.runs.some(run => run.validations.best !== null))
-    add("best validation, below", ["polygon", {points: STAR, fill: "currentColor"}]);
+    add("best validation, below", ["polygon", {points: STAR_IN_KEY, fill: "currentColor"}]);
   if (data.runs.some(run => run.resumes.texts.length))
     add("resumed", ["line", {x1: 13, x2: 13, y1: 0, y2: 12, "stroke-dasharray": "2 2", "stroke-width": 1.5}]);
   return key;
@@ -387,8 +336,8 @@ function makeKey() {
 
 function makeCharts() {
   observer.disconnect();
+  sizes.disconnect();
   near.clear();
-  for (const div of document.querySelectorAll(".plot")) Plotly.purge(div);
   const boxes = [make("div", "grid", "")];
   let section = "";
   data.charts.forEach((chart, i) => {
@@ -397,7 +346,10 @@ function makeCharts() {
     boxes[boxes.length - 1].append(makeChart(chart, i === 0));
   });
   byId("charts").replaceChildren(...boxes);
-  for (const div of document.querySelectorAll(".plot")) observer.observe(div);
+  for (const div of document.querySelectorAll(".plot")) {
+    observer.observe(div);
+    sizes.observe(div);
+  }
 }
 
 // ---- the rest of the page ----
@@ -422,7 +374,32 @@ function makeRuns() {
   })));
 }
 
+// Each prompt with the answers at the validations, from the first on.
+const opened = new Map();  // by prompt: whether somebody has opened or closed it
+function makeSamples() {
+  byId("samples").hidden = !data.samples.length;
+  byId("samples").lastElementChild.replaceChildren(...data.samples.map(({prompt, answers}, i) => {
+    const details = make("details", "", ""), summary = make("summary", "", ""), table = make("table", "", "");
+    details.open = opened.get(prompt) ?? i < 3;
+    details.addEventListener("toggle", () => opened.set(prompt, details.open));
+    summary.append(make("span", "", prompt.replace(/\s+/g, " ")));
+    details.append(summary, ...(prompt.length > 80 || prompt.includes("\n") ? [make("p", "prompt", prompt)] : []), table);
+    for (const {run, step, text, is_cut} of answers) {
+      if (view.hidden.has(data.runs[run].path)) continue;
+      const row = make("tr", "", ""), head = make("th", "", ""), cell = make("td", "", text);
+      head.scope = "row";
+      head.append(...(data.runs.length > 1 ? [swatch(data.runs[run])] : []), `step ${group(step)}`);
+      if (data.runs.length > 1) head.title = data.runs[run].name;
+      if (is_cut) cell.append(make("small", "", " …"));
+      row.append(head, cell);
+      table.append(row);
+    }
+    return details;
+  }));
+}
+
 function showHidden() {
+  makeSamples();
   [...byId("runs").children].forEach((button, i) =>
     button.setAttribute("aria-pressed", !view.hidden.has(data.runs[i].path)));
   drawAll();
@@ -501,6 +478,7 @@ function makeTables() {
   const ofOne = {head: starts.head.slice(1), rows: starts.rows.map(row => row.slice(1))};
   fill("starts", isAlone ? ofOne : starts, {runInRow: !isAlone});
   byId("notes").replaceChildren(...data.notes.map(note => make("p", "", note)));
+  makeSamples();
 }
 
 // With `isOld` the runs and charts are those that are there already, and only their numbers are others.

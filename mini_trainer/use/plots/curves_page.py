@@ -8,9 +8,11 @@ from typing import Any
 from mini_trainer.use.pages.page import escape_json, make_page
 from mini_trainer.use.plots.curves import count_points, describe_charts, describe_run, list_charts, list_omissions
 from mini_trainer.use.plots.run_files import Run
+from mini_trainer.use.plots.samples import describe_samples
 from mini_trainer.use.plots.tables import compare_options, list_starts, summarise
 
 PAGE = Path(__file__).with_name("curves.html")
+LIBRARY = PAGE.with_name("chart.js")
 STEPS_PER_WINDOW = 50  # steps of the longest run per step of the default smoothing window
 SHORTEST_WINDOW = 3
 
@@ -22,6 +24,7 @@ def describe_page(
     of the run that is marked as the best of a sweep."""
     charts, max_points = list_charts(runs), count_points(runs)
     differing, shared = compare_options(runs)
+    samples, omitted = describe_samples([run.samples.rows for run in runs])
     warnings = [warning for run in runs for warning in run.warnings]
     written = f"{'Read' if is_live else 'Written'} on {time.strftime('%Y-%m-%d at %H:%M %Z')}."
     return {
@@ -40,7 +43,8 @@ def describe_page(
                 "starts": list_starts(runs),
             }.items()
         },
-        "notes": [*warnings, *list_omissions(runs), written],
+        "samples": samples,
+        "notes": [*warnings, *list_omissions(runs), *omitted, written],
         "is_live": is_live,
         "has_board": has_board,
         "is_behind": any(run.steps.is_behind for run in runs),  # lines are left to read
@@ -74,17 +78,8 @@ def make_curves_page(
     has_board: bool = False,
     best: int | None = None,
 ) -> str:
-    """The page as HTML; see `describe_page`. ValueError if the chart library is not installed."""
+    """The page as HTML; see `describe_page`."""
     page = describe_page(runs, smoothing=smoothing, is_live=is_live, has_board=has_board, best=best)
     policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
     parts = {"DATA": escape_json(page)}
-    return make_page(PAGE, parts, title=page["title"], library=load_library(), policy=policy)
-
-
-def load_library() -> str:
-    """Plotly's script, which is embedded in the page."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ValueError("a page of curves needs plotly: pip install plotly") from None
-    return get_plotlyjs()
+    return make_page(PAGE, parts, title=page["title"], library=LIBRARY.read_text(encoding="utf-8"), policy=policy)

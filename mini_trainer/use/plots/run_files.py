@@ -20,6 +20,7 @@ from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
 from mini_trainer.distributed.lock import LOCK_FILE, SECONDS_TO_WATCH
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
 from mini_trainer.use.plots.columns import STEP_COLUMNS, VALIDATION_COLUMNS, Column, MetricsReader, Row, to_float
+from mini_trainer.use.plots.samples import SamplesReader
 
 # How a run has ended that did not crash.
 CALM_ENDS = {
@@ -61,6 +62,7 @@ class Run:
         check_is_run(path)
         self.steps = MetricsReader(path / METRICS_FILE, STEP_COLUMNS)
         self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
+        self.samples = SamplesReader(path)
         self.params: Row = {}
         self.warnings: list[str] = []
         self.read(most_bytes)
@@ -73,6 +75,7 @@ class Run:
         check_is_run(self.path)
         self.steps.read(most_bytes)
         self.validations.read(most_bytes)
+        self.samples.read()
         self.warnings = [
             f"{reader.path}: {count_things(reader.num_damaged, 'damaged line')} skipped"
             for reader in (self.steps, self.validations)
@@ -104,7 +107,8 @@ class Run:
     @property
     def version(self) -> tuple[object, ...]:
         """A value that changes whenever there is new data."""
-        return (self.steps.offset, self.validations.offset, self.params.get("started"), self.describe_state())
+        read = (self.steps.offset, self.validations.offset, self.samples.identity)
+        return (*read, self.params.get("started"), self.describe_state())
 
     def describe_state(self) -> str:
         """The run's state: running, or how it ended."""

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 from mini_trainer.distributed.messages import say
-from mini_trainer.use.plots.curves_page import describe_page, load_library, make_curves_page, make_version
+from mini_trainer.use.plots.curves_page import describe_page, make_curves_page, make_version
 from mini_trainer.use.plots.run_files import Run
 
 HOST = "127.0.0.1"
@@ -44,7 +44,6 @@ class LocalServer(ThreadingHTTPServer):
 
     def __init__(self, port: int):
         """Raises ValueError if the port is not available; 0 is any that is."""
-        load_library()  # fails early if it is missing
         self.lock = threading.Lock()  # one request at a time reads the runs
         self.connections: dict[socket.socket, float] = {}  # the time by which each must have sent its request
         try:
