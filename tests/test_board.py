@@ -25,6 +25,7 @@ from small_runs import OPTIONS, make_inputs
 from tiny_data import write_jsonl
 
 from mini_trainer.data.stores import disk
+from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.use.plots import server as plots_server
 from mini_trainer.use.plots.board import (
     MOST_COMPARED,
@@ -87,6 +88,44 @@ def test_the_share_that_is_done_is_that_of_the_first_end(options, identity, shar
     found = find_share(row, {"options": options, "identity": identity})
     assert math.isnan(found) if share is None else found == share
     assert math.isnan(find_share({}, {"options": {"max_steps": 3}}))
+
+
+def test_the_settings_of_a_run_and_what_somebody_wrote_about_it(tmp_path):
+    given = {
+        "plain": {},
+        "tokens": dict(learning_rate=2.5e-4, batch_tokens=65536, batch_size=None, osft=True),
+        "default": dict(batch_size=None, lora=True, base_quantization="none", objective="causal-lm"),
+        "odd": dict(learning_rate="x", batch_size="y", lora=True, base_quantization="nf4", objective="preference"),
+    }
+    for name, options in given.items():
+        path = write_run(tmp_path / name, num_steps=2)
+        params = json.loads((path / PARAMS).read_text())
+        (path / PARAMS).write_text(json.dumps(params | dict(options=params["options"] | options)))
+    (tmp_path / "plain" / "notes.txt").write_bytes(b"\n  a second try \xff\nmore \n" + b"x" * 10_000)
+    (tmp_path / "odd" / "notes.txt").mkdir()
+    (tmp_path / "tokens" / "samples_0.jsonl").touch()
+    (write_run(tmp_path / "torn", num_steps=2) / PARAMS).write_text("{")
+    rows = read_board(tmp_path)
+    found = {name: [row[key] for key in ("method", "lr", "batch", "is_batch_of_tokens")] for name, row in rows.items()}
+    assert found == {
+        "plain": ["full", 1e-3, 32, False],
+        "tokens": ["osft", 2.5e-4, 65536, True],
+        "default": ["lora", 1e-3, DEFAULT_BATCH_SIZE, False],
+        "odd": ["qlora, preference", None, None, False],
+        "torn": ["", None, None, False],
+    }
+    notes = {name: row["notes"] for name, row in rows.items() if row["notes"]}
+    assert notes == {"plain": notes["plain"]} and notes["plain"].startswith("a second try \ufffd\nmore")
+    assert len(notes["plain"]) < 4000
+    assert [name for name, row in rows.items() if row["has_samples"]] == ["tokens"]
+
+
+def test_notes_may_be_there_before_the_run(world, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "notes.txt").write_text("planned")
+    train_here(world, **make_inputs(tmp_path, "llama"), **OPTIONS, max_steps=1, output_dir=str(run))
+    assert read_board(run)["run"]["notes"] == "planned"
 
 
 def test_the_time_left_is_what_the_last_steps_need():
@@ -339,7 +378,7 @@ def browser(tmp_path_factory):
 
 
 def list_names(browser: Browser) -> list[str]:
-    return browser.ask("[...document.querySelectorAll('tbody .name')].map(cell => cell.textContent)")
+    return browser.ask("[...document.querySelectorAll('tbody .name > a')].map(link => link.textContent)")
 
 
 @pytest.mark.long
@@ -347,11 +386,22 @@ def list_names(browser: Browser) -> list[str]:
 @pytest.mark.slow
 def test_a_browser_sorts_filters_and_compares(browser, server):
     folder = server.board.folder
-    write_end(write_run(folder / HOSTILE, num_steps=7, finished=False), 9, "out_of_memory", "<b>no room</b>")
+    odd = write_run(folder / HOSTILE, num_steps=7, finished=False, options=dict(learning_rate=1e-5, batch_tokens=2048))
+    write_end(odd, 9, "out_of_memory", "<b>no room</b>")
+    (odd / "notes.txt").write_text("<b>a try</b>\nmore of it")
+    write_jsonl(odd / "samples_0.jsonl", [dict(step=0, prompt="What?", answer="That.", finish_reason="stop")])
     browser.open(server.address)
     assert sorted(list_names(browser)) == sorted(["first", "second", HOSTILE])
     assert browser.ask("document.querySelectorAll('tbody img, tbody .error b').length") == 0
-    assert browser.ask("document.querySelector('.crashed .error').textContent") == "<b>no room</b>"
+    keys = "['error', 'notes', 'method', 'lr', 'batch']"
+    cells = browser.ask(f"{keys}.map(key => document.querySelector(`.crashed`).cells[COLUMNS.findIndex("
+                        "([, own]) => own === key) + 1].textContent)")  # fmt: skip
+    assert cells == ["<b>no room</b>", "<b>a try</b> …", "full", "1e-5", "2,048 tokens"]
+    browser.ask("document.querySelector('th[data-key=lr] button').click()")
+    assert list_names(browser)[0] == HOSTILE
+    browser.ask("byId('search').value = 'OF it', byId('search').dispatchEvent(new Event('input'))")
+    assert list_names(browser) == [HOSTILE]
+    browser.ask("byId('search').value = '', byId('search').dispatchEvent(new Event('input'))")
 
     browser.ask("document.querySelector('th[data-key=step] button').click()")
     assert list_names(browser)[-1] == HOSTILE
@@ -385,6 +435,9 @@ def test_a_browser_sorts_filters_and_compares(browser, server):
     assert sorted(browser.ask("data.runs.map(run => run.name)")) == sorted(["first", "second", HOSTILE])
     browser.ask("document.querySelector('.kicker a').click()")
     browser.wait_until("location.pathname === '/' && document.readyState === 'complete'")
+    browser.ask("document.querySelector('.name small a').click()")
+    browser.wait_until("location.pathname === '/curves' && document.readyState === 'complete'")
+    assert browser.ask("[location.hash, document.querySelector('#samples td').textContent]") == ["#samples", "That."]
 
 
 @needs_browser

@@ -29,7 +29,7 @@ from mini_trainer.options import (
     list_defaults,
 )
 from mini_trainer.options.urls import is_url
-from mini_trainer.run.file_names import PARAMS_FILE
+from mini_trainer.run.file_names import NOTES_FILE, PARAMS_FILE
 
 # In a run's identity.
 OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
@@ -102,8 +102,13 @@ def list_data_in(output_dir: Path, data_paths: Sequence[str], *, cache_dir: str)
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether a start that was ended before it wrote its options, or a killed write, may have left this file."""
-    return path.name in OWN_FILES or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}")) or is_part(path)
+    """Whether a start that was ended before it wrote its options, or a killed write, may have left this file; or it is
+    the user's notes."""
+    return (
+        path.name in (*OWN_FILES, NOTES_FILE)
+        or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}"))
+        or is_part(path)
+    )
 
 
 def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:

@@ -22,11 +22,15 @@ function formatTime(seconds) {
   return when.getFullYear() === new Date().getFullYear() ? `${day} ${clock}` : `${day} ${when.getFullYear()}`;
 }
 
+const formatRate = value => value < 1e-3 ? value.toExponential(3).replace(/\.?0+e/, "e") : String(value);
+const formatBatch = (value, run) => run.is_batch_of_tokens ? `${group(value)} tokens` : group(value);
+
 // title, key, how it is written
 const COLUMNS = [
   ["run", "name"], ["state", "state"], ["step", "step", group], ["loss", "loss", formatLoss],
-  ["best validation", "best", formatLoss], ["tokens/s", "speed", group], ["time left", "left", formatDuration],
-  ["last step", "written", formatTime], ["last error", "error"],
+  ["best validation", "best", formatLoss], ["method", "method"], ["learning rate", "lr", formatRate],
+  ["batch", "batch", formatBatch], ["tokens/s", "speed", group], ["time left", "left", formatDuration],
+  ["last step", "written", formatTime], ["notes", "notes"], ["last error", "error"],
 ];
 const isNumber = ([, , write]) => write !== undefined;
 
@@ -41,7 +45,7 @@ function makeHead() {
     button.type = "button";
     button.addEventListener("click", () => {
       const isSame = view.key === key;
-      view.isRising = isSame ? !view.isRising : !isNumber(column) || ["loss", "best", "left"].includes(key);
+      view.isRising = isSame ? !view.isRising : !isNumber(column) || ["loss", "best", "left", "lr", "batch"].includes(key);
       view.key = key;
       show();
     });
@@ -76,13 +80,25 @@ function fillRow(entry, run) {
   entry.shown = text;
   row.className = run.state;
   cells.state.replaceChildren(make("b", "", run.state), ...run.how ? [make("small", "", run.how)] : []);
-  for (const [, key, write] of COLUMNS.filter(isNumber)) cells[key].textContent = run[key] === null ? "–" : write(run[key]);
+  for (const [, key, write] of COLUMNS.filter(isNumber)) cells[key].textContent = run[key] === null ? "–" : write(run[key], run);
   if (run.share !== null) {
     const bar = make("div", "done", ""), part = make("i", "", "");
     part.style.width = `${100 * run.share}%`;
     bar.title = `${(100 * run.share).toFixed(1)} % done`;
     bar.append(part);
     cells.step.append(bar);
+  }
+  cells.method.textContent = run.method;
+  const [first, ...others] = run.notes.split("\n");
+  cells.notes.textContent = others.length ? `${first.trimEnd()} …` : first;
+  cells.notes.title = others.length ? run.notes : "";
+  cells.name.querySelector("small")?.remove();
+  if (run.has_samples) {
+    const samples = make("small", "", ""), link = make("a", "", "answers");
+    link.href = `${curvesOf([run.id])}#samples`;
+    link.title = "answers to the sample prompts";
+    samples.append(link);
+    cells.name.append(samples);
   }
   cells.error.replaceChildren(...run.error ? [make("div", "", run.error)] : []);
 }
@@ -98,7 +114,7 @@ function compare(a, b) {
 function listShown() {
   const wanted = byId("search").value.toLowerCase();
   return data.runs.filter(run => (view.state === null || run.state === view.state)
-    && (!wanted || `${run.name}\n${run.how}\n${run.error}`.toLowerCase().includes(wanted))).sort(compare);
+    && (!wanted || `${run.name}\n${run.how}\n${run.method}\n${run.notes}\n${run.error}`.toLowerCase().includes(wanted))).sort(compare);
 }
 
 function show() {

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.options.reading import open_regular
-from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
+from mini_trainer.run.file_names import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, VALIDATION_FILE
 from mini_trainer.use.pages.page import escape_json, make_page
 from mini_trainer.use.plots.columns import (
     MAX_LINE_BYTES,
@@ -35,6 +36,8 @@ TAIL_BYTES = (1 << 16, 2 * MAX_LINE_BYTES)  # to read for them; more if a line i
 BYTES_PER_REQUEST = 16 << 20  # of metrics: about half a second of one core
 TAIL_COLUMNS = ("step", "epoch", "loss", "tokens_per_second", "time_per_batch", "data_wait_seconds",
                 "total_samples_accumulated", "total_tokens_accumulated")  # fmt: skip
+MOST_NOTE_BYTES = 4000
+CAUSAL_LM = "causal-lm"  # the default objective
 # Options that end a run, and what they count.
 ENDS = {
     "max_steps": "step",
@@ -76,6 +79,9 @@ class WatchedRun:
             "speed": to_json(median(np.array([row["tokens_per_second"] for row in self.tail]))),
             "left": to_json(estimate_seconds_left(self.tail, params)) if state.kind == "running" else None,
             "written": None if self.tail_of is None else self.tail_of[0] / 1e9,  # seconds since 1970
+            "notes": read_notes(self.path),
+            "has_samples": (self.path / SAMPLES_FILE).is_file(),
+            **describe_settings(params),
         }
 
     def _read_tail(self) -> None:
@@ -117,6 +123,38 @@ def estimate_seconds_left(tail: list[dict[str, float]], params: Row) -> float:
     share = find_share(tail[-1], params)
     gained = share - find_share(tail[0], params)
     return (1 - share) / gained * seconds if gained > 0 else np.nan
+
+
+def describe_settings(params: Row) -> dict[str, Any]:
+    """The method, the learning rate and the size of a step, as JSON; "" or null if the options are not known."""
+    options = params.get("options")
+    if not isinstance(options, dict):
+        return {"method": "", "lr": None, "batch": None, "is_batch_of_tokens": False}
+    tokens = options.get("batch_tokens")
+    batch = tokens if tokens is not None else options.get("batch_size") or DEFAULT_BATCH_SIZE
+    return {
+        "method": name_method(options),
+        "lr": to_json(to_float(options.get("learning_rate"))),
+        "batch": to_json(to_float(batch)),
+        "is_batch_of_tokens": tokens is not None,
+    }
+
+
+def name_method(options: Row) -> str:
+    """What of the model trains, and the objective unless it is language modelling: qlora, preference."""
+    lora = "qlora" if options.get("base_quantization", "none") != "none" else "lora"
+    method = "osft" if options.get("osft") else lora if options.get("lora") else "full"
+    objective = str(options.get("objective") or CAUSAL_LM)
+    return method if objective == CAUSAL_LM else f"{method}, {objective}"
+
+
+def read_notes(path: Path) -> str:
+    """The beginning of the run's notes.txt; "" if there is none."""
+    try:
+        with open_regular(path / NOTES_FILE) as file:
+            return file.read(MOST_NOTE_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
 
 
 def to_json(number: float | None) -> float | None:
