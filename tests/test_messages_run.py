@@ -41,7 +41,7 @@ def change(*, allow: bool) -> None:
 
 def use_directory(path: Path, *, resume: str = "auto", **params: object) -> None:
     """Starts where another run, with these parameters, or other files are."""
-    (path / "notes.txt").touch()
+    (path / "other.txt").touch()
     if params:
         params = dict(options={}, identity=BEFORE, starts=[], versions={}, finished=None) | params
         (path / "training_params.json").write_text(json.dumps(params))

@@ -14,7 +14,7 @@ import yaml
 from forked import run_forked
 from processes import ROOT, flags
 from refusals import refuse
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.continual.settings_file import read_settings as read_continual
@@ -252,7 +252,8 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path):
     data = write_samples(folder / "data.arrow", make_samples(4, vocab_size=VOCAB_SIZE))
     model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model-pass-12345"))
     options = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", max_steps=1, batch_size=2)
-    names = dict(hub_license="key-123456", validation_data_path=data)
+    prompts = write_jsonl(tmp_path / "key-123456.jsonl", [{"prompt": "a"}])
+    names = dict(sample_prompts=prompts, validation_data_path=data)
     done = run_forked(0, "train.py", *flags(**options, **names), env=secrets)
     assert done.returncode == 0, done.stderr
     files = [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl", ".md")]

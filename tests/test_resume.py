@@ -510,7 +510,7 @@ def test_a_cache_of_osft_inside_of_the_output_directory_is_no_other_run(place, s
     start(run := tmp_path / "run", **given)
     for path in [path for path in run.iterdir() if path.name not in ("cache", ".lock") and len(path.stem) != 64]:
         remove(path)
-    (notes := run / "notes.txt").touch()
+    (notes := run / "other.txt").touch()
     with pytest.raises(RunError, match=f"--output-dir {run} .*empty"):
         start(run, **given)
     notes.unlink()
@@ -535,7 +535,7 @@ def test_data_inside_of_the_output_directory_is_no_other_run(place, start, tmp_p
     names = [f"data{part}.arrow" for part in ("", ".validation")]
     data = [write_samples(run / place / name, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)) for name in names]
     given = dict(data_path=(str(data[0]),), validation_data_path=(str(data[1]),), max_steps=1)
-    other = run / place / "notes.txt" if place == "." else run / "notes.txt"
+    other = run / place / "other.txt" if place == "." else run / "other.txt"
     other.write_text("of another program")
     with pytest.raises(RunError, match=f"--output-dir {run} .*empty"):
         start(run, **given)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from mini_trainer.data.rows.prompts import encode_prompt, find_refusal, read_prompts
 from mini_trainer.data.stores.disk import hash_json, written_aside
@@ -21,7 +21,6 @@ from mini_trainer.model.generating import answer_greedily
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import SAMPLES_FILE
-from mini_trainer.run.inputs import OpenedModel
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import Sink, write_line
 
@@ -62,8 +61,15 @@ class Samples:
         }
 
 
-def open_samples(path: str, model: OpenedModel, *, has_images: bool) -> Samples:
-    """Reads the prompts of --sample-prompts for a model whose files are open; ValueError for what it cannot answer."""
+def open_samples(
+    path: str,
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    has_images: bool,
+) -> Samples:
+    """Reads the prompts of --sample-prompts for a model; ValueError for what it cannot answer."""
     if has_images:
         raise ValueError(f"{FLAG}: answers of models that train on images are not implemented: remove the option")
     prompts = read_prompts([path], None, flag=FLAG)
@@ -72,14 +78,14 @@ def open_samples(path: str, model: OpenedModel, *, has_images: bool) -> Samples:
             f"{FLAG} {path}: has {len(prompts):,} prompts, allowed: {MOST_PROMPTS}, all of which are answered at each"
             " validation: keep a few (generate.py answers any number with an export)"
         )
-    ids = [encode_prompt(prompt, model.tokenizer) for prompt in prompts]
+    ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
     num_tokens = sum(map(len, ids))
     if num_tokens > MOST_TOKENS:
         raise ValueError(
             f"{FLAG} {path}: its {len(prompts)} prompts have {num_tokens:,} tokens together, allowed: {MOST_TOKENS:,}:"
             " shorten them, or keep fewer"
         )
-    context = getattr(text_config(model.config), "max_position_embeddings", None)
+    context = getattr(text_config(config), "max_position_embeddings", None)
     for prompt, own in zip(prompts, ids, strict=True):
         reason = find_refusal(len(own), context) if own else "has no tokens, so there is nothing to continue"
         if reason is not None:
@@ -88,8 +94,8 @@ def open_samples(path: str, model: OpenedModel, *, has_images: bool) -> Samples:
         tuple(prompt.shown for prompt in prompts),
         tuple(ids),
         tuple(MOST_NEW_TOKENS if context is None else min(MOST_NEW_TOKENS, context - len(own)) for own in ids),
-        tuple(list_stops(model.generation_config, model.tokenizer)),
-        model.tokenizer,
+        tuple(list_stops(generation_config, tokenizer)),
+        tokenizer,
     )
 
 

@@ -152,11 +152,13 @@ def open_callbacks(names: Sequence[str], errors: Errors) -> "Classes":
 
 def open_sample_prompts(o: ValidationOptions, data: OpenedData, model: OpenedModel, errors: Errors) -> "Samples | None":
     """The prompts of --sample-prompts for the model."""
-    if o.sample_prompts is None or model.tokenizer is None:
+    path, has_images = o.sample_prompts, data.training is not None and data.training.has_images
+    if path is None or model.tokenizer is None:
         return None
     from mini_trainer.run.samples import open_samples
 
-    return errors.attempt(lambda: open_samples(o.sample_prompts, model, has_images=data.training.has_images))
+    parts = (model.config, model.generation_config, model.tokenizer)
+    return errors.attempt(lambda: open_samples(path, *parts, has_images=has_images))
 
 
 def open_data(
