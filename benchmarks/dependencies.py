@@ -11,6 +11,7 @@ import json
 import re
 import urllib.request
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "developers" / "dependencies.md"

@@ -1,7 +1,7 @@
-"""What each recipe in mini_trainer/recipes needs, by train.py --dry-run: their first lines.
+"""What each recipe in mini_trainer/options/known_models needs, by train.py --dry-run: their first lines.
 
     python benchmarks/plan_recipes.py                                                 # all of them
-    python benchmarks/plan_recipes.py mini_trainer/recipes/qwen3-0.6b/full-1x24gb.yaml  # one
+    python benchmarks/plan_recipes.py mini_trainer/options/known_models/qwen3-0.6b/full-1x24gb.yaml  # one
 
 The models' weights are not needed, which is the one problem that a plan may find: their configs are in the folders.
 """

@@ -17,9 +17,10 @@ from processes import ROOT
 from mini_trainer.model.config import load_config
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.options import flatten_options
+from mini_trainer.options.command_line import find_config
 from mini_trainer.options.option_files import read_yaml
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.recipes import FOLDER, find_config, list_recipes
+from mini_trainer.options.recipes import FOLDER, list_recipes
 from mini_trainer.tools.recipe import simplify
 
 NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images included

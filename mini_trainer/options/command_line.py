@@ -256,8 +256,20 @@ def find_configs(argv: list[str], options_class: type) -> list[Path]:
     if "config" not in list_types(options_class):
         return []
     given = [value for name, values in iterate_flags(argv) if name == "config" for value in values]
-    if not given:
-        return []
-    from mini_trainer.options.recipes import find_config
-
     return list(map(find_config, given))
+
+
+def find_config(given: str) -> Path:
+    """The file that --config names: a path, or a recipe's name; ValueError for what looks like a name and is none."""
+    path = Path(given)
+    if path.suffix or path.exists():
+        return path
+    from mini_trainer.options.recipes import list_recipes
+
+    recipes = {recipe.name: recipe.path for recipe in list_recipes()}
+    if given not in recipes:
+        raise ValueError(
+            f"--config {given}: is neither a file nor a recipe{suggest(given, recipes)}"
+            " (mini-trainer recipe lists them)"
+        )
+    return recipes[given]

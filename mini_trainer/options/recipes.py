@@ -1,13 +1,13 @@
 """Recipes: option files for known models and machines, which --config takes by name.
 
-A recipe's first line is what it needs, as planned by benchmarks/plan_recipes.py.
+A recipe's first line is what it needs, as planned by benchmarks/plan_recipes.py. The files are in known_models/.
 """
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+FOLDER = Path(__file__).resolve().parent / "known_models"
 HEADER = re.compile(
     r"# (?P<machine>.+): (?P<memory>.+) a GPU, a step of (?P<samples>\d+) samples in (?P<seconds>\d+) s \(planned\);"
     r" trains (?P<trained>.+)"
@@ -38,18 +38,3 @@ def list_recipes() -> list[Recipe]:
         seconds = int(told["seconds"]) / int(told["samples"])
         recipes.append(Recipe(name, told["machine"], told["memory"], told["trained"], seconds))
     return recipes
-
-
-def find_config(given: str) -> Path:
-    """The file that --config names: a path, or a recipe's name; ValueError for what looks like a name and is none."""
-    path = Path(given)
-    if path.suffix or path.exists():
-        return path
-    names = [recipe.name for recipe in list_recipes()]
-    if given not in names:
-        from mini_trainer.options.command_line import suggest
-
-        raise ValueError(
-            f"--config {given}: is neither a file nor a recipe{suggest(given, names)} (mini-trainer recipe lists them)"
-        )
-    return FOLDER / f"{given}.yaml"

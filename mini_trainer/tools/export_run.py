@@ -38,6 +38,7 @@ from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.options import (
     ComputeOptions,
     HubOptions,
+    OptimizationOptions,
     ShardingOptions,
     TrainOptions,
     flatten_options,
@@ -89,11 +90,12 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     call_on_rank0(world, lambda: inputs.find_weights(verifies=verifies))
     if verifies:
         call_on_each_node(world, inputs.verify)
-    call_on_rank0(world, lambda: check_made_with(checkpoint, inputs, trained))
+    call_on_rank0(world, lambda: check_made_with(checkpoint, inputs, trained.optimization))
     exports = Exports(trained.exports, trained.hub, inputs, world, control, TrainingLog([]))
     if call_on_rank0(world, lambda: exports.find(start)):
         return f"{exports.path_of(start)}: is already the model of step {start.step:,}"
-    exports.write(load_state(checkpointer, checkpoint, inputs, trained, world), start)
+    step_options = StepOptions(trained.data, trained.compute, trained.sharding, trained.optimization)
+    exports.write(load_state(checkpointer, checkpoint, inputs, step_options, world), start)
     return f"wrote the model of step {start.step:,} to {exports.path_of(start)}"
 
 
@@ -114,25 +116,24 @@ def restore_options(checkpoint: Checkpoint, run: Path, *, trust_remote_code: boo
     )
 
 
-def check_made_with(checkpoint: Checkpoint, inputs: RunInputs, trained: TrainOptions) -> None:
+def check_made_with(checkpoint: Checkpoint, inputs: RunInputs, optimization: OptimizationOptions) -> None:
     """ValueError if the base model or the tokenizer is no longer the one that the run was started with."""
-    before, now = checkpoint.state["identity"], identify_run(inputs, trained.optimization)
+    before, now = checkpoint.state["identity"], identify_run(inputs, optimization)
     names = ["tokenizer", "chat template", OF_METHOD, *([] if inputs.method.saves_frozen else ["model"])]
     if changed := [name for name in names if before[name] != now[name]]:
         raise ValueError(f"{checkpoint.path}: was made with another {', '.join(changed)} than what is there now")
 
 
 def load_state(
-    checkpointer: Checkpointer, checkpoint: Checkpoint, inputs: RunInputs, trained: TrainOptions, world: World
+    checkpointer: Checkpointer, checkpoint: Checkpoint, inputs: RunInputs, options: StepOptions, world: World
 ) -> TrainState:
     """The checkpoint's weights, and their average if there is one. The optimizer, which takes no step, is empty."""
-    step_options = StepOptions(trained.data, trained.compute, trained.sharding, trained.optimization)
-    model = build_run_model(inputs, step_options, world, only_measures=True)
+    model = build_run_model(inputs, options, world, only_measures=True)
     checkpointer.load_weights(checkpoint, model, inputs.method)
-    average = make_average(model, trained.optimization, end=inputs.last_step)
+    average = make_average(model, options.optimization, end=inputs.last_step)
     if average is not None:
         checkpointer.load_average(checkpoint, average)
-    optimizer = build_optimizer(model, trained.optimization, seed=trained.data.seed)
+    optimizer = build_optimizer(model, options.optimization, seed=options.data.seed)
     return TrainState(model, inputs.method, optimizer, world, checkpoint.state.get("num_steps_before", 0), average)
 
 
