@@ -46,15 +46,15 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     require("scipy", flag="evaluate_model.py")
     may_differ = ("config", "output_dir", "data_cache_dir")
     compare_ranks(world, lambda: describe_program(flatten_options(options), world, may_differ=may_differ))
+    if world.world_size > 1 and (options.engines.engine != "hf" or options.lm_eval):
+        raise ValueError("--lm-eval, and engines other than hf, run in one process, but torchrun has started several")
+    check_harness(options.lm_eval)
     data = download_data_sets({"data": options.data}, world, cache_dir=options.data_cache_dir)
     options = replace(options, **data)
     models = list_models(options.model, options.run)
     names = name_files([*options.task, *options.data])
     tasks = [open_task(path, names[path], options) for path in options.task]
     data_sets = {names[path]: open_set(path) for path in options.data}
-    check_harness(options.lm_eval)
-    if world.world_size > 1 and (options.engines.engine != "hf" or options.lm_eval):
-        raise ValueError("--lm-eval, and engines other than hf, run in one process, but torchrun has started several")
     found = [find_model(model, options) for model in models]
     for one in found:
         if one is not None and (tasks or options.lm_eval):

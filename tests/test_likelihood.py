@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.rows.prompts import Prompt
+from mini_trainer.continual.checking import find_harness_problems
+from mini_trainer.continual.settings import SetSettings
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.evaluation.likelihood import encode_choices, score_choices
@@ -265,6 +268,14 @@ def test_files_that_define_no_task_are_refused(text, reason, world, base, tmp_pa
     (tmp_path / "sub.yaml").write_text("task: &a [*a]\n")
     with pytest.raises(ValueError, match=f"--lm-eval .*{reason}"):
         evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(tmp_path / "x.yaml"))
+
+
+def test_unknown_tasks_are_refused_before_a_model_is_looked_for(world, tmp_path):
+    reason = r"--lm-eval gsm9k: not a task or group of lm_eval [\d.]+; did you mean gsm8k\b"
+    with pytest.raises(ValueError, match=reason):
+        evaluate_here(world, tmp_path / "out", model="no/such", lm_eval="gsm9k")
+    (problem,) = find_harness_problems([SetSettings(name=name, lm_eval=name) for name in ("gsm8k", "gsm9k")])
+    assert re.match(reason.replace("--lm-eval", "lm_eval:"), problem)
 
 
 def test_answers_are_not_kept_for_another_chat_template(world, base, tmp_path):

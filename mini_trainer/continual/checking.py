@@ -1,11 +1,13 @@
 """Checks of what an experiment will train and measure, before its first task: by train's own plan, with the prepared
 data and the start model in the place of models that do not exist yet, and by evaluate's reading of tests."""
 
+from collections.abc import Sequence
+
 from mini_trainer.continual.data import Prepared, read_questions
 from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
-from mini_trainer.continual.settings import ContinualSettings, Task, Values, complete_options
+from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, Values, complete_options
 from mini_trainer.continual.settings_file import CHOICE_METRICS, SECTIONS
 from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.options import TrainOptions, group_options
@@ -28,8 +30,8 @@ def check_experiments(several: list[ContinualSettings], prepared: dict[str, Prep
 
 
 def find_test_problems(settings: ContinualSettings, prepared: dict[str, Prepared]) -> list[str]:
-    """Problems with the files of tests, which evaluate reads after every task."""
-    problems = []
+    """Problems with the tests, which evaluate reads after every task."""
+    problems = find_harness_problems([*settings.probes, *settings.tasks])
     for own in group_tests([*settings.probes, *settings.tasks], settings):
         metrics = tuple(sorted({one.metric for one in own} - {None, *CHOICE_METRICS}))
         values = (
@@ -44,6 +46,20 @@ def find_test_problems(settings: ContinualSettings, prepared: dict[str, Prepared
             except (ValueError, OSError) as error:
                 problems.append(f"{one.name}: test: {error}")
     return problems
+
+
+def find_harness_problems(sets: Sequence[SetSettings]) -> list[str]:
+    """Problems with tasks of EleutherAI's harness."""
+    tasks = tuple(one.lm_eval for one in sets if one.lm_eval is not None)
+    if not tasks:
+        return []
+    from mini_trainer.use.evaluation.harness import check_harness  # with torch: seconds to import
+
+    try:
+        check_harness(tasks)
+    except ValueError as error:
+        return [str(error).replace("--lm-eval ", "lm_eval: ", 1)]
+    return []
 
 
 def find_data_problems(

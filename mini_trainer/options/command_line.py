@@ -235,10 +235,10 @@ def takes_choices_only(kind: Any) -> bool:
     return get_origin(kind) is Literal or (get_origin(kind) is tuple and takes_choices_only(get_args(kind)[0]))
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """A question whether the closest of the `known` words was meant; empty if none is close."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = difflib.get_close_matches(word, known, n=most)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def read_configs(argv: list[str], options_class: type, allowed: Collection[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Runs EleutherAI's lm-evaluation-harness: its tasks, prompts and measures; our intervals and tests."""
 
+import functools
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mini_trainer.options.command_line import suggest
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.comparison import Scores
@@ -32,7 +34,8 @@ MAX_SHOWN = 4000  # characters of a prompt kept for the page
 
 
 def check_harness(tasks: Sequence[str]) -> None:
-    """ValueError if the harness is needed and not installed, or if a task's file is missing or defines no task."""
+    """ValueError if the harness is needed and not installed, if a task's file is missing or defines no task, or if the
+    harness does not know a name."""
     if not tasks:
         return
     require("lm_eval", flag="--lm-eval")
@@ -41,6 +44,14 @@ def check_harness(tasks: Sequence[str]) -> None:
             find_name(Path(task))
         except ValueError as error:
             raise ValueError(f"--lm-eval {error}") from None
+    names = [task for task in tasks if not is_file(task)]
+    known = open_tasks(tuple(tasks))[0].task_index if names else {}
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"--lm-eval {name}: not a task or group of lm_eval {version('lm_eval')}{suggest(name, known, most=3)}"
+                " (lm_eval ls tasks lists them; your own tasks are .yaml files)"
+            )
 
 
 def run_harness(
@@ -56,7 +67,7 @@ def run_harness(
     return json.loads(path.read_text())
 
 
-def call_harness(engine: HFEngine, tasks: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def call_harness(engine: HFEngine, tasks: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
     """Runs the harness on the engine's loaded model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -72,12 +83,13 @@ def call_harness(engine: HFEngine, tasks: Sequence[str]) -> dict[str, list[dict[
     return {task: [keep(sample) for sample in samples] for task, samples in results["samples"].items()}
 
 
-def open_tasks(tasks: Sequence[str]) -> tuple["TaskManager", list[str]]:
+@functools.cache
+def open_tasks(tasks: tuple[str, ...]) -> tuple["TaskManager", list[str]]:
     """The harness's index of tasks, and the key of each task there: a file's path, or the name of a group."""
     from lm_eval.tasks import TaskManager
 
     files = {task: Path(task).absolute() for task in tasks if is_file(task)}
-    # Indexing all of the harness's own tasks takes minutes.
+    # Indexing all of the harness's own tasks takes from seconds to minutes.
     needs_its_own = len(files) < len(tasks) or any(find_dependencies(path)[1] for path in files.values())
     folders = sorted({str(path.parent) for path in files.values()})
     manager = TaskManager(include_path=folders or None, include_defaults=needs_its_own)
