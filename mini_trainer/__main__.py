@@ -200,7 +200,7 @@ def print_version() -> None:
 
 def print_completion(argv: list[str]) -> None:
     """`completion SHELL` prints the shell's code, which calls `completion words WORD ...` for each completion."""
-    from mini_trainer.options.completion import SHELLS, complete_options
+    from mini_trainer.options.completion import GENERAL, SHELLS, complete_options, format_lines
 
     if len(argv) == 1 and argv[0] in SHELLS:
         tell(SHELLS[argv[0]].rstrip("\n"))
@@ -208,16 +208,17 @@ def print_completion(argv: list[str]) -> None:
     if argv[:1] != ["words"] or len(argv) < 2:
         refuse(f"mini-trainer {COMPLETION} needs a shell: {', '.join(SHELLS)}; given: {' '.join(argv) or 'nothing'}")
     word, *rest = argv[1:]
+    found: dict[str, str] = {}
     if not rest:
-        found = [name for name in [*PROGRAMS, COMPLETION, "--help", "--version"] if name.startswith(word)]
+        purposes = {name: purpose for name, (_, _, purpose) in PROGRAMS.items()}
+        found = {**purposes, COMPLETION: "code that lets a shell complete words", **GENERAL}
+        found = {name: text for name, text in found.items() if name.startswith(word)}
     elif word == COMPLETION:
-        found = [name for name in SHELLS if len(rest) == 1 and name.startswith(rest[0])]
+        found = {name: "" for name in SHELLS if len(rest) == 1 and name.startswith(rest[0])}
     elif word in PROGRAMS:
-        more = [f"--{name}" for name in TORCHRUN_OPTIONS] if word in PARALLEL else []
+        more = {f"--{name}": text for name, text in TORCHRUN_OPTIONS.items()} if word in PARALLEL else {}
         found = complete_options(PROGRAMS[word].read_options(), rest, more=more)
-    else:
-        found = []
-    tell("\n".join(found))
+    tell(format_lines(found))
 
 
 def describe_torchrun_options() -> str:
