@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.data.tokenized.fetched import download_data_sets
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import verify_data
@@ -44,6 +45,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     # What can be refused is refused before any model is loaded.
     check_choices(options)
     require("scipy", flag="evaluate_model.py")
+    check_output_dir(Path(options.output_dir))
     may_differ = ("config", "output_dir", "data_cache_dir")
     compare_ranks(world, lambda: describe_program(flatten_options(options), world, may_differ=may_differ))
     if world.world_size > 1 and (options.engines.engine != "hf" or options.lm_eval):

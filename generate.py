@@ -19,6 +19,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from mini_trainer.data.rows.prompts import read_prompts
+from mini_trainer.data.stores.disk import check_output, make_parent
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
@@ -41,11 +42,11 @@ def generate(options: GenerateOptions, world: World) -> None:
         chat(open_model(options, world))
         return
     output = Path(options.output)
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: there is no such directory to write it in")
+    check_output(output)
     prompts = read_prompts(options.prompts, options.format)
     engine = open_model(options, world)
     made_by = describe_making(engine.describe(), options.sampling)
+    make_parent(output)
     file = AnswerFile(output, prompts, made_by, num_samples=options.sampling.num_samples)
     lines = answer_all(engine, file, world)
     if lines is not None:

@@ -81,7 +81,7 @@ from mini_trainer.data.rows.split import SIDES, SideWriter, describe_split, mark
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
-from mini_trainer.data.stores.disk import hash_file, identify_file, written_aside
+from mini_trainer.data.stores.disk import hash_file, identify_file, make_parent, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.tokenized.cache import identify_images, identify_options
 from mini_trainer.data.tokenized.outputs import Outputs
@@ -143,6 +143,8 @@ def write_data_set(
     sources, tokenizer, task = prepared.sources, prepared.tokenizer, prepared.preparation.task
     # Everything is written under hidden names, which are renamed to the outputs' names when all of it is complete.
     start = time.perf_counter()
+    for path in outputs.in_order:
+        make_parent(path)
     with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
         with closing(results), open(aside[outputs.rejected], "wb") as rejected_rows:

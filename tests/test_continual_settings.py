@@ -14,7 +14,7 @@ from processes import ENV, ROOT
 from safetensors.torch import save_file
 
 from mini_trainer.continual.experiment import settle_all
-from mini_trainer.continual.measuring import read_cell, read_harness
+from mini_trainer.continual.measuring import count_refused, read_cell, read_harness
 from mini_trainer.continual.rounds import read_answers
 from mini_trainer.continual.settings import SetSettings
 from mini_trainer.continual.settings_file import read_settings
@@ -351,6 +351,13 @@ def test_damaged_measurements_are_refused_by_file(kind: str, text: str | None, t
     (tmp_path / "samples" / "other").mkdir()
     with pytest.raises(ValueError, match=r"samples: .*2 models"):
         read_cell(tmp_path, ONE, kind, root=tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"sets": 3}', '{"sets": [3]}', '{"sets": [{"name": "a"}]}'])
+def test_damaged_results_of_evaluate_are_refused_by_file(text: str, tmp_path: Path):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/results\.json: .*; remove {tmp_path} to measure again$"):
+        count_refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": 3}', '{"a": [3]}', '{"a": [{"index": 0}]}'])

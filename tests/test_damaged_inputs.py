@@ -14,7 +14,7 @@ import torch
 import yaml
 from breadth import long, wide
 from forked import ForkedJob
-from in_process import train_here
+from in_process import print_plan, train_here
 from processes import flags
 from refusals import refuse
 from safetensors.torch import load_file, save_file
@@ -176,6 +176,15 @@ def test_a_directory_whose_params_are_of_another_form_gets_one_message(text, inp
     message = train_refused(world, inputs, tmp_path / "run")
     assert message.startswith(f"--output-dir {tmp_path / 'run'} ") and "training_params.json" in message
     assert (tmp_path / "run" / "training_params.json").read_text() == text
+
+
+def test_a_file_in_place_of_the_output_directory_is_refused(inputs, world, elsewhere, tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        reason = f"--output-dir {place}: {tmp_path / 'file'} is a file, not a directory"
+        assert train_refused(world, inputs, place) == reason
+        _, plan = elsewhere(print_plan, OPTIONS | inputs | dict(output_dir=str(place), max_steps=1))
+        assert f"- {reason}\n" in plan
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{", DEEP, '{"num_samples": "many"}', '{"sources": [1]}'])

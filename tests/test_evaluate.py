@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EvaluateOptions
+from mini_trainer.use.evaluation import classes, losses, pairs
 from mini_trainer.use.evaluation.comparison import Scores, adjust_by_holm, compare
 from mini_trainer.use.evaluation.metrics import (
     MEASURES,
@@ -313,6 +315,27 @@ def test_what_is_there_is_not_computed_again_and_one_more_model_costs_that_model
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["choices.choices.jsonl", "data.losses.jsonl"])
+def test_damaged_results_are_refused_by_file_and_line(name, results, world, root, files, tmp_path):
+    shutil.copytree(root / "results" / "samples" / "base", tmp_path / "samples" / "base")
+    path = tmp_path / "samples" / "base" / name
+    first, rest = path.read_text().split("\n", 1)
+    for text in ("{}", "[]", "3", "{"):
+        path.write_text(f"{text}\n{rest}")
+        with pytest.raises(ValueError, match=rf"^{path}: line 1 is damaged: .*remove it to measure again"):
+            run(world, tmp_path, model=files["base"], task=files["choices"], data=files["data"])
+    path.write_text(f"{first}\n{rest}")
+    run(world, tmp_path, model=files["base"], task=files["choices"], data=files["data"])
+
+
+@pytest.mark.parametrize("read", [losses.read_scores, pairs.read_scores, classes.read_scores])
+@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"loss_sum": "x"}'])
+def test_damaged_scores_of_all_kinds_are_refused_by_line(read, text, tmp_path):
+    (tmp_path / "x.jsonl").write_text(f"{text}\n")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/x\.jsonl: line 1 is damaged: see .*; remove it"):
+        read(tmp_path / "x.jsonl")
+
+
 def test_two_processes_find_what_one_finds(results, root, files):
     words = flags(
         output_dir=root / "two", model=(files["base"], files["other"]), task=(files["task"], files["choices"]),

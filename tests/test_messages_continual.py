@@ -32,7 +32,8 @@ def resume(directory: Path) -> None:
 
 
 def compare(directory: Path) -> None:
-    continual(ContinualOptions(paths=("a", "b"), compare=True, output=str(directory / "gone" / "x.html")))
+    (directory / "file").touch()
+    continual(ContinualOptions(paths=("a", "b"), compare=True, output=str(directory / "file" / "x.html")))
 
 
 # Settings that differ from good ones, text.
@@ -72,7 +73,7 @@ ROWS = [
     (
         "nothing is read before a page that cannot be written",
         compare,
-        "--output DIR/gone/x.html: its directory does not exist",
+        "--output DIR/file/x.html: DIR/file is a file, not a directory",
     ),
     ("rounds", lambda path: cut([{}, {}], 3), "self_distillation: rounds: given 3, allowed: at most one for each of 2"),
 ]

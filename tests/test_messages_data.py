@@ -125,8 +125,8 @@ def write_model(*files: str, **config: object) -> str:
 
 OTHERS = [
     ("rows that are not tokenized", read_messages,
-     "--data-path rows.arrow: no column input_ids, labels, len, num_loss_counted_tokens; found messages. Tokenize the"
-     " data with process_data.py"),
+     "--data-path rows.arrow: no column input_ids, labels, len, num_loss_counted_tokens; found messages. Tokenize rows"
+     " with mini-trainer process-data, or give them to train with --input-file"),
     ("another count of trained tokens", lambda: write_set(num_loss_counted_tokens=9).read(1),
      "data.arrow: row 2: num_loss_counted_tokens is 9, but 3 labels after the first are not -100: tokenize the data"
      " again with process_data.py"),

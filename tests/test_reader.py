@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hand_made import read_triple
-from tiny_data import make_samples, to_row, write_rows, write_samples
+from tiny_data import make_samples, to_row, write_jsonl, write_rows, write_samples
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
 from mini_trainer.data.tokenized.conversion import INFERRED_BYTES
-from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.data.tokenized.reader import FOR_ROWS, TokenizedData
 from mini_trainer.objectives.next_tokens import CausalLM
 
 VOCAB_SIZE = 160
@@ -215,6 +215,15 @@ def test_a_file_that_is_no_data_set_is_refused(name, content, reason, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
         TokenizedData(tmp_path / name)
+
+
+@pytest.mark.parametrize(("option", "advice"), FOR_ROWS.items())
+@pytest.mark.parametrize("name", ["raw.jsonl", "raw.json", "raw.csv", "raw.jsonl.gz", "raw"])
+def test_rows_in_place_of_a_data_set_are_refused_with_where_they_belong(name, option, advice, tmp_path):
+    write_jsonl(tmp_path / name, [{"messages": [{"role": "user", "content": "Hi"}]}])
+    with pytest.raises(ValueError, match=rf"^{option} {tmp_path / name}: ") as refused:
+        TokenizedData(tmp_path / name, option=option)
+    assert str(refused.value).endswith(f". {advice}") and "--input-file" in advice
 
 
 def test_weights_of_another_type_are_refused(tmp_path):

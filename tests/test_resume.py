@@ -466,6 +466,13 @@ def test_a_damaged_line_of_metrics_costs_itself_alone(start, tmp_path):
     assert list((run / "hf_format").glob("samples_*/README.md"))
 
 
+def test_the_last_steps_line_has_the_epochs_that_were_asked_for(start, tmp_path):
+    """20 samples in batches of 8: the last one takes 4 of the next epoch, which its metrics count."""
+    lines = [line for line in start(tmp_path / "run", max_epochs=3) if line.startswith("step ")]
+    assert lines[-1].startswith("step 8/8  epoch 3.00  ")
+    assert read_rows(tmp_path / "run")[-1]["epoch"] == 3.2
+
+
 def make_lines(steps: Iterable[int]) -> list[bytes]:
     return [json.dumps({"step": step, "loss": 1.5}).encode() + b"\n" for step in steps]
 

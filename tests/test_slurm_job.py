@@ -119,6 +119,15 @@ def test_a_job_whose_requeues_bring_no_step_ends(job, tmp_path, capsys, monkeypa
     assert json.loads((run / "requeues.json").read_text()) == {"job": "8", "step": 20, "num_idle": 0}
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "3", "{", '{"code": "x", "job": 7}'])
+def test_damaged_records_are_named(text, job, tmp_path):
+    for name in ("exit.json", "requeues.json"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/{name}: "):
+            end(tmp_path, 0 if name == "exit.json" else 3)
+        (tmp_path / name).unlink()
+
+
 def test_only_runs_that_were_told_to_stop_are_requeued(job, tmp_path):
     assert not end(tmp_path, 1) and not end(tmp_path, 0)
     (tmp_path / "exit.json").write_text('{"code": 3}')

@@ -13,9 +13,9 @@ from mini_trainer.continual.matrix import Cell, Row
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
 from mini_trainer.continual.settings_file import CHOICE_METRICS
-from mini_trainer.data.stores.disk import list_wrong, read_object
+from mini_trainer.data.stores.disk import list_wrong, read_fields
 from mini_trainer.run.stages import Stage
-from mini_trainer.use.evaluation.kept import read_lines
+from mini_trainer.use.evaluation.kept import read_lines, read_samples
 
 SCORE, LOSS = "score", "loss"  # kinds of a row
 LOSSES = {"num_targets": int | float, "loss_sum": int | float}
@@ -55,7 +55,10 @@ def measure(
 
 def count_refused(folder: Path) -> dict[str, int]:
     """Prompts of each set that were too long to be answered, where there are any."""
-    sets = read_object(folder / "results.json").get("sets", [])
+    path, advice = folder / "results.json", f"; remove {folder} to measure again"
+    sets = read_fields(path, {"sets": list}, written_by="evaluate", advice=advice)["sets"]
+    if any(not isinstance(one, dict) or list_wrong(one, {"name": str, "extras": list}) for one in sets):
+        raise ValueError(f"{path}: not as evaluate writes it (see sets){advice}")
     counts = {one["name"]: sum(extra.get("num_refused", 0) for extra in one["extras"]) for one in sets}
     return {name: count for name, count in counts.items() if count}
 
@@ -127,13 +130,7 @@ def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
 
 def read_harness(path: Path) -> list[dict[str, Any]]:
     """The samples of a task of the harness; of a group of tasks, of all of them. ValueError names a damaged file."""
-    found = read_object(path)
-    for name, samples in found.items():
-        is_whole = isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples)
-        if not is_whole or any(list_wrong(sample, {"index": int, "scores": dict}) for sample in samples):
-            raise ValueError(
-                f"{path}: not as evaluate writes it (see {name}); remove {path.parents[2]} to measure again"
-            )
+    found = read_samples(path, advice=f"remove {path.parents[2]} to measure again")
     return [sample for task in sorted(found) for sample in sorted(found[task], key=lambda sample: sample["index"])]
 
 

@@ -21,6 +21,7 @@ from mini_trainer.data.stores.disk import (
     describe_failed_write,
     hash_json,
     make_aside,
+    make_parent,
     read_object,
     sync_dir,
     sync_file,
@@ -107,7 +108,7 @@ def merge_into(
     shards = plan_shards(first)
     weight_bytes = sum(size for shard in shards for size in shard.values())
     needed_bytes = weight_bytes + sum(file.stat().st_size for file in list_companions(first.directory))
-    output_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
+    make_parent(output_dir)
     aside = make_aside(output_dir, needed_bytes, what="the model", spare_bytes=0)
     try:
         for file in list_companions(first.directory):

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -39,15 +38,6 @@ ORDER = "order of the samples"
 def to_json(value: Any) -> Any:
     """The value as JSON returns it."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def check_output_dir(output_dir: Path) -> None:
-    """ValueError if the run could not write there."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ValueError(f"--output-dir {output_dir} is a file")
-    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"--output-dir {output_dir}: no permission to write in {existing}")
 
 
 def check_unused(

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mini_trainer.data.stores.disk import remove_leftovers
+from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.distributed.monitor import RunControl
@@ -31,7 +31,6 @@ from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import EXPORTS_DIR, Exports
 from mini_trainer.run.identity import (
     check_continues,
-    check_output_dir,
     check_same_run,
     check_unused,
     describe_start,
@@ -61,8 +60,8 @@ class RunDirectory:
     def __init__(self, path: str, options: CheckpointOptions, world: World, control: RunControl):
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
         self.path, self.options, self.world, self.control = Path(path), options, world, control
-        call_on_rank0(world, lambda: control.lock(self.path))
         call_on_rank0(world, lambda: check_output_dir(self.path))
+        call_on_rank0(world, lambda: control.lock(self.path))
         check_disks(world, self.path)
         self.checkpointer = Checkpointer(
             self.path / "checkpoints",
@@ -191,7 +190,7 @@ class RunDirectory:
         )
         sinks: list[Sink] = [
             MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
-            open_console(time_left, shown=tuple(inputs.objective.metrics)),
+            open_console(time_left, shown=tuple(inputs.objective.metrics), max_epochs=inputs.values["max_epochs"]),
         ]
         if inputs.samples is not None:
             from mini_trainer.run.samples import SamplesFile
@@ -276,10 +275,10 @@ def check_disks(world: World, output_dir: Path) -> None:
         call_on_rank0(world, lambda: check_disk(output_dir))
 
 
-def open_console(time_left: TimeLeft, *, shown: Sequence[str]) -> Sink:
+def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None) -> Sink:
     """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
     if shows_progress() and log.isEnabledFor(logging.INFO):
         from mini_trainer.run.live_line import LiveLine
 
         return LiveLine(time_left, shown=shown)
-    return Console(time_left, shown=shown)
+    return Console(time_left, shown=shown, max_epochs=max_epochs)

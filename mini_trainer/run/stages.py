@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import hash_file, hash_json, is_running, read_fields, written_aside
+from mini_trainer.data.stores.disk import check_output_dir, hash_file, hash_json, is_running, read_fields, written_aside
 from mini_trainer.distributed.ending import ExitCode, RunError, exit_with_message
 from mini_trainer.distributed.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
 from mini_trainer.distributed.messages import say
@@ -119,6 +119,7 @@ def describe_code(code: int) -> ExitCode:
 
 def wait_for_lock(output_dir: Path) -> RunLock:
     """Locks the directory. Programs that a killed experiment has left hold its lock until they have saved."""
+    check_output_dir(output_dir, flag="output_dir:")
     deadline, is_first = time.monotonic() + SECONDS_TO_WAIT, True
     while True:
         try:

@@ -4,6 +4,7 @@ Each rank describes the files that it reads. Weights, checkpoints and rows to to
 reads them, or their hashes are verified on reading.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ from mini_trainer.options import (
 )
 from mini_trainer.run.inputs import OpenedData, RunInputs
 
+# Learning rates of published runs (docs/tasks/learning_rate.md) by the method's option; OSFT's lie between the others'.
+USUAL_RATES = {
+    "lora": ("LoRA", "1e-4 to 2e-4"),
+    "osft": ("OSFT", "1e-5 to 1e-4"),
+    "full": ("full fine-tuning", "2e-6 to 2e-5"),
+}
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
 
 
@@ -94,11 +101,7 @@ def find_oddities(
     if batching is not None and num_steps is not None and end.max_steps is None:
         num_updates = inputs.num_steps_before + num_steps
         if num_updates < FEW_UPDATES:
-            inputs.warnings.append(
-                f"the run has only {num_updates} optimizer updates, in which a model learns little: lower"
-                f" {batching.flag}, raise --max-epochs for {FEW_UPDATES} updates or more, or raise --learning-rate"
-                f" {optimization.learning_rate:g}"
-            )
+            inputs.warnings.append(describe_few_updates(num_updates, inputs, optimization, end))
     if data is not None and inputs.validation_data is not None and not validation.validate_training_data:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
@@ -119,6 +122,23 @@ def find_oddities(
         inputs.warnings.append(
             f"--num-warmup-steps {num_warmup_steps}: the run of {last} steps ends before its peak learning rate"
         )
+
+
+def describe_few_updates(
+    num_updates: int, inputs: RunInputs, optimization: OptimizationOptions, end: EndOptions
+) -> str:
+    """That a model learns little in so few updates, and with which values there are more."""
+    flag, size = inputs.batching.flag.split()
+    share = num_updates / FEW_UPDATES
+    advice = [f"{flag} {int(int(size) * share)}"] if int(size) * share >= 1 else []
+    advice += [f"--max-epochs {math.ceil(end.max_epochs / share)}"] if end.max_epochs is not None else []
+    method = next((name for name in USUAL_RATES if inputs.values.get(name)), "full")
+    name, rates = USUAL_RATES[method]
+    return (
+        f"the run has only {num_updates} optimizer updates, in which a model learns little; {FEW_UPDATES} or more are"
+        f" usual: {' or '.join([*advice, 'more data'])}. Usual learning rates of {name} are {rates}, this run's is"
+        f" {optimization.learning_rate:g}"
+    )
 
 
 # Keys of a sidecar that training does not read.

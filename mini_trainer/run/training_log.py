@@ -1,6 +1,7 @@
 """The training log: each step's metrics go to every sink: a file of JSON lines, the console, a live line."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -180,11 +181,13 @@ class MetricsFile(Sink):
 class Console(Sink):
     """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`.
 
-    `shown`: names of a validation's metrics for its line.
+    `shown`: names of a validation's metrics for its line. `max_epochs`: where the epochs end that steps show, for the
+    last batch takes the samples that it lacks from the next epoch; the metrics files have the exact number.
     """
 
-    def __init__(self, time_left: TimeLeft, *, shown: Sequence[str]):
+    def __init__(self, time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None):
         self.time_left, self.shown = time_left, shown
+        self.max_epochs = math.inf if max_epochs is None else max_epochs
         self.last_shown = time.monotonic()
         self.validation: dict[str, Any] = {}  # loss of the newest validation, and the step after which it was
 
@@ -197,7 +200,8 @@ class Console(Sink):
         )
         if step in (first_step + 1, num_steps) or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
-            log.info(describe_step(metrics | self.validation, num_steps=num_steps, seconds_left=left))
+            shown = metrics | self.validation | {"epoch": min(metrics["epoch"], self.max_epochs)}
+            log.info(describe_step(shown, num_steps=num_steps, seconds_left=left))
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
         self.time_left.validation_done(metrics["seconds"])

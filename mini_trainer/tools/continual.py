@@ -22,7 +22,7 @@ from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.page import write_page
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings_file import read_settings
-from mini_trainer.data.stores.disk import check_output
+from mini_trainer.data.stores.disk import check_output, make_parent
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task
 from mini_trainer.run.stages import ending_experiment
@@ -40,6 +40,7 @@ def continual(options: ContinualOptions) -> None:
     experiments = [read_experiment(directory) for directory in directories]
     say(describe_comparison(experiments))
     if options.output is not None:
+        make_parent(Path(options.output))
         write_page(Path(options.output), experiments, directories)
         say(f"comparison: {Path(options.output).absolute().as_uri()}")
 

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     options = parse_options(ExportGgufOptions)  # before the slow imports: --help and typos answer at once
     pause_collector()
 
+from mini_trainer.data.stores.disk import check_output
 from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
@@ -39,6 +40,7 @@ def export_gguf(options: ExportGgufOptions) -> None:
         raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")
     if output.suffix != ".gguf":
         raise ValueError(f"--output {output}: must end in .gguf")
+    check_output(output)
     modelfile = [output.with_name("Modelfile")] if options.modelfile else []
     for path in (output, *modelfile):
         if path.exists():

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import dataclasses
 
+from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.choices import check_choices
@@ -31,6 +32,7 @@ from mini_trainer.tools.importers.rules import Conversion
 def import_config(options: ImportConfigOptions) -> None:
     check_choices(options)
     path, output_dir = Path(options.config_file), Path(options.output_dir)
+    check_output_dir(output_dir)
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     try:

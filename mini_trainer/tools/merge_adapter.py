@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+from mini_trainer.data.stores.disk import check_place, make_parent
 from mini_trainer.data.stores.model_files import find_model, find_weights, naming_config, verify_weights
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.devices import DTYPES
@@ -50,6 +51,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     output_dir, adapter = Path(options.output_dir), Path(options.adapter)
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")
+    check_place(output_dir.parent, named=f"--output-dir {output_dir}")
 
     # Find the adapter's base model, and the tokenizer and stop tokens that it was trained with.
     config = read_config(adapter, flag="--adapter")
@@ -89,7 +91,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     readers = read_weights(source, family)
     method.prepare(meta, readers, world=world, progress=lambda where: None)
     dtype = DTYPES[options.export_dtype]
-    call_on_rank0(world, lambda: output_dir.absolute().parent.mkdir(parents=True, exist_ok=True))
+    call_on_rank0(world, lambda: make_parent(output_dir))
     write_export(
         method.merge_given(readers, dtype),
         output_dir,

@@ -17,6 +17,7 @@ if __name__ == "__main__":
     options = parse_options(MergeModelsOptions)  # before the slow imports: --help and typos answer at once
     pause_collector()
 
+from mini_trainer.data.stores.disk import check_place
 from mini_trainer.data.stores.model_files import verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
@@ -28,6 +29,7 @@ def merge_models(options: MergeModelsOptions) -> None:
     output_dir = Path(options.output_dir)
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")
+    check_place(output_dir.parent, named=f"--output-dir {output_dir}")
     models, base = open_models(options.model, options.base)
     if not options.skip_verification:
         for model in [*models, *([] if base is None else [base])]:

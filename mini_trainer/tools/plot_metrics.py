@@ -16,7 +16,7 @@ from mini_trainer.options.tools import PlotOptions
 if __name__ == "__main__":
     options = parse_options(PlotOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.data.stores.disk import check_output, written_aside
+from mini_trainer.data.stores.disk import check_output, make_parent, written_aside
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.use.plots.curves_page import choose_smoothing, make_curves_page
@@ -27,6 +27,8 @@ from mini_trainer.use.plots.server import DEFAULT_PORT, CurvesServer
 
 def plot_metrics(options: PlotOptions) -> None:
     """Writes or serves the curves; ValueError or OSError for user errors."""
+    if options.output is not None:
+        check_output(Path(options.output))
     runs = open_runs([Path(run) for run in options.runs])
     for warning in iterate_warnings(runs):
         say(f"warning: {warning}", is_error=True)
@@ -40,7 +42,7 @@ def plot_metrics(options: PlotOptions) -> None:
 
 def write_curves(path: Path, runs: list[Run], *, smoothing: int | None) -> None:
     """Writes the file and prints its path, or for a page its URL."""
-    check_output(path)
+    make_parent(path)
     if path.suffix.lower() == ".html":
         with written_aside(path) as (aside,):
             aside.write_text(make_curves_page(runs, smoothing=smoothing), encoding="utf-8")

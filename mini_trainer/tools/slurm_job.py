@@ -9,12 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_trainer.data.stores.disk import written_aside
+from mini_trainer.data.stores.disk import read_fields, written_aside
 from mini_trainer.distributed.command import COMMAND
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode, ending_with_message
 from mini_trainer.distributed.lock import REQUEUES_FILE
@@ -127,12 +127,16 @@ def end(output_dir: Path, status: int) -> bool:
 def read_end(output_dir: Path) -> int | None:
     """The code in exit.json; None if the run wrote none."""
     path = output_dir / EXIT_FILE
-    return json.loads(path.read_text())["code"] if path.exists() else None
+    return read_fields(path, {"code": int}, written_by="train.py")["code"] if path.exists() else None
 
 
 def read_requeues(output_dir: Path) -> Requeues | None:
     path = output_dir / REQUEUES_FILE
-    return Requeues(**json.loads(path.read_text())) if path.exists() else None
+    if not path.exists():
+        return None
+    kinds = {field.name: field.type for field in fields(Requeues)}
+    found = read_fields(path, kinds, written_by="this script", advice="; remove it")
+    return Requeues(**{name: found[name] for name in kinds})
 
 
 def find_step(output_dir: Path) -> int:

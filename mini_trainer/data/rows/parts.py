@@ -139,7 +139,7 @@ def identify_sources(sources: Sequence[Source]) -> list[list[Any]]:
 
 def write_part(part: Part, results: Iterable[ChunkResult], describe: Callable[[], dict[str, Any]]) -> None:
     """Writes the results, and then the manifest with what `describe` returns."""
-    part.directory.mkdir(exist_ok=True)
+    part.directory.mkdir(parents=True, exist_ok=True)
     with written_aside(part.rows, part.manifest) as (rows, manifest):
         with open(rows, "wb") as file:
             for result in results:

@@ -94,11 +94,30 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def check_output(path: Path) -> None:
-    """ValueError if --output `path` cannot be a new file: it is a directory, or there is none for it."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        reason = "is a directory" if path.is_dir() else "its directory does not exist"
-        raise ValueError(f"--output {path}: {reason}")
+def check_output(path: Path, *, flag: str = "--output") -> None:
+    """ValueError if `path` cannot become a file: it is a directory, or its directory cannot be made."""
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: is a directory")
+    check_place(path.parent, named=f"{flag} {path}")
+
+
+def check_output_dir(path: Path, *, flag: str = "--output-dir") -> None:
+    """ValueError if `path` is no directory to write in, and cannot become one."""
+    check_place(path, named=f"{flag} {path}")
+
+
+def check_place(directory: Path, *, named: str) -> None:
+    """ValueError if nothing can be written in a directory, or if it cannot be made. `named`: the output there."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{named}: {existing} is a file, not a directory")
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"{named}: no permission to write in {existing}")
+
+
+def make_parent(path: Path) -> None:
+    """Makes the directory of a file that is about to be written."""
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 def identify_file(path: Path) -> tuple[int, int] | None:

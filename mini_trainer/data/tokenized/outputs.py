@@ -1,12 +1,12 @@
 """Output paths: one or two data sets, the files that belong to each, and the order in which they appear."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from mini_trainer.data.stores.disk import check_place
 from mini_trainer.data.tokenized.index import keep_index
 
 
@@ -94,10 +94,8 @@ class Outputs:
         """Raises ValueError for paths that could not be written later, or would overwrite something: one of the
         `inputs`, which are files and `urls`."""
         for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{flag} {path}: there is no directory {path.parent}; create it first")
-            if path is not None and not os.access(path.parent, os.W_OK):
-                raise ValueError(f"{flag} {path}: no permission to write in {path.parent}")
+            if path is not None:
+                check_place(path.parent, named=f"{flag} {path}")
         tokenizers = [self.training.tokenizer, self.validation.tokenizer]
         for path in self.in_order:
             if path.is_dir() and path not in tokenizers:

@@ -1,7 +1,6 @@
 """Reads a tokenized data set from disk: mapped into memory, checked row by row as it is read."""
 
 import functools
-import json
 import math
 import mmap
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from mini_trainer.data.columns.base import LENGTHS_COLUMN, Columns, RowFacts, Sa
 from mini_trainer.data.columns.kinds import COLUMNS, read_task
 from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
-from mini_trainer.data.stores.disk import list_wrong, read_object
+from mini_trainer.data.stores.disk import list_wrong, read_fields, read_object
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index
 from mini_trainer.distributed.ending import log
@@ -30,6 +29,12 @@ if TYPE_CHECKING:
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
 SEARCHED_TOKENS = 1 << 22  # tokens searched at once
 NUM_OPEN_BATCHES = 4096  # record batches whose columns are held, some kilobytes each
+# Advice on rows given in place of a tokenized data set, by option.
+TOKENIZE = "Tokenize rows with mini-trainer process-data"
+FOR_ROWS = {
+    "--data-path": f"{TOKENIZE}, or give them to train with --input-file",
+    "--validation-data-path": f"{TOKENIZE}, or have train hold out rows of --input-file with --validation-share",
+}
 FORMAT_VERSION = 3  # of tokenized data sets; sidecars without one are made by hand
 # Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
@@ -49,7 +54,7 @@ class TokenizedData:
         self.kind = COLUMNS[self.task.objective]
         if self.path.is_file():
             check_size(recorded, self.path)
-        self._files, index = open_files(self.path, self.kind, named=f"{option} {path}")
+        self._files, index = open_files(self.path, self.kind, option=option)
         self._maps = [file.map for file in self._files] + ([] if index.map is None else [index.map])
         self.lengths = index.lengths
         self.sizes = self.lengths  # tokens of each row in a micro-batch, with those that a teacher reads beside it
@@ -229,12 +234,13 @@ class RowSequences:
         return int(self.lengths[self.firsts[rows.start] : self.firsts[rows.stop]].max(initial=0))
 
 
-def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile], Index]:
+def open_files(path: Path, kind: Columns, *, option: str) -> tuple[list[ArrowFile], Index]:
     """The files of a data set and their index; .parquet and .jsonl are first converted to Arrow, once. Messages begin
-    with `named`.
+    with the `option` and the path.
     """
+    named, advice = f"{option} {path}", FOR_ROWS.get(option, TOKENIZE)
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
-        raise ValueError(f"{named}: must end in .arrow, .parquet or .jsonl")
+        raise ValueError(f"{named}: a tokenized data set ends in .arrow, .parquet or .jsonl. {advice}")
     try:
         if path.exists() and not path.is_file():
             raise ValueError(f"{named}: not a regular file")
@@ -247,12 +253,12 @@ def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile
             paths = convert_to_arrow(path, kind)
         files = list(map(ArrowFile, paths))
         schema = pa.concat_tables([pa.Table.from_batches([], schema=file.schema) for file in files]).schema
-        check_names(schema, kind, named=named)
+        check_names(schema, kind, named=named, advice=advice)
         index = open_index(path, files)
     except FileNotFoundError:
         raise ValueError(f"{named}: there is no such file") from None
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{named}: cannot be read as a data set of process_data.py: {error}") from None
+        raise ValueError(f"{named}: cannot be read as a tokenized data set: {error}. {advice}") from None
     for field in (*kind.schema, *COMMON_SCHEMA):
         if field.name in schema.names:
             check_column(
@@ -261,16 +267,15 @@ def open_files(path: Path, kind: Columns, *, named: str) -> tuple[list[ArrowFile
     return files, index
 
 
-def check_names(schema: pa.Schema, kind: Columns, *, named: str) -> None:
+def check_names(schema: pa.Schema, kind: Columns, *, named: str, advice: str) -> None:
     """Raises ValueError for a missing column."""
     wanted = {field.name: None for field in (*kind.schema, *COMMON_SCHEMA)}
     missing = [name for name in wanted if name not in (*kind.optional, *schema.names)]
     if missing:
-        what_to_do = "Tokenize the data with process_data.py"
         if missing == ["num_loss_counted_tokens"]:
-            what_to_do = "Add it: the number of each row's targets, which is 1 where the row has one for all its tokens"
+            advice = "Add it: the number of each row's targets, which is 1 where the row has one for all its tokens"
         found = [name for name in schema.names if name not in kind.optional]  # reading JSON lines adds those
-        raise ValueError(f"{named}: no column {', '.join(missing)}; found {', '.join(found)}. {what_to_do}")
+        raise ValueError(f"{named}: no column {', '.join(missing)}; found {', '.join(found)}. {advice}")
 
 
 def check_column(found: pa.DataType, expected: pa.Field, index: Index, *, is_optional: bool, named: str) -> None:
@@ -365,4 +370,6 @@ def name_source(path: str) -> str:
     folder = Path(path).parent
     if folder.parent.name != FOLDER or not (folder / SOURCE_FILE).is_file():
         return path
-    return json.loads((folder / SOURCE_FILE).read_text())["url"]
+    return read_fields(folder / SOURCE_FILE, {"url": str}, written_by="mini-trainer", advice=f"; remove {folder}")[
+        "url"
+    ]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mini_trainer.data.stores.disk import SPARE_BYTES, read_json
+from mini_trainer.data.stores.disk import SPARE_BYTES, check_output_dir, read_json
 from mini_trainer.data.stores.model_files import find_weights
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.devices import DTYPES, PEAK_FLOPS, describe_device, find_peak_flops
@@ -42,7 +42,7 @@ from mini_trainer.options import (
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import check_state
 from mini_trainer.run.choosing import choose_method
-from mini_trainer.run.identity import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
+from mini_trainer.run.identity import check_continues, check_same_run, check_unused, is_checkpoint_of
 from mini_trainer.run.input_identity import identify_run
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.origin import read_origin

@@ -32,7 +32,7 @@ def describe_scores(found: DataScores, objective: Classification) -> list[dict[s
 
 
 def read_scores(path: Path) -> np.ndarray:  # (N, 2 + K + C)
-    lines = read_lines(path)
+    lines = read_lines(path, {"index": int, "token": int, "target": list, "logits": list})
     return np.array([[line["index"], line["token"], *line["target"], *line["logits"]] for line in lines])
 
 

@@ -14,7 +14,7 @@ from mini_trainer.options.command_line import suggest
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.comparison import Scores
-from mini_trainer.use.evaluation.kept import is_made_by, write_made
+from mini_trainer.use.evaluation.kept import is_made_by, read_samples, write_made
 from mini_trainer.use.evaluation.results import Measured
 from mini_trainer.use.evaluation.task_files import (
     describe_task_file,
@@ -64,7 +64,7 @@ def run_harness(
     if not is_made_by(path, made_by):
         samples = call_harness(HFEngine(found, options.engines, options.sampling, device=device), options.lm_eval)
         write_made(path, json.dumps(samples), made_by)
-    return json.loads(path.read_text())
+    return read_samples(path)
 
 
 def call_harness(engine: HFEngine, tasks: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:

@@ -39,6 +39,16 @@ def read_lines(
     return values
 
 
+def read_samples(path: Path, *, advice: str = "remove it to measure again") -> dict[str, list[dict[str, Any]]]:
+    """The samples of each task of the harness; ValueError names a damaged file."""
+    found = read_object(path)
+    for name, samples in found.items():
+        is_whole = isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples)
+        if not is_whole or any(list_wrong(sample, {"index": int, "scores": dict}) for sample in samples):
+            raise ValueError(f"{path}: not as evaluate writes it (see {name}); {advice}")
+    return found
+
+
 def parse_line(line: bytes, kinds: Mapping[str, Any] | None) -> Any:
     value = json.loads(line)
     wrong = [] if kinds is None else list_wrong(value, kinds) if isinstance(value, dict) else list(kinds)

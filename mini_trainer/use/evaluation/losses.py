@@ -23,7 +23,8 @@ def describe_scores(found: DataScores, objective: Objective) -> list[dict[str, f
 
 
 def read_scores(path: Path) -> np.ndarray:  # (samples, 3)
-    return np.array([[line[name] for name in SUMS] for line in read_lines(path)])
+    lines = read_lines(path, dict.fromkeys(SUMS, int | float))
+    return np.array([[line[name] for name in SUMS] for line in lines])
 
 
 def collect(name: str, objective: Objective, tables: Sequence[np.ndarray], show: Callable[[int], str]) -> Measured:

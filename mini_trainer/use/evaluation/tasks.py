@@ -139,6 +139,11 @@ def answer_choices(task: EvaluationTask, engine: Engine, folder: Path, world: Wo
     if world.rank != 0:
         return None
     values = read_lines(path)
+    for number, (prompt, own) in enumerate(zip(task.prompts, values, strict=True), start=1):
+        if not isinstance(own, list) or len(own) != len(prompt.choices):
+            raise ValueError(
+                f"{path}: line {number} is damaged: not a number for each choice; remove it to measure again"
+            )
     return [choose(prompt, own) for prompt, own in zip(task.prompts, values, strict=True)]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from mini_trainer.data.stores.disk import describe_failed_write, sync_file, written_aside
+from mini_trainer.data.stores.disk import describe_failed_write, make_parent, sync_file, written_aside
 from mini_trainer.data.stores.model_files import MODEL_FLAG, find_model, find_weights
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import show_progress
@@ -82,7 +82,7 @@ def write_gguf(model_dir: Path, target: Path, dtype: str) -> tuple[int, list[str
     num_in_f16 = sum(tensor.type not in (F32, matrix_type) for tensor in planned)
     if num_in_f16:
         notes.append(f"{num_in_f16} matrices are in f16: their rows are no multiple of {dtype}'s blocks")
-    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    make_parent(target)
     with written_aside(target) as (aside,):
         try:
             write_tensors(writer, aside, planned, config, architecture)
