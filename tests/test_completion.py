@@ -31,7 +31,7 @@ def test_the_program_offers_flags_and_values(words, expected):
 
 
 def test_options_without_choices_offer_nothing():
-    assert complete_options(PlotOptions, ["runs"], more={}) == {}
+    assert complete_options(PlotOptions, ["runs"]) == {}
 
 
 def test_every_flag_has_the_first_sentence_of_its_help():
@@ -39,7 +39,7 @@ def test_every_flag_has_the_first_sentence_of_its_help():
     assert described["--max-steps"] == STEPS
     assert described["--no-compile"] == f"Off: {described['--compile']}" and described["--nnodes"] == "machines"
     assert all(described.values()) and not any({"\n", "\t"} & set(text) for text in described.values())
-    assert "--allow-env" in described and "--allow-env" not in complete_options(PlotOptions, ["--"], more={})
+    assert "--allow-env" in described and "--allow-env" not in complete_options(PlotOptions, ["--"])
 
 
 STEPS = "Stop after this many optimizer steps"

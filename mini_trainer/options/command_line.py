@@ -137,7 +137,7 @@ def take_allowed(argv: list[str], options_class: type) -> tuple[list[str], list[
 
 @contextlib.contextmanager
 def reading_flags(options_class: type) -> Iterator[None]:
-    """Makes a ValueError of what tyro says in a box."""
+    """Converts tyro's boxed message to a ValueError."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -210,7 +210,8 @@ def refuse_empty_flags(argv: list[str], options_class: type) -> None:
 
 
 def refuse_unknown_words(words: list[str], options_class: type) -> None:
-    """ValueError for flags that do not exist, and for values that are none of a flag's choices, with what is close."""
+    """ValueError for flags that do not exist, and for values that are not among a flag's choices, with the closest
+    ones."""
     types, problems = list_types(options_class), []
     choices = {name: values for name, values in list_choices(options_class).items() if takes_choices_only(types[name])}
     known = [*types, *(f"no_{name}" for name, kind in types.items() if kind is bool)]

@@ -50,13 +50,15 @@ complete -c mini-trainer -a '(_mini_trainer)'
 GENERAL = {"--help": "Print help", "--version": "Print the version"}
 
 
-def complete_options(options_class: type, words: Sequence[str], *, more: Mapping[str, str]) -> dict[str, str]:
+def complete_options(
+    options_class: type, words: Sequence[str], *, more: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The flags, or the values of the last flag, that begin with the last of `words`, with their descriptions, which
     are empty for values. `more`: further flags with theirs."""
     *before, last = words
     types, choices = list_types(options_class), list_choices(options_class)
     if last.startswith("-"):
-        flags = describe_flags(options_class) | more | GENERAL
+        flags = describe_flags(options_class) | (more or {}) | GENERAL
         return {flag: flags[flag] for flag in sorted(flags) if flag.startswith(last)}
     places = [i for i, word in enumerate(before) if word.startswith("--")]
     if not places:

@@ -16,7 +16,7 @@ class DataOptions:
     """Training data, and how much of it each step uses."""
 
     data_path: tuple[str, ...] = option((), may_differ=True, names_data=True)
-    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl; or URLs of such, which are copied to
+    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl; or URLs of these, which are copied to
     --data-cache-dir. For raw rows use --input-file, --input-dataset or --mock-data."""
     data_weights: tuple[float, ...] = option((), decides="numbers")
     """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch contains every sample
@@ -27,8 +27,7 @@ class DataOptions:
     """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""
     batch_tokens: int | None = option(None, at_least=1, decides="numbers")
     """Instead of --batch-size: tokens (trained or masked) per optimizer step, over all ranks; at least the longest
-    sample's. Samples stay whole: step t takes those whose first token is one of the stream's tokens from t times this
-    number on, up to the next step's."""
+    sample's. Samples stay whole: each belongs to the step in which its first token falls."""
     max_tokens_per_gpu: int | Literal["auto"] = option(8192, at_least=1)
     """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: the largest value that
     fits with a margin, measured at the start."""
@@ -53,7 +52,7 @@ class RowOptions:
 
     input_file: tuple[str, ...] = option((), may_differ=True)
     """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst); or URLs
-    of such (s3://, gs://, hf:// or https://), also with wildcards."""
+    of these (s3://, gs://, hf:// or https://), also with wildcards."""
     input_dataset: str | None = option(None, may_differ=True)
     """Instead of files: a data set on the hub (NAME or NAME:CONFIG), streamed, or a local folder saved by the datasets
     library."""
@@ -63,9 +62,9 @@ class RowOptions:
     """Branch, tag or commit of --input-dataset on the hub. Default: its main branch."""
     mock_data: int | None = option(None, at_least=1)
     """Instead of rows: this many samples of random tokens, to measure training speed; with --format preference or
-    feedback of two sequences each."""
+    feedback, of two sequences each."""
     mock_length: int | None = option(None, at_least=2)
-    """Tokens in each sample of --mock-data, of all its sequences. Default: 2048."""
+    """Tokens in each sample of --mock-data, over all its sequences. Default: 2048."""
     format: Literal[*TEXT_FORMATS, *NAMED_FORMATS] | None = None
     """Format of the rows. Default: detected from each file's first row; the last three are never detected."""
     messages_field: str | None = None
@@ -97,7 +96,7 @@ class RowOptions:
     """Special tokens to add to the vocabulary; saved in the same directory."""
     allow_missing_stop_token: bool = False
     """Allow chat templates that write no stop token after the last turn, or after any turn, so that fewer than half of
-    the rows train one. The model may not learn to stop."""
+    the rows have a trained stop token. The model may not learn to stop."""
     append_stop_token: bool = False
     """If the chat template writes no stop token after a conversation's last turn, append and train the one that ends
     earlier turns, or else the tokenizer's eos_token."""
@@ -126,8 +125,8 @@ class RowOptions:
     block_size: int | None = option(None, at_least=3)
     """Documents: cut their stream into blocks of this many tokens."""
     validation_share: float | None = option(None, above=0, below=1)
-    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. Which rows depends only on
-    their content."""
+    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. Which rows these are depends
+    only on their content."""
     skip_invalid: bool = False
     """Skip rows that cannot be used and write them next to the output, instead of stopping."""
     num_proc: int = option(os.cpu_count() or 1, at_least=1, may_differ=True)
@@ -141,7 +140,7 @@ class ValidationOptions:
     validation_data_path: tuple[str, ...] = option((), may_differ=True, names_data=True)
     """Tokenized validation sets, scored before the first step, after the last, and as set by the next two options."""
     validate_every_steps: int | None = option(None, at_least=1)
-    """Validate every this many steps."""
+    """Number of steps between validations."""
     validate_at_epoch: bool = False
     """Validate at the end of each epoch."""
     validate_training_data: bool = False
@@ -157,7 +156,8 @@ class ValidationOptions:
     best_metric: str = "loss"
     """Metric of the best model and of early stopping: loss, perplexity or token_accuracy; for classifiers loss,
     accuracy, precision, recall, f1, f1_weighted or matthews; for regression loss, mse, mae, pearson or spearman; for
-    preferences loss, rewards/accuracies or rewards/margins. METRIC:D, such as loss:0.01: better by more than D."""
+    preferences loss, rewards/accuracies or rewards/margins. METRIC:D, such as loss:0.01, counts only improvements of
+    more than D."""
     write_predictions: bool = False
     """Classifiers: write each validation's predictions to OUTPUT_DIR/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None = option(None, at_least=1)
@@ -170,6 +170,6 @@ class ValidationOptions:
 
     @property
     def deciding(self) -> tuple[str, float]:
-        """The metric of --best-metric, and by more than how much it has to be better."""
+        """The metric of --best-metric, and the improvement that it has to exceed."""
         metric, _, least = self.best_metric.partition(":")
         return metric, float(least or 0)

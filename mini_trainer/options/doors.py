@@ -1,4 +1,4 @@
-"""Doors: what can be chosen by name, and where it is, imported only once it is chosen.
+"""Tables of everything that can be chosen by name, each with the module that is imported once it is chosen.
 
 A table is keyed by the words of options and files. With its row, a new entry needs nothing but its own module: the
 options' choices, --help, completion, the reference and the checks read the table.
@@ -12,14 +12,14 @@ Door = TypeVar("Door")
 
 
 def open_door(place: str) -> Any:
-    """What is at "module:attribute", or the module of that name."""
+    """Imports "module:attribute", or the module of that name."""
     name, _, attribute = place.partition(":")
     module = importlib.import_module(name)
     return getattr(module, attribute) if attribute else module
 
 
 class Doors(Mapping[str, Door]):
-    """What is at "module:attribute", by name. Listing the names imports nothing."""
+    """Objects at "module:attribute", by name. Listing the names imports nothing."""
 
     def __init__(self, places: Mapping[str, str]):
         self.places = dict(places)

@@ -34,9 +34,9 @@ def take_allowed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def fill_in(where: str, value: Any, allowed: Collection[str]) -> Any:
-    """The `value` of the key `where`, also a nested one, with the environment in place of `${NAME}`.
+    """Fills in `${NAME}` in the `value` of the key `where`, nested values included, from the environment.
 
-    ValueError for variables that are neither of `ALLOWED`, nor of SLURM, nor `allowed`.
+    ValueError for variables other than those of `ALLOWED`, SLURM and `allowed`.
     """
     if isinstance(value, list):
         return [fill_in(where, item, allowed) for item in value]
@@ -66,7 +66,7 @@ def fill_in(where: str, value: Any, allowed: Collection[str]) -> Any:
 
 
 def escape(value: Any) -> Any:
-    """The value that `fill_in` turns into this one, of a text or a list of texts."""
+    """Inverse of `fill_in` for a text or a list of texts."""
     if isinstance(value, (list, tuple)):
         return list(map(escape, value))
     return value.replace("${", "$${") if isinstance(value, str) else value

@@ -138,7 +138,7 @@ def is_required(option: dataclasses.Field) -> bool:
 
 
 def name_values(option: dataclasses.Field, *, is_short: bool = False) -> str:
-    """What stands after the flag: choices, or a word for the kind of value."""
+    """Placeholder after the flag: choices, or a word for the type of value."""
     parts = list(dict.fromkeys(list_kinds(option.type)))
     if is_short and len(parts) > 4:
         parts = ["CHOICE"]
@@ -157,7 +157,7 @@ def list_kinds(kind: Any) -> Iterator[str]:
 
 
 def one_sentence(text: str) -> str:
-    """The first one, without the page that it names."""
+    """The first sentence, without its link to a page."""
     return re.sub(r" \(docs/\S+\)", "", " ".join(text.split()).split(". ")[0]).rstrip(".")
 
 
@@ -166,7 +166,7 @@ def width_shown() -> int:
 
 
 def shorten(line: str) -> str:
-    """The line, cut with dots where the terminal ends."""
+    """Cuts the line at the terminal's width, with dots."""
     plain = line.replace("\033[1m", "").replace("\033[0m", "")
     over = len(plain) - width_shown()
     return line if over <= 0 else f"{line[: -over - 3].rstrip()}..."
@@ -184,7 +184,7 @@ def fill(text: str, indent: str) -> str:
 
 
 def bold(text: str) -> str:
-    """In a terminal that shows it, unless NO_COLOR is set (https://no-color.org)."""
+    """Bold text in a terminal, unless NO_COLOR is set (https://no-color.org)."""
     return f"\033[1m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 

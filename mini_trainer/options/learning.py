@@ -60,7 +60,7 @@ class PreferenceOptions:
     preference_label_smoothing: float = option(0.0, at_least=0, below=0.5)
     """dpo and robust only: share of pairs whose answers are assumed to be swapped (conservative DPO, robust DPO)."""
     preference_nll_weight: float | None = option(None, at_least=0)
-    """Weight of the chosen answers' negative log-likelihood per token, which is added (RPO). Default: 0; orpo: 1."""
+    """Weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO). Default: 0; orpo: 1."""
     reference_model: str | None = option(None, is_path=True)
     """Directory or hub name of the reference model. Default: the model that the run starts with."""
     reuse_reference_only: bool = option(False, decides="nothing")
@@ -81,21 +81,22 @@ class TeacherOptions:
     has_switch: ClassVar = True
 
     teacher_weight: tuple[float, ...] = ()
-    """Weight of the divergence from the teacher, from 0 to 1, for all rows or for those of each --data-path; the
-    cross-entropy has the rest. Default: no teacher."""
+    """Weight of the divergence from the teacher, from 0 to 1, one for all rows or one for each --data-path; the
+    cross-entropy gets the rest. Default: no teacher."""
     teacher_divergence: Literal["forward-kl", "top-k-kl", "masked-kl", "reverse-kl", "jsd"] = "forward-kl"
-    """forward-kl: KL(teacher || model), in files with one bucket for all tokens that they do not name; top-k-kl: the
-    same, renormalised over the named ones; masked-kl: leaves the target out, so that it can be learned and everything
-    else is kept. reverse-kl and jsd need --teacher-model."""
+    """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket; top-k-kl: the same,
+    renormalised over the top k; masked-kl: leaves the target out, so that it can be learned while everything else is
+    kept. reverse-kl and jsd need --teacher-model."""
     teacher_temperature: float = option(1.0, above=0)
-    """Temperature of both distributions; that of the files."""
+    """Temperature of both distributions; must be that of the files."""
     teacher_scores: str = option("teacher", is_path=True)
     """Name of the teacher's files next to the data sets, as given to score-data --name."""
     teacher_model: str | None = option(None, is_path=True)
-    """Directory or hub name of a teacher that reads each batch, instead of files; self: the model as the run starts."""
+    """Directory or hub name of a teacher that reads each batch, instead of files; self: the model as it is at the start
+    of the run."""
     teacher_data: tuple[str, ...] = option((), is_path=True, names_data=True)
-    """Data sets that the teacher of --teacher-model reads instead, one for each --data-path: the same trained tokens in
-    the same rows after other prompts, as in score-data. Their tokens count in --max-tokens-per-gpu."""
+    """Data sets that the --teacher-model reads instead, one for each --data-path: rows with the same trained tokens
+    after other prompts, as in score-data. Their tokens count in --max-tokens-per-gpu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,27 +158,27 @@ class OptimizationOptions:
     adam_eps: float = option(1e-8, above=0)
     """AdamW's epsilon."""
     adam_learning_rate: float | None = option(None, at_least=0, only_with=("optimizer", ("muon",)))
-    """muon only: peak learning rate of what AdamW updates. Default: --learning-rate."""
+    """muon only: peak learning rate of the parameters that AdamW updates. Default: --learning-rate."""
     muon_momentum: float = option(0.95, at_least=0, below=1, only_with=("optimizer", ("muon",)))
-    """muon only: decay of the momentum, which is Nesterov's."""
+    """muon only: decay of the Nesterov momentum."""
     muon_scale: Literal["match-rms-adamw", "original"] = option("match-rms-adamw", only_with=("optimizer", ("muon",)))
-    """muon only: scale of a matrix's update by its shape: about as large as AdamW's, for its learning rates, or as Muon
-    was first published."""
+    """muon only: how a matrix's update is scaled by its shape. match-rms-adamw: about as large as AdamW's, so that its
+    learning rates carry over; original: as Muon was first published."""
     learning_rate_for: tuple[str, ...] = option((), parse=parse_rate)
     """Peak learning rate, weight decay or both of parameters by their names, as PATTERN=RATE ('lm_head*=1e-6'),
-    PATTERN=:DECAY or PATTERN=RATE:DECAY; the first that fits counts. The schedule is the same."""
+    PATTERN=:DECAY or PATTERN=RATE:DECAY; the first match counts. The schedule is the same."""
     layer_lr_decay: float | None = option(None, above=0, at_most=1)
     """Learning rate of each block as a multiple of the one above it; embeddings come last. A vision tower is a stack of
     its own."""
     weight_average: Literal["none", "ema", "tail"] = "none"
-    """Keep an average of what trains beside the weights, in fp32, and export it as average_NAME. ema:
-    exponential, from the start on; tail: the mean of the weights after each of the last steps."""
+    """Keep an fp32 average of the trained weights, and export it as average_NAME. ema: exponential, from the start;
+    tail: the mean of the weights after each of the last steps."""
     ema_decay: float | None = option(None, at_least=0, below=1, only_with=("weight_average", ("ema",)))
-    """ema only: share of the average that a step leaves, such as 0.999."""
+    """ema only: decay of the average per step, such as 0.999."""
     ema_half_life: int | None = option(None, at_least=1, only_with=("weight_average", ("ema",)))
     """ema only, instead of --ema-decay: number of samples after which a step's share in the average has halved."""
     tail_steps: int | None = option(None, at_least=1, only_with=("weight_average", ("tail",)))
-    """tail only: number of steps, up to the run's end."""
+    """tail only: number of last steps to average over."""
     router_aux_loss: float | None = option(None, at_least=0)
     """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
     without output_router_logits."""
@@ -225,8 +226,8 @@ class OSFTOptions:
     """activations only: keep the directions that carry this share of each layer's input energy, instead of
     --osft-unfreeze-rank-ratio."""
     osft_bases: str | None = option(None, is_path=True)
-    """Tasks in a row: osft/bases.safetensors of the export that this run starts from, whose kept directions are all
-    kept exactly, or new for the first task. Exports then hold these and this run's directions."""
+    """Sequences of tasks: osft/bases.safetensors of the export that this run starts from, or new for the first task.
+    All directions kept by earlier runs stay exactly as they are, and exports hold them with this run's."""
     osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
     """importance: blocks that change their input less keep more directions; the unfreeze ratio is then the mean."""
 

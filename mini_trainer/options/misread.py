@@ -1,4 +1,4 @@
-"""Values that are not read as they were meant: of another type, or several joined by commas."""
+"""Values that cannot be what was meant: of the wrong type, or several joined by commas."""
 
 import os
 import re
@@ -13,7 +13,7 @@ BRACKETS = ("()", "[]", "{}", "<>")
 
 
 def describe_misread(message: str, options_class: type) -> str:
-    """tyro's message in one line, if it is about a value of another type; otherwise as it is."""
+    """tyro's message in one line, if it is about a value of the wrong type; otherwise unchanged."""
     misread = re.match(r"Error parsing (--[\w-]+): .*?(\[.*?\]|'.*?')", message, re.DOTALL)
     if misread is None:
         return message

@@ -1,6 +1,5 @@
-"""Answers to unknown option names: the option that other trainers call so, why there is none, or the closest one.
-
-Loaded where a name is unknown. The names are those of upstream mini_trainer, InstructLab, transformers, TRL, peft,
+"""Answers to unknown option names: the option with the same meaning here, the reason why there is none, or the closest
+name. Loaded only for unknown names. The names are those of upstream mini_trainer, InstructLab, transformers, TRL, peft,
 Axolotl, LLaMA-Factory and torchrun; docs/tasks/coming_from.md compares them, and mini_trainer/tools/importers/
 translates files.
 """
@@ -13,10 +12,10 @@ from mini_trainer.options import TrainOptions, flag_name, list_types
 from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.tools import ProcessDataOptions
 
-LEAST_SIMILARITY = 0.75  # below, most suggestions are of another meaning: --sharding-strategy is no --learning-rate
+LEAST_SIMILARITY = 0.75  # below, most suggestions mean something else: --sharding-strategy is not --learning-rate
 PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(ProcessDataOptions)}
 
-# Our options of the same meaning; of several the first that a program has.
+# Our options with the same meaning; of several, the first that a program has.
 NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model", "model_path", "base_model", "pretrained_model_name_or_path", "model_id",
                      "base_model_name_or_path"), ("model_name_or_path", "model")),
@@ -102,7 +101,7 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 COMPUTE = "on CUDA compute is in bfloat16 with float32 weights (--compute-dtype, --master-weights)"
-FLOAT16 = f"float16 needs loss scaling, which is not here: {COMPUTE}"
+FLOAT16 = f"float16 needs loss scaling, which is not supported: {COMPUTE}"
 STEP = "--batch-size counts the samples of a step on all GPUs together, --max-tokens-per-gpu those that run at once"
 PACKED = "samples are always packed without padding, and never see each other; --max-tokens-per-gpu is a pack's length"
 LOGGED = "every step is printed and written to training_metrics_0.jsonl"
@@ -114,14 +113,14 @@ EVALUATION = "validation is packed like training, by --max-tokens-per-gpu, and r
 TORCHRUN = "an argument of torchrun, before the script: torchrun --nproc-per-node=8 train.py"
 WANDB, MLFLOW = "--track wandb", "--track mlflow"
 SHARDED = "FSDP2 always shards weights, gradients and optimizer state (--sharding, --cpu-offload)"
-LOADING = "samples are read ahead in a thread; there are no loader processes to set"
+LOADING = "samples are read ahead in a thread; there are no loader processes to configure"
 QUANTIZED = "--base-quantization nf4 holds the base of --lora in 4 bits"
 ONE_RANK = "all adapters are alike: --lora-rank and --lora-alpha, in the layers of --lora-target-modules"
 START = "adapters start at zero, with the usual random values in their first matrix"
 RECOGNIZED = "read from the model's own config and tokenizer"
 TEMPLATED = "the chat template writes it: the model's own, or --chat-template"
 SCHEDULE_SHAPE = "--min-lr-ratio, --num-cycles, --lr-power and --num-decay-steps shape the schedule"
-MESSAGES_ONLY = "only the assistant's turns are trained; messages with train: false are left out"
+MESSAGES_ONLY = "only the assistant's turns are trained on; messages with train: false are left out"
 MOMENTS = "--adam-beta1, --adam-beta2 and --adam-eps"
 PREFERENCE = "--preference-loss names the loss of --objective preference, --loss-weighting dft that of single tokens"
 
@@ -167,7 +166,7 @@ EXPLAINED: dict[str, str] = {
                      " has no end",
     "lr_scheduler_kwargs": SCHEDULE_SHAPE,
     **dict.fromkeys(("optim_args", "adamw_betas", "betas"), f"the optimizer's arguments are {MOMENTS}"),
-    "optim_target_modules": "--optimizer muon is for the blocks' matrices; GaLore and the like are not here",
+    "optim_target_modules": "--optimizer muon is for the blocks' matrices; GaLore and the like are not supported",
     **dict.fromkeys(("lr_groups", "embedding_lr", "loraplus_lr_ratio", "lora_plus_lr_ratio"),
                     "--learning-rate-for sets the learning rate of parameters by their names"),
     "average_tokens_across_devices": "always on: the loss is the mean over all trained tokens of the step",
@@ -228,7 +227,7 @@ EXPLAINED: dict[str, str] = {
     **dict.fromkeys(("ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "use_weighting"),
                     "the losses of pairs are those of --preference-loss"),
     "osft_upcast_dtype": "decompositions are always computed in double precision",
-    "load_in_8bit": f"8 bits are not here: {QUANTIZED}",
+    "load_in_8bit": f"8-bit base models are not supported: {QUANTIZED}",
     **dict.fromkeys(("load_in_4bit", "quantization_bit", "quantize_data_type", "quantization", "qlora", "use_qlora"),
                     QUANTIZED),
     **dict.fromkeys(("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "use_bnb_nested_quant",
@@ -262,7 +261,7 @@ EXPLAINED: dict[str, str] = {
     "use_dft_loss": "--loss-weighting dft",
     "use_eaft_loss": "--loss-weighting eaft",
     "reward_model": "--objective reward",
-    **dict.fromkeys(("auto_mapping", "inference_mode", "peft_version"), "exported adapters have it as peft writes it"),
+    **dict.fromkeys(("auto_mapping", "inference_mode", "peft_version"), "exported adapters have it in peft's format"),
     "local_files_only": "the environment variable HF_HUB_OFFLINE=1",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The objectives: where each is, and what the options need to know of it before anything heavy is imported."""
+"""The objectives: their modules, and the facts that options need before anything heavy is imported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +64,7 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
     ),
 }
 
-# Those that follow from the data, or from other options.
+# Objectives that follow from the data, or from other options.
 TAUGHT = "taught"
 ALL_OBJECTIVES = OBJECTIVES | {
     "vision-language": ObjectiveFacts("mini_trainer.objectives.pictured_tokens:VisionLanguage"),

@@ -23,7 +23,7 @@ DATE, TEXT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:str"
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML within limits; refuses repeated keys, keys that are no texts or numbers, and anchors in themselves.
+    """Reads YAML within limits; refuses repeated keys, keys that are neither texts nor numbers, and recursive anchors.
 
     Dates and times stay texts: YAML 1.1 reads 1:30:00 as the number 5400.
     """
@@ -62,7 +62,7 @@ class Loader(yaml.SafeLoader):
         if self.num_keys > MOST_KEYS:
             refuse_node(f"it has more than {MOST_KEYS:,} keys", event)
         if self.num_values > MOST_VALUES:
-            refuse_node(f"with those that its aliases stand for, it has more than {MOST_VALUES:,} values", event)
+            refuse_node(f"with its aliases expanded, it has more than {MOST_VALUES:,} values", event)
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
@@ -83,7 +83,7 @@ class Loader(yaml.SafeLoader):
 
 
 class OptionLoader(Loader):
-    """Leaves numbers that Python would write otherwise as texts: YAML 1.1 reads 010 as 8, and the name 1.10 as 1.1."""
+    """Keeps numbers that Python would write differently as texts: YAML 1.1 reads 010 as 8, and the name 1.10 as 1.1."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         value = super().construct_object(node, deep)

@@ -1,4 +1,4 @@
-"""Files that others write: opened only if they are files, and never read without an end."""
+"""Reads files that others wrote: only regular ones, and never without a limit."""
 
 import errno
 import os
@@ -10,8 +10,8 @@ NOT_REGULAR = "is not a regular file"
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read its bytes. OSError if it is a pipe, a device or a socket, of which nothing is read: a read
-    could wait forever, or have no end."""
+    """Opens a file to read its bytes. OSError for a pipe, a device or a socket: reading it could block forever, or
+    never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):

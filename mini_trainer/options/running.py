@@ -40,9 +40,9 @@ class CheckpointOptions:
     """Checkpoints and resuming."""
 
     checkpoint_every_steps: int | None = option(None, at_least=1)
-    """Write a checkpoint every this many steps, and after the last one."""
+    """Number of steps between checkpoints; another one follows the last step."""
     checkpoint_every_minutes: float | None = option(30.0, above=0)
-    """Write a checkpoint every this many minutes; None turns it off."""
+    """Minutes between checkpoints; None turns them off."""
     keep_checkpoints: int = option(2, at_least=1)
     """Number of newest checkpoints to keep."""
     async_checkpoint: bool = False
@@ -62,7 +62,7 @@ class ExportOptions:
     """Exports: the trained model in the Hugging Face format."""
 
     min_samples_per_checkpoint: int | None = option(None, at_least=1)
-    """Export the model every this many samples."""
+    """Number of samples between exports."""
     checkpoint_at_epoch: bool = False
     """Export the model at the end of each epoch."""
     save_final_checkpoint: bool = True
@@ -147,7 +147,7 @@ class ComputeOptions:
     single block's activations dominate memory. Costs another forward pass of these layers. Not with --compile."""
     offload_activations: bool = False
     """Offload the block inputs kept by full activation checkpointing to CPU memory until backward, overlapped with
-    computation: tokens x hidden size x blocks numbers in compute-dtype on each rank. Needs a GPU."""
+    computation. Takes tokens x hidden size x blocks values in compute-dtype on each rank. Needs a GPU."""
     memory_budget_gb: float | None = option(None, above=0)
     """Memory in GiB of one GPU, or of one process on CPU, for auto and --dry-run. Default: the machine's. On CPU, a run
     with a budget returns freed memory at once to stay within it, which takes time."""

@@ -19,7 +19,7 @@ Readers = Mapping[str, Callable[[Any], Any]]
 def make_settings(given: Any, settings_class: type[Settings], readers: Readers) -> Settings:
     """Makes settings from a YAML file's mapping. ValueError, a line each, for unknown ones, wrong values, missing ones.
 
-    `readers`: what converts the values of settings that have a form of their own, such as sections of options, by name.
+    `readers`: functions that convert settings with a format of their own, such as sections of options, by name.
     """
     values = read_values(given, settings_class, readers)
     missing = list_missing(settings_class, values)

@@ -15,9 +15,8 @@ class ContentOptions:
     """Treatment of rows' texts (docs/reference/data.md); process_data.py alone has these options."""
 
     control_tokens: Literal["keep", "as-text", "refuse"] = "keep"
-    """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and such
-    rows are counted; as-text: such contents are encoded as if the tokenizer had none; refuse: such rows cannot be
-    used."""
+    """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and rows
+    with them are counted; as-text: they are encoded as ordinary text; refuse: rows with them are invalid."""
     template_args: tuple[str, ...] = ()
     """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
     chat_template_kwargs override them. Use the same for inference."""
@@ -31,7 +30,7 @@ class ContentOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessDataOptions:
-    """Tokenize chats, completions, documents or labelled texts; in chats, only the assistant's tokens are trained."""
+    """Tokenize chats, completions, documents or labelled texts; of chats, only the assistant's turns are trained on."""
 
     first: ClassVar = (
         *("input_file", "output_file", "model_name_or_path", "format", "chat_template", "validation_share"),
@@ -56,10 +55,10 @@ class ProcessDataOptions:
     string_for_printing_masks: str | None = None
     """Text to print for each run of masked tokens, instead of the tokens."""
     shard: str | None = None
-    """Make only part I of N (3/8) of the output; the process that makes the last part joins them. Processes of torchrun
-    and srun each make one by themselves; 1/1 makes everything."""
+    """Make only part I of N (3/8) of the output; the process that makes the last part joins them. Under torchrun or
+    srun each process makes one part by default; 1/1 makes everything."""
     join: bool = False
-    """Only join the parts that --shard made, with the same other options."""
+    """Only join the parts that --shard made; all other options must be the same."""
     rows: RowOptions = field(default_factory=RowOptions)
     contents: ContentOptions = field(default_factory=ContentOptions)
 
@@ -143,7 +142,7 @@ class EvaluateOptions:
     run: str | None = None
     """Output directory of train.py: evaluate all its exports, in addition to --model."""
     data: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py, or URLs of such: loss, perplexity and token accuracy; for
+    """Tokenized data sets written by process_data.py, or URLs of these: loss, perplexity and token accuracy; for
     classifiers macro F1, accuracy and loss."""
     data_cache_dir: str = DATA_CACHE_DIR
     """Cache directory for copies of data sets at URLs."""
@@ -181,18 +180,18 @@ class ScoreDataOptions:
     model_name_or_path: str
     """Directory of a model, an export or an adapter, or a name on the hub."""
     data_path: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py, or URLs of such. The scores are written next to them, or to the
-    copy of what is at a URL: of language modelling to DATA.NAME.scores, of preferences and feedback to what train.py
-    looks for."""
+    """Tokenized data sets written by process_data.py, or URLs of these. The scores are written next to each data set,
+    or next to its local copy: for language modelling to DATA.NAME.scores, for preferences and feedback to the files
+    that train.py looks for."""
     data_cache_dir: str = DATA_CACHE_DIR
     """Cache directory for copies of data sets at URLs."""
     teacher_data: tuple[str, ...] = ()
-    """Data sets that the teacher reads instead, one for each --data-path: the same trained tokens in the same rows
-    after other prompts."""
+    """Data sets that the teacher reads instead, one for each --data-path: rows with the same trained tokens after other
+    prompts."""
     name: str = "teacher"
     """Name of the scores: train.py --teacher-scores."""
     top_k: int = option(32, at_least=1, at_most=MOST_TOP_K)
-    """Number of most probable tokens to keep of each position, 1 to 256."""
+    """Number of most probable tokens to keep for each position, 1 to 256."""
     temperature: float = option(1.0, above=0)
     """Temperature of the distributions: train.py --teacher-temperature."""
     max_tokens_per_gpu: int = option(8192, at_least=1)
@@ -214,7 +213,7 @@ class ScoreDataOptions:
     concurrency: int = option(16, at_least=1)
     """openai: number of concurrent requests."""
     config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    """YAML file with any of these options; flags override it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,8 +318,8 @@ class ExportGgufOptions:
     output: str
     """File to write (.gguf), which must not exist. Its name without the ending is the model's name."""
     dtype: Literal["bf16", "f16", "f32", "q8_0"] = "bf16"
-    """Data type of the matrices: q8_0, 8 bits in blocks of 32; smaller types are made from such a file by llama.cpp's
-    llama-quantize."""
+    """Data type of the matrices. q8_0: 8 bits, in blocks of 32. For smaller types, run llama.cpp's llama-quantize on
+    the output."""
     modelfile: bool = False
     """Also write a Modelfile for `ollama create` into the output's folder, with chat template and stop tokens."""
     skip_verification: bool = False
@@ -342,8 +341,8 @@ class ImportConfigOptions:
     num_gpus: int = option(1, at_least=1)
     """Number of GPUs, to convert samples per GPU to samples per step."""
     tokenized_data: tuple[str, ...] = ()
-    """Your data sets, written by process_data.py. Their lengths are used to convert batches of packs to tokens, as far
-    as packs are filled, and fractional epochs to samples."""
+    """Your tokenized data sets. Their lengths are used to convert batches of packs to tokens, by how full the packs
+    are, and fractional epochs to samples."""
     trainer: Literal[*TRAINERS] | None = None
     """Trainer that the file is for; trl is its SFT trainer. Default: detected from its keys."""
 
@@ -391,7 +390,7 @@ class BoardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Train with different options, and find those with the best validations (docs/reference/sweeps.md)."""
+    """Search hyperparameters: train with different options, and rank them by validation (docs/reference/sweeps.md)."""
 
     takes_words: ClassVar = True  # its required option has no flag
 
@@ -402,15 +401,15 @@ class SweepOptions:
     print_command: bool = False
     """Print the command of each trial, and exit."""
     task: str | None = None
-    """Run one of N shares of the trials, I/N, as a task of an array job (docs/reference/sweeps.md). Default: all,
-    and the results; under srun with several tasks each one's share."""
+    """Run one of N shares of the trials, I/N, as a task of an array job (docs/reference/sweeps.md). Default: all of
+    them; under srun with several tasks, each runs its share."""
     allow_env: tuple[str, ...] = ()
     """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContinualOptions:
-    """Train on tasks one after the other, and measure what is learnt and forgotten (docs/tasks/continual.md)."""
+    """Train on tasks one after the other, and measure what is learned and forgotten (docs/tasks/continual.md)."""
 
     takes_words: ClassVar = True  # its required option has no flag
 

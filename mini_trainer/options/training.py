@@ -103,7 +103,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Options of which a run takes one: one that is given takes the place of a preset's other.
+# Options that exclude each other: a given one replaces the preset's.
 EXCLUSIVE = (frozenset({"batch_size", "batch_tokens"}),)
 
 

@@ -20,7 +20,7 @@ HIDDEN = "***"
 
 
 class RefusedRedirect(ValueError):
-    """An answer that leads to another address than one on the public web."""
+    """A redirect to an address that is not on the public web."""
 
 
 def is_url(path: str) -> bool:
@@ -68,8 +68,8 @@ def find_target_faults(url: str, *, flag: str) -> list[str]:
 
 
 def check_redirect(url: str, target: str) -> None:
-    """Raises RefusedRedirect if the answer of `url` leads to another scheme than http(s), or to an address of this
-    machine or its network, which whoever wrote that answer might not reach; the host of `url` is allowed."""
+    """Raises RefusedRedirect if `url` redirects to a scheme other than http(s), or to an address of this machine or its
+    network, which the author of the redirect might be unable to reach; the host of `url` is allowed."""
     parts = urlsplit(target)
     if parts.scheme not in ("http", "https"):
         raise RefusedRedirect(f"is redirected to {remove_query(target)}: allowed are http:// and https://")

@@ -5,7 +5,7 @@ from typing import Any
 from mini_trainer.options.doors import Doors
 from mini_trainer.options.problems.facts import find_single_problems
 
-# What finds the problems of several options together, by the class of the options.
+# Functions that find problems across options, by the class of the options.
 TOGETHER = Doors(
     {
         "TrainOptions": "mini_trainer.options.problems.training:find_train_problems",

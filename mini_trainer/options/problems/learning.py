@@ -66,11 +66,13 @@ def find_average_problems(options: TrainOptions) -> list[str]:
             " --max-samples or --max-tokens"
         )
     if o.weight_average != "none" and o.master_weights != "float32":
-        problems.append(f"--weight-average is kept in fp32: not with --master-weights {o.master_weights}")
+        problems.append(
+            f"--weight-average is kept in fp32, and cannot be used with --master-weights {o.master_weights}"
+        )
     if options.validation.validate_average and o.weight_average != "ema":
         problems.append(
             "--validate-average needs --weight-average ema"
-            + (": the mean of the last steps begins only before the end" if o.weight_average == "tail" else "")
+            + (": tail averages only the last steps" if o.weight_average == "tail" else "")
         )
     return problems
 
@@ -81,7 +83,7 @@ def find_rate_problems(options: TrainOptions) -> list[str]:
     if o.optimizer == "muon":
         reasons = {
             "--osft": options.osft.osft and "whose directions an orthogonal update would leave",
-            "--lora": options.lora.lora and "whose factors are no matrices between hidden states",
+            "--lora": options.lora.lora and "whose factors are not matrices between hidden states",
             "--cpu-offload": options.sharding.cpu_offload and "since its products are too many for a CPU",
             f"--master-weights {o.master_weights}": o.master_weights != "float32" and "which it does not round",
         }

@@ -8,7 +8,7 @@ LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora",
 
 
 def find_method_problems(options: TrainOptions) -> list[str]:
-    """Problems with what trains."""
+    """Problems with the training method."""
     return [*find_osft_problems(options.osft), *find_lora_problems(options), *find_vision_problems(options)]
 
 

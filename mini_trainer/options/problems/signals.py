@@ -6,7 +6,7 @@ from mini_trainer.options.problems.facts import list_changed
 
 
 def find_signal_problems(options: TrainOptions) -> list[str]:
-    """Problems with what the model learns from."""
+    """Problems with the training signal."""
     return [*find_preference_problems(options), *find_teacher_problems(options)]
 
 
@@ -29,11 +29,13 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
 
 
 def find_teacher_problems(options: TrainOptions) -> list[str]:
-    """What teachers and weights of tokens cannot be used with."""
+    """Options that teachers and token weights cannot be used with."""
     o, objective = options.teacher, options.classification
     problems, weighting = [], objective.loss_weighting
     if weighting is not None and objective.label_smoothing:
-        problems.append(f"--loss-weighting {weighting}: weighs the target's loss alone: not with --label-smoothing")
+        problems.append(
+            f"--loss-weighting {weighting}: weighs only the target's loss, and cannot be used with --label-smoothing"
+        )
     if not o.teacher_weight:
         return problems
     if not all(0 <= weight <= 1 for weight in o.teacher_weight):
@@ -46,15 +48,17 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
         )
     for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
         if value:
-            problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
+            problems.append(f"{flag_name(name)}: cannot be used with --teacher-weight, which determines the loss")
     problems += find_unpaired(o.teacher_data, num_sets)
     if o.teacher_model == "self" and options.sharding.reshard_after_backward == "never":
         problems.append(
-            "--reshard-after-backward never has no effect with --teacher-model self, whose weights are gathered before"
-            " every micro-batch in the place of those that stayed: leave it out"
+            "--reshard-after-backward never has no effect with --teacher-model self, whose weights replace the"
+            " gathered ones before every micro-batch: leave it out"
         )
     if o.teacher_data and options.sharding.context_parallel is not None:
-        problems.append("--teacher-data: not with --context-parallel: score the data with score-data --teacher-data")
+        problems.append(
+            "--teacher-data cannot be used with --context-parallel: score the data with score-data --teacher-data"
+        )
     return problems + find_teacher_source_problems(o)
 
 
@@ -65,7 +69,7 @@ def find_unpaired(teacher_data: tuple[str, ...], num_sets: int) -> list[str]:
 
 
 def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
-    """Divergences that the teacher's kind does not have."""
+    """Divergences that this kind of teacher does not have."""
     problems = []
     if o.teacher_model is None:
         if o.teacher_divergence in ("reverse-kl", "jsd"):
@@ -75,12 +79,12 @@ def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
             )
         if o.teacher_data:
             problems.append(
-                "--teacher-data is read by --teacher-model: give it, or score the data with score-data --teacher-data"
+                "--teacher-data needs --teacher-model: give one, or score the data with score-data --teacher-data"
             )
         return problems
     if o.teacher_divergence == "top-k-kl":
         problems.append("--teacher-divergence top-k-kl: --teacher-model computes the whole distribution: give"
                         " forward-kl")  # fmt: skip
     if "teacher_scores" in list_changed(o):
-        problems.append("--teacher-scores and --teacher-model both say what the teacher is: give one of them")
+        problems.append("--teacher-scores and --teacher-model both choose the teacher: give only one of them")
     return problems

@@ -139,13 +139,13 @@ def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
 
 
 def find_score_problems(o: ScoreDataOptions) -> list[str]:
-    """No data, values out of range, options of the other engine."""
-    problems = [] if o.data_path else ["no data is given: name tokenized data sets by --data-path"]
+    """Problems with the options of mini-trainer score-data."""
+    problems = [] if o.data_path else ["no data is given: give tokenized data sets with --data-path"]
     if len(set(o.data_path)) < len(o.data_path):
-        problems.append("--data-path: one is named twice")
+        problems.append("--data-path: a data set is given twice")
     problems += find_unpaired(o.teacher_data, len(o.data_path))
     if not o.name or not all(letter.isalnum() or letter in "-_" for letter in o.name):
-        problems.append(f"--name {o.name!r}: must be of letters, digits, - and _, as it is a part of a file's name")
+        problems.append(f"--name {o.name!r}: may have only letters, digits, - and _, as it becomes part of a file name")
     server = {"base_url": o.base_url, "api_key_env": o.api_key_env, "concurrency": o.concurrency}
     engine = EngineOptions(engine=o.engine, **server)
     problems += find_engine_problems(engine)
@@ -171,7 +171,7 @@ def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
 
 
 def find_continual_problems(o: ContinualOptions) -> list[str]:
-    """Options of the other use, several files, an output of an unknown kind."""
+    """Problems with the options of mini-trainer continual."""
     if o.compare:
         problems = ["--output-dir has no effect with --compare: give --output"] if o.output_dir is not None else []
         problems += ["--allow-env has no effect with --compare"] if o.allow_env else []

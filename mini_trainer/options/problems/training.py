@@ -14,7 +14,7 @@ from mini_trainer.options.problems.facts import list_changed, list_given, list_r
 from mini_trainer.options.problems.learning import find_objective_problems, find_optimization_problems
 from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
 
-# What finds the problems of options in these groups, once one of them is given.
+# Functions that find problems in these groups, once one of their options is given.
 BY_GROUPS = {
     ("classification", "preference", "teacher"): "mini_trainer.options.problems.signals:find_signal_problems",
     ("osft", "lora", "vision"): "mini_trainer.options.problems.methods:find_method_problems",
