@@ -130,16 +130,15 @@ def upload_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
 # A name, the type of the error (None: the text is returned or logged), what leads to it, and the whole text.
 ROWS = [
     ("changed options", ValueError, lambda path, patch: change(allow=False),
-     "step_1 was made with other lora (False before, now True), seed (42 before, now 7): give what it was made with,"
-     " name a new --output-dir, or go on all the same with --allow-changed-options"),
+     "step_1 was made with other lora (False before, now True), seed (42 before, now 7): give the same ones, choose a"
+     " new --output-dir, or pass --allow-changed-options to resume anyway"),
     ("options that cannot change", ValueError, lambda path, patch: change(allow=True),
-     "step_1 was made with other lora (False before, now True): it holds what was made by them, so not even"
-     " --allow-changed-options changes them: give what it was made with, or start from an export in a new"
-     " --output-dir"),
+     "step_1 was made with other lora (False before, now True): its content depends on them, so not even"
+     " --allow-changed-options can change them: give the same ones, or start from an export in a new --output-dir"),
     ("continued with other options", ValueError,
      lambda path, patch: check_continues(STEP_1, {"identity": BEFORE}, NOW, needs_model=False),
      "--continue-from step_1: was made with other lora (False before, now True): a run with its weights and optimizer"
-     " state needs the same: give what it was made with, or start from an export (--model-name-or-path)"),
+     " state needs the same ones: give them, or start from an export (--model-name-or-path)"),
     ("continued in its own directory", ValueError, lambda path, patch: read_origin(path / "checkpoints/step_1", path),
      "--continue-from DIR/checkpoints/step_1: is a checkpoint of --output-dir DIR, from which the same command resumes"
      " without --continue-from: choose a new --output-dir to start another run"),
@@ -148,7 +147,7 @@ ROWS = [
     ("finished run", ValueError, lambda path, patch: use_directory(path, finished="today"),
      "--output-dir DIR is not an empty directory: it holds a finished run: name a new one, or remove that run"),
     ("run that is not resumed", ValueError, lambda path, patch: use_directory(path, resume="none", finished=None),
-     "--output-dir DIR is not an empty directory: it holds a run, which --resume none does not go on with: name a new"
+     "--output-dir DIR is not an empty directory: it holds a run, which --resume none does not resume: name a new"
      " one, or remove that run"),
     ("another run", ValueError, lambda path, patch: use_directory(path, finished=None),
      "--output-dir DIR is not an empty directory: it holds a run without a checkpoint, and other lora (False before,"

@@ -241,7 +241,7 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
 def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs):
     values = inputs | dict(plan_world_size=2, plan_device="H100", memory_budget_gb=80.0, max_tokens_per_gpu=256)
     _, text = elsewhere(print_plan_as_of_long_rows, values)
-    tried = re.findall(r"together with (--.+?) +([\d.]+) GiB, ([\d,.]+) KiB for a token more", text)
+    tried = re.findall(r"together with (--.+?) +([\d.]+) GiB, ([\d,.]+) KiB for each extra token", text)
     assert [names for names, *_ in tried] == [
         "--tiled-mlp", "--offload-activations", "--tiled-mlp --offload-activations"
     ]  # fmt: skip

@@ -23,13 +23,13 @@ MOST_PROBES = 8
 
 @dataclass(frozen=True)
 class Probe:
-    """The needs of micro-batches of some tokens, the most of any rank."""
+    """Requirements of micro-batches of some tokens: the maximum over ranks."""
 
     tokens: int
     bytes: int
     activation_bytes: int  # what the micro-batch adds to what is there without it
-    excess_bytes: int  # what is needed and not there; below 0: what is left
-    seconds: float | None = None  # of forward and backward, where that was measured
+    excess_bytes: int  # bytes that are missing; below 0: bytes left over
+    seconds: float | None = None  # of forward and backward, if measured
     bytes_per_token: float | None = None  # by how much each extra token raises the bytes, where one probe shows it
 
     def to_json(self) -> dict[str, Any]:
@@ -41,23 +41,21 @@ Measure = Callable[[int], Probe]
 
 @dataclass(frozen=True)
 class Room:
-    """How many tokens of a micro-batch have room, 0 if too few, and the probes that say so."""
+    """Number of tokens of a micro-batch that fit, 0 if too few, and the probes that show it."""
 
     num_tokens: int
     probes: list[Probe]
 
     @property
     def seconds(self) -> float:
-        """How long forward and backward of them take, where that was measured."""
+        """Duration of their forward and backward passes, if measured."""
         return max(0.0, extrapolate(self.probes, "seconds", self.num_tokens))
 
 
 def choose_mode(find: Callable[[str], Room], modes: Sequence[str], *, enough: int, is_timed: bool) -> tuple[str, Room]:
-    """The mode of activation checkpointing to use, and its room.
-
-    `modes` in the order of what is computed twice; none is looked at after one that has room for `enough` tokens. Where
-    times are measured, the one whose largest micro-batch takes least time for a token, else the last one looked at.
-    Where none has room, the last one.
+    """The mode of activation checkpointing to use, and its room. `modes` are in order of recomputation; the search ends
+    at one that fits `enough` tokens. If times are measured, the mode whose largest micro-batch is fastest per token
+    wins, otherwise the last one tried. If none fits, the last one.
     """
     rooms: dict[str, Room] = {}
     for mode in modes:
@@ -78,7 +76,7 @@ def has_room_gathered(room: Room, sharding: ShardingOptions, *, weights_bytes: i
 
 
 def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: float) -> Room:
-    """The most tokens up to `most` that have room, or 0 if fewer than `least` have it.
+    """The most tokens up to `most` that fit, or 0 if fewer than `least` do.
 
     As no sequence is longer than the longest sample, memory grows evenly, so that each probe, from `first` tokens on,
     shows how far the next may go. With more than `plenty` bytes left at `most` no more is tried.
@@ -95,10 +93,9 @@ def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: fl
 
 
 def find_largest(probes: list[Probe], *, least: int, most: int) -> int:
-    """The most tokens that have room: a multiple of `TOKEN_MULTIPLE`, `least`, `most`, or what is below `least`.
-
-    By the line through the two largest probes. After one that does not show how much a token takes, as if its
-    activations grew in proportion, which is more than they do, and at most twice its tokens.
+    """The most tokens that fit: a multiple of `TOKEN_MULTIPLE`, `least`, `most`, or a number below `least`.
+    Extrapolates the line through the two largest probes. After a single probe without a slope, assumes that activations
+    grow in proportion, which overestimates them, and at most doubles its tokens.
     """
     last = probes[-1]
     if len(probes) == 1 and last.bytes_per_token is None:
@@ -136,14 +133,14 @@ def count_useful_tokens(data: Mixture, batches: Iterator[np.ndarray], *, world_s
 
 
 def refuse_longest(data: Mixture, room: Room) -> str:
-    """Why not even the longest sample can be trained, and what to change."""
+    """Error message if not even the longest sample fits, with advice."""
     longest = data.longest
     path, row = data.locate(find_top_row(data.sizes, data.kept))
     needed = extrapolate(room.probes, "bytes", longest)
     limit = int(needed - extrapolate(room.probes, "excess_bytes", longest))
     return (
-        f"--max-tokens-per-gpu auto: the longest sample, row {row} of {path} with {longest:,} tokens, needs"
-        f" about {needed / GIB:,.2f} GiB, and {limit / GIB:,.2f} GiB may be used: use more GPUs,"
+        f"--max-tokens-per-gpu auto: the longest sample, row {row} of {path} with {longest:,} tokens, needs about"
+        f" {needed / GIB:,.2f} GiB, and {limit / GIB:,.2f} GiB may be used: use more GPUs,"
         " --activation-checkpointing full, --tiled-mlp, --offload-activations, a larger --memory-budget-gb, or drop"
         " long samples with process_data.py --max-sample-num-tokens"
     )

@@ -35,19 +35,20 @@ from mini_trainer.run.step import StepOptions, TrainState
 from mini_trainer.sampler import RunPosition
 
 FIRST_TOKENS = 1024  # the most of a first probe, so that the attempt itself has room
-# A choice that was made before a resume is kept only where all these are as they were given.
+# A choice from before a resume is kept only if all of these options are unchanged.
 DECIDING_OPTIONS = (
     "max_tokens_per_gpu", "max_image_tokens_per_gpu", "activation_checkpointing", "tiled_mlp", "offload_activations",
     "memory_budget_gb", "attention", "compile", "float8", "sharding", "shard_size", "context_parallel",
     "reshard_after_forward", "reshard_after_backward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload",
     "use_liger_kernels",
 )  # fmt: skip
-PLENTY = 0.5  # with this share of the memory left over no more has to be tried
+PLENTY = 0.5  # with this share of the memory left over, the search ends
 SHORT_QUANTILE = 0.1  # samples up to this quantile of the lengths count as short
 
 
 class Prober:
-    """Runs forward and backward of micro-batches on the built model, and measures what they take. All ranks agree."""
+    """Runs forward and backward of micro-batches on the built model, and measures their memory and time. All ranks
+    agree."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Prober:
     def measure(self, num_tokens: int) -> Probe:
         """Measures micro-batches of this many tokens, every token trained.
 
-        Once in sequences as long as the longest one and once in short ones. Gradients are there and counted, the
+        Once in sequences as long as the longest one and once in short ones. Gradients exist and are counted, the
         optimizer's state is added.
         """
         self.progress(f"auto, trying micro-batches of {num_tokens:,} tokens")
@@ -120,13 +121,13 @@ class Prober:
         return Probe(num_tokens, int(needed), int(activations), int(excess), seconds)
 
     def set_mode(self, mode: str) -> None:
-        """Changes what is recomputed; blocks that are compiled cannot be changed."""
+        """Changes the recomputation mode; compiled blocks cannot be changed."""
         if mode != self.mode:
             set_activation_checkpointing(self.state.model, self.state.method, mode)
             self.mode = mode
 
     def find_room(self, mode: str, *, least: int, most: int) -> Room:
-        """How many tokens, from `least` to `most`, have room in this mode."""
+        """Number of tokens, from `least` to `most`, that fit in this mode."""
         self.set_mode(mode)
         first = min(least, max(2, self.longest // 8), FIRST_TOKENS)
         with contextlib.nullcontext() if self.is_cuda else self.counter:
@@ -158,8 +159,8 @@ def measure_auto_options(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values in place of "auto" for the options `names`, and the measurements behind them, as JSON.
 
-    All ranks call this and agree. What was chosen before the run was resumed, `previous`, is kept on as many of the
-    same devices: it decides the rounding. ValueError if not even the longest sample has room.
+    All ranks call this and agree. A choice from before the run was resumed, `previous`, is kept on the same number of
+    the same devices, since it affects rounding. ValueError if not even the longest sample has room.
     """
     values, world = inputs.values, state.world
     place = dict(
@@ -188,7 +189,7 @@ def measure_auto_options(
 
 
 def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most: int) -> dict[str, Any]:
-    """The mode and the number of tokens that the prober finds, and the seconds that these take."""
+    """The mode and the number of tokens that the prober finds, and their duration in seconds."""
     given, mode = options.data.max_tokens_per_gpu, options.compute.activation_checkpointing
     longest, num_sharing = data.longest, count_sharing(prober.state.world.row_group)
     least = longest

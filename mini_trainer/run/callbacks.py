@@ -87,9 +87,9 @@ class Callbacks(Sink):
         """Makes the objects and calls `on_start`; ValueError or RunError if that fails."""
         self.errors, self.control, self.step = options.callback_errors, control, run.first_step
         self.callbacks: dict[str, Callback] = {}
-        self.pending: list[tuple[str, Answer]] = []  # since the last step's reduction: who asks, and for what
-        self.asked: list[str] = []  # who asked for a stop
-        self.failed: list[str] = []  # what has raised, with --callback-errors stop
+        self.pending: list[tuple[str, Answer]] = []  # since the last step's reduction: callbacks and their requests
+        self.asked: list[str] = []  # callbacks that asked for a stop
+        self.failed: list[str] = []  # callbacks that raised, with --callback-errors stop
         self.logged: set[tuple[str, str, type]] = set()  # kinds of errors
         for path, made in classes.items():
             if run.rank == 0 or made.on_all_ranks:

@@ -76,7 +76,7 @@ class NoValidCheckpoint(RunError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, without the hashes of its files, which are as many as its ranks."""
+    """A checkpoint on disk, without the hashes of its files, of which every rank has one."""
 
     path: Path
     digest: str  # a hash of the manifest, and so of everything in it
@@ -332,7 +332,7 @@ class Checkpointer:
             self.load_average(checkpoint, train_state.average)
 
     def load_average(self, checkpoint: Checkpoint, average: "WeightAverage") -> None:
-        """Fills the average of the weights; it starts at the weights, already restored, that the checkpoint lacks."""
+        """Fills the average; parameters missing from the checkpoint's start at the restored weights."""
         reader, layouts = TensorReader(checkpoint.path, checkpoint.layout), checkpoint.layout["tensors"]
         average.start()
         held = {name for name in average.values if f"{AVERAGE}/{name}" in layouts}

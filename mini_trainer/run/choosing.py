@@ -22,7 +22,9 @@ def choose_objective(options: TrainOptions) -> str:
                 " option, or tokenize the data without process_data.py --images"
             )
         if options.teacher.teacher_weight:
-            raise ValueError("--teacher-weight: not with images, which score-data does not read; leave it out")
+            raise ValueError(
+                "--teacher-weight cannot be used with images, which score-data does not read; leave it out"
+            )
         return VISION
     default = VisionOptions()
     if name == CAUSAL_LM and options.vision != default:

@@ -1,4 +1,4 @@
-"""Whether a directory's file system can do what a run needs: buckets that are mounted as directories often cannot."""
+"""Checks that a directory's file system supports a run: mounted buckets often do not."""
 
 import errno
 from collections.abc import Callable
@@ -6,11 +6,12 @@ from pathlib import Path
 
 from mini_trainer.data.stores.disk import remove_quietly
 
-MADE = ".disk_check.part"  # directory in the output directory; a later start ignores one that a kill has left
+MADE = ".disk_check.part"  # in the output directory; a later start ignores one left by a killed run
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 MOUNTS = Path("/proc/self/mounts")
 ADVICE = (
-    "Write to a file system that can: a local disk with --upload-to for the exports, or a network file system; a bucket"
+    "Write to a file system that supports this: a local disk with --upload-to for the exports, or a network file"
+    " system; a bucket"
     " needs a mount with a cache of files on a disk"
 )
 
@@ -57,7 +58,7 @@ def append(directory: Path) -> None:
             file.write(f"{number}\n")
             file.flush()
             if not path.read_text(encoding="utf-8").endswith(f"{number}\n"):
-                raise OSError("what was appended cannot be read")
+                raise OSError("appended bytes cannot be read")
 
 
 def replace_file(directory: Path) -> None:
@@ -79,7 +80,7 @@ def rename_directory(directory: Path) -> None:
 
 
 def describe_mount(directory: Path) -> str:
-    """Type and place of the file system that holds the directory; only Linux says."""
+    """Type and mount point of the directory's file system; known only on Linux."""
     place, kind = Path(directory.anchor), "its file system"
     path = directory.resolve()
     if MOUNTS.exists():

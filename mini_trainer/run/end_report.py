@@ -56,10 +56,8 @@ def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def describe_trial(model: Path, exports: Exports) -> list[str]:
-    """The command that tries a model: a chat; its evaluation, if it gives no answers, has no chat template or saw only
-    plain text.
-
-    No line for data with images, which neither program reads.
+    """The command that tries a model: a chat, or an evaluation if it generates no answers, has no chat template or saw
+    only plain text. No line for data with images, which neither program reads.
     """
     inputs = exports.inputs
     if inputs.data.has_images:

@@ -1,4 +1,4 @@
-"""What an export copies from the model that it starts from: tensors that do not train, and files of processors."""
+"""Parts that an export copies from the base model: untrained tensors, and processor files."""
 
 import json
 import math

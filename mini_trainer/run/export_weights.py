@@ -113,7 +113,7 @@ def find_groups(model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[
         targets = find_targets(model, names)
     except NOT_PLANNABLE as error:
         log.warning(
-            f"warning: rank 0 holds the whole model during the export, since it is unknown which of its tensors are"
+            f"warning: rank 0 holds the whole model during the export, since it is not known which of its tensors are"
             f" stored together ({type(error).__name__}: {error})"
         )
         targets = dict.fromkeys(names, "")

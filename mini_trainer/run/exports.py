@@ -104,7 +104,7 @@ class Exports:
             self.begun,
         )
         with self.control.slow(f"the export after step {position.step}"):
-            if has_average:  # first, since the export beside it says that all is there
+            if has_average:  # first, since the export next to it marks both as complete
                 with average.in_place():
                     self._write(state, average_dir, parts)
             self._write(state, export_dir, parts)
@@ -134,11 +134,11 @@ class Exports:
         numbers = [int(name) for name in names if name.isdecimal()]
         for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
             for export in (f"{AVERAGE_PREFIX}samples_{number}", f"samples_{number}"):
-                if (self.directory / export).exists():  # an average is not there with every export
+                if (self.directory / export).exists():  # not every export has an average
                     remove_directory(self.directory / export)
 
     def describe_missing_average(self) -> str | None:
-        """Why the run has exported no average though it was to; None if it has, or was not to."""
+        """Why the run exported no average although it should have; otherwise None."""
         if self.first_averaged is None:
             return None
         tail_steps = self.inputs.values["tail_steps"]

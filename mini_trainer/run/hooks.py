@@ -82,7 +82,7 @@ HOOKS = tuple(name for name in vars(Callback) if inspect.isfunction(getattr(Call
 
 
 def check_callback(given: Any, name: str) -> None:
-    """ValueError, beginning with `name`, unless `given` is a class whose hooks a run can call."""
+    """ValueError that begins with `name` unless `given` is a class whose hooks a run can call."""
     kind = given if isinstance(given, type) else type(given)
     if not issubclass(kind, Callback):
         raise ValueError(
@@ -106,7 +106,7 @@ def check_callback(given: Any, name: str) -> None:
 
 
 def describe_unknown_hook(hook: str) -> str:
-    """That no hook has this name, and which one is meant."""
+    """Message for a name that is not a hook's, with the closest one."""
     close = difflib.get_close_matches(hook, HOOKS, n=1)
     if hook in NAMES_ELSEWHERE:
         return f"{hook} is {NAMES_ELSEWHERE[hook]} here"

@@ -1,4 +1,4 @@
-"""The identity and state of a run beside its checkpoints: whose directory this is, and with what it was started."""
+"""A run's identity and start-up record, kept next to its checkpoints: they tell whose directory this is."""
 
 import functools
 import json
@@ -43,10 +43,10 @@ def to_json(value: Any) -> Any:
 def check_unused(
     output_dir: Path, resume: str, identity: dict[str, Any], *, data_paths: Sequence[str], cache_dir: str
 ) -> None:
-    """ValueError if a run that starts from zero would write into another one.
+    """ValueError if a new run would write into another run's directory.
 
-    Its own beginning, by a start that was ended before the first checkpoint, is no other run (unless --resume is none).
-    Nor is its data, which may lie there, nor OSFT's `cache_dir`.
+    A start of this run that ended before its first checkpoint does not count as another run (unless --resume is none).
+    Neither does the run's data, which may be there, nor OSFT's `cache_dir`.
     """
     data = list_data_in(output_dir, data_paths, cache_dir=cache_dir)
     entries = [
@@ -65,7 +65,7 @@ def check_unused(
         raise ValueError(f"--output-dir {output_dir} is not an empty directory, and {error}; {advice}") from None
     changes = find_changes(params["identity"], identity)
     if resume == "none" or params["finished"]:
-        state = "a finished run" if params["finished"] else "a run, which --resume none does not go on with"
+        state = "a finished run" if params["finished"] else "a run, which --resume none does not resume"
         raise ValueError(f"--output-dir {output_dir} is not an empty directory: it holds {state}: {advice}")
     if changes:
         raise ValueError(
@@ -117,21 +117,21 @@ def check_same_run(
     fixed = choose_changes(changes, [OF_METHOD, ORIGIN, *list_deciding_options("method")], needs_model=needs_model)
     if fixed and allow_changes:
         raise ValueError(
-            f"{checkpoint} was made with other {', '.join(fixed)}: it holds what was made by them, so not even"
-            " --allow-changed-options changes them: give what it was made with, or start from an export in a new"
-            " --output-dir"
+            f"{checkpoint} was made with other {', '.join(fixed)}: its content depends on them, so not even"
+            f" --allow-changed-options can change them: give the same ones, or start from an export in a new"
+            f" --output-dir"
         )
     if changes and not allow_changes:
         raise ValueError(
-            f"{checkpoint} was made with other {', '.join(changes.values())}: give what it was made with, name a new"
-            " --output-dir, or go on all the same with --allow-changed-options"
+            f"{checkpoint} was made with other {', '.join(changes.values())}: give the same ones, choose a new"
+            f" --output-dir, or pass --allow-changed-options to resume anyway"
         )
     return list(changes.values())
 
 
 def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, needs_model: bool) -> None:
-    """ValueError if a run that starts with the checkpoint's weights and optimizer state would use them as something
-    else; `needs_model`: see `check_same_run`."""
+    """ValueError if a run that starts with the checkpoint's weights and optimizer state would misuse them;
+    `needs_model`: see `check_same_run`."""
     changes = find_changes(state["identity"], identity)
     fixed = choose_changes(
         changes, [OF_METHOD, "tokenizer", *list_deciding_options("method", "state")], needs_model=needs_model
@@ -139,21 +139,19 @@ def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str,
     if fixed:
         raise ValueError(
             f"--continue-from {checkpoint}: was made with other {', '.join(fixed)}: a run with its weights and"
-            " optimizer state needs the same: give what it was made with, or start from an export"
-            " (--model-name-or-path)"
+            f" optimizer state needs the same ones: give them, or start from an export (--model-name-or-path)"
         )
 
 
 def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bool) -> list[str]:
-    """The changes of these parts of an identity, in words; with `needs_model`, also those of the model."""
+    """Describes changes of these parts of an identity; with `needs_model`, also of the model."""
     keys = [*map(name_in_identity, names), *(["model"] if needs_model else [])]
     return [changes[key] for key in keys if key in changes]
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Parts of a run's identity that are no longer as they were, in words by name.
-
-    What an older version did not note down counts as the options' defaults, and cannot be compared if it is no option.
+    """Changed parts of a run's identity, described by name. Options that an older version did not record count as their
+    defaults; other parts that it did not record are not compared.
     """
     defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()}
     defaults |= {ORIGIN: None, ORDER: PERMUTATION}
@@ -177,7 +175,7 @@ def name_in_identity(option: str) -> str:
 def record_start(output_dir: Path, values: Mapping[str, Any], identity: dict[str, Any], start: dict[str, Any]) -> None:
     """Writes training_params.json: the options' `values` of this start, and each start.
 
-    `start` is what `describe_start` says of this one; without `resumed_from`, earlier starts belong to another run.
+    `start` is the result of `describe_start`; without `resumed_from`, earlier starts belong to another run.
     """
     starts = []
     if start["resumed_from"] and (output_dir / PARAMS_FILE).exists():  # else the checkpoint is from another directory
@@ -207,9 +205,8 @@ def describe_start(
     changes: list[str],
     auto_settings: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """When, from where and on what a run is started, as JSON.
-
-    `auto_settings`: what was chosen for options that were auto, and the measurements.
+    """Time, checkpoint and hardware of a start, as JSON. `auto_settings`: the values chosen for auto options, and their
+    measurements.
     """
     return {
         "started": timestamp(),
@@ -227,7 +224,7 @@ def describe_start(
 
 
 def record_end(output_dir: Path) -> None:
-    """Notes in training_params.json that the run has come to its end."""
+    """Records in training_params.json that the run is finished."""
     params = read_params(output_dir)
     write_params(output_dir, params | {"finished": timestamp()})
 
@@ -246,7 +243,7 @@ def timestamp() -> str:
 
 
 def read_git_commit() -> str | None:
-    """The commit of the checkout that this file is in; None where it is in none."""
+    """The commit of the checkout that holds this file; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() or None
@@ -270,12 +267,12 @@ def read_versions() -> dict[str, str]:
 
 
 def unwrap(paths: Mapping[str, tuple[str, ...]], options: TrainOptions) -> dict[str, Any]:
-    """The paths as the options take them: some take only one."""
+    """The paths in the form that the option takes: some take only one."""
     values = flatten_options(options)
     return {name: found[0] if isinstance(values[name], str) else found for name, found in paths.items()}
 
 
 def flatten_with_urls(options: TrainOptions) -> dict[str, Any]:
-    """All options by name, with the URLs of data sets that were copied from there."""
+    """All options by name, with URLs in place of the local copies of data sets."""
     named = {name: tuple(map(name_source, paths)) for name, paths in list_data_sets(options).items() if paths}
     return flatten_options(options) | unwrap(named, options)

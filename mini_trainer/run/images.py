@@ -15,8 +15,8 @@ from mini_trainer.run.inputs import OpenedData, OpenedModel
 def count_images(
     data: OpenedData, model: OpenedModel, vision: VisionOptions, o: DataOptions
 ) -> tuple[OpenedModel, int]:
-    """Counts the patches of the data's images; returns the model whose family knows the largest, and the number of
-    samples that have too many."""
+    """Counts the patches of the data's images; returns the model with a family that knows the largest image, and the
+    number of samples with too many patches."""
     cap, training, held_out = vision.max_image_tokens_per_gpu, data.training, data.validation
     count_patches = functools.cache(model.family.vision_inputs.count_patches)
     num_dropped = count_set_images(training, count_patches, cap=cap, drop_overlong=o.drop_overlong)

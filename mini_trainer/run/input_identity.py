@@ -1,4 +1,4 @@
-"""The identity of a run: a hash, or the value, of everything that decides its numbers."""
+"""The identity of a run: a hash, or the value, of everything that affects its numbers."""
 
 from typing import Any
 
@@ -13,9 +13,8 @@ from mini_trainer.run.inputs import RunInputs
 
 
 def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[str, Any]:
-    """Everything that decides a run's numbers: a checkpoint only fits a run with the same identity.
-
-    The number of steps is among it only if the learning rate depends on it.
+    """Everything that affects a run's numbers: a checkpoint only fits a run with the same identity. Includes the number
+    of steps only if the learning rate depends on it.
     """
     data, has_own_end = inputs.data, optimization.needs_end and optimization.schedule_steps is None
     values = inputs.values | {"batch_size": inputs.data_options.samples_per_step}
@@ -42,7 +41,7 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
 
 
 def find_reference(inputs: RunInputs) -> str | None:
-    """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
+    """A hash of everything but the data that affects the reference's numbers; None without a reference."""
     if inputs.objective.reference is None:
         return None
     from mini_trainer.run.references import identify_reference

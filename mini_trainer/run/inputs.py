@@ -54,7 +54,7 @@ class Errors(list[ValueError | OSError]):
 
 @dataclass(frozen=True)
 class OpenedData:
-    """A run's data sets; None for what cannot be read."""
+    """A run's data sets; None for those that cannot be read."""
 
     options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", the longest sample's
     training: Mixture | None = None
@@ -65,7 +65,7 @@ class OpenedData:
 
     @property
     def mixtures(self) -> list[Mixture]:
-        """All that is open."""
+        """All open data sets."""
         return [data for data in (self.training, self.validation, self.read_by_teacher) if data is not None]
 
     @property
@@ -81,7 +81,7 @@ class OpenedData:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model's files, without its weights; None for what cannot be read."""
+    """A model's files, without its weights; None for those that cannot be read."""
 
     family: Family  # complete once there is a tokenizer
     directory: str | None = None
@@ -93,10 +93,10 @@ class OpenedModel:
 
 @dataclass(frozen=True)
 class OpenedObjective:
-    """The objective, and what it reads beside the data."""
+    """The objective, and the models and scores that it reads besides the data."""
 
     objective: Objective | None
-    other_models: dict[str, ModelSource] = field(default_factory=dict)  # that it reads and does not train, by option
+    other_models: dict[str, ModelSource] = field(default_factory=dict)  # models that it reads, by option
     teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
     scores: "list[ScoreFile]" = field(default_factory=list)  # those of a teacher that the run reads
 
@@ -116,7 +116,7 @@ def find_longest_taught(data: Mixture, read_by_teacher: Mixture | None) -> int:
 
 
 def list_roles(sidecars: list[dict[str, Any] | None]) -> set[str]:
-    """The roles that are trained, as far as the data's sidecars say."""
+    """The roles whose messages are trained on, as far as the data's sidecars say."""
     return {role for sidecar in sidecars if sidecar for role in sidecar.get("num_trained_by_role") or ()}
 
 
@@ -159,9 +159,8 @@ class RunInputs:
 
     @property
     def export_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of exports: without a chat template if the data's texts were not rendered by one.
-
-        sentence-transformers would render a classifier's texts by it.
+        """The tokenizer of exports: without a chat template if the data's texts were not rendered with one, since
+        sentence-transformers would apply it to a classifier's texts.
         """
         if not COLUMNS[self.data.task.objective].has_labels:
             return self.tokenizer
@@ -192,12 +191,12 @@ class RunInputs:
 
     @property
     def roles(self) -> set[str]:
-        """The roles that are trained, as far as the data's sidecars say."""
+        """The roles whose messages are trained on, as far as the data's sidecars say."""
         return list_roles(self.sidecars)
 
     @property
     def data_sets(self) -> dict[str, Mixture]:
-        """The data that is open, by option."""
+        """The open data sets, by option."""
         named = {
             "--data-path": self.data,
             "--validation-data-path": self.validation_data,
@@ -220,7 +219,7 @@ class RunInputs:
         return ModelSource(self.model_dir, self.config, o.trust_remote_code, name=o.model_name_or_path)
 
     def list_models(self) -> list[tuple[str, str]]:
-        """Name and directory of the model, and of the others that it reads."""
+        """Names and directories of the model and of the other models that the run reads."""
         models = [] if self.model_dir is None else [(self.model_options.model_name_or_path, self.model_dir)]
         return models + [(other.name, other.directory) for other in self.other_models.values()]
 

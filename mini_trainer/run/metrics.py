@@ -25,7 +25,7 @@ class StepMetrics:
     num_loss_counted_tokens: int  # trained
     num_total_tokens: int  # trained and masked
     grad_accum: int  # micro-batches on each rank
-    time_per_batch: float  # seconds, from having the batch to having updated the weights
+    time_per_batch: float  # seconds, from the batch to the updated weights
     tokens_per_second: float  # num_total_tokens over time_per_batch and data_wait_seconds
     samples_per_second: float
     total_samples_accumulated: int

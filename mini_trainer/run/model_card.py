@@ -57,7 +57,7 @@ TEMPLATE = """---
 
 ## Options
 
-Those that differ from their defaults:
+Options that differ from their defaults:
 
 {{ options }}
 
@@ -65,7 +65,7 @@ Those that differ from their defaults:
 
 {{ versions }}
 """
-# Arguments of a pipeline, by its task, and what is taken of its result; other tasks take a text.
+# Arguments of a pipeline by its task, and the part of its result to show; other tasks take a text.
 CALLS = {
     "text-generation": '[{"role": "user", "content": "Hello"}], max_new_tokens=64)[0]["generated_text"][-1]["content"]',
     "image-text-to-text": 'text=[{"role": "user", "content": [{"type": "image", "path": "picture.png"},'
@@ -174,7 +174,7 @@ def describe_training(inputs: RunInputs, params: dict[str, Any], position: RunPo
 
 
 def describe_origin(inputs: RunInputs) -> list[tuple[str, str]]:
-    """A row for a run that continues another one, in which the base model trained before."""
+    """A row for a run that continues another one."""
     origin = inputs.origin
     if origin is None:
         return []

@@ -1,4 +1,4 @@
-"""--continue-from: the checkpoint of another run, with whose weights and optimizer state this one starts."""
+"""--continue-from: the checkpoint of another run, whose weights and optimizer state this one starts with."""
 
 from pathlib import Path
 

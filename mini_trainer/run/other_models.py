@@ -1,4 +1,4 @@
-"""Models that a run reads and does not train: its reference and its teacher."""
+"""Models that a run reads without training them: its reference and its teacher."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ def open_other_model(flag: str, name: str, model: OpenedModel) -> ModelSource:
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)
     if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(model.tokenizer):
         raise ValueError(
-            f"{flag} {name}: has another tokenizer than the data was made with: its probabilities would be of other"
-            " texts"
+            f"{flag} {name}: its tokenizer differs from the one that the data was made with: its probabilities would"
+            f" be of other texts"
         )
     return ModelSource(model_dir, config, trust, name=name)

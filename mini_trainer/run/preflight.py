@@ -1,4 +1,5 @@
-"""The start on several nodes: who takes part, and whether --output-dir is one directory that all of them can write to.
+"""Start-up checks on several nodes: their hosts and ranks, and whether --output-dir is one directory that all of them
+can write to.
 
 Only the output directory and its checkpoints have to be shared: data sets and models are compared by their content.
 """
@@ -21,9 +22,9 @@ from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
 from mini_trainer.run.disk_check import MADE, find_failure
 
-SECONDS_TO_APPEAR = 75.0  # an NFS client may know for 60 s (acdirmax) what it last saw in a directory
+SECONDS_TO_APPEAR = 75.0  # an NFS client may cache a directory's content for 60 s (acdirmax)
 SECONDS_BETWEEN_LOOKS, SECONDS_UNTIL_NOTICE = 0.2, 5.0
-TOKEN, PARTS = "token", "parts"  # the file that every node leaves, and where
+TOKEN, PARTS = "token", "parts"  # the file that every node leaves, and its directory
 MOST_RUNS = 16  # of hosts in a row that are printed
 
 
@@ -80,7 +81,8 @@ def check_launch() -> None:
     num_tasks, num_nodes = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("TASKS", "NODES"))
     if num_tasks.isdecimal() and num_nodes.isdecimal() and int(num_tasks) > int(num_nodes):
         raise ValueError(
-            f"srun has started {num_tasks} torchruns on {num_nodes} nodes, but one a node starts all of its ranks: pass"
+            f"srun has started {num_tasks} torchruns on {num_nodes} nodes, but one per node starts all of its ranks:"
+            f" pass"
             " --ntasks-per-node=1 to sbatch or srun, and the number of ranks to torchrun (--nproc-per-node)"
         )
 
@@ -96,7 +98,7 @@ def leave_token(made: Path) -> str:
 
 def find_token(directory: Path, token: str) -> str | None:
     """Why this node does not see what rank 0 wrote, if so."""
-    notice = f"waiting until what rank 0 wrote to {directory} is seen on {socket.gethostname()}"
+    notice = f"waiting for rank 0's file in {directory} is seen on {socket.gethostname()}"
     with late_notice(SECONDS_UNTIL_NOTICE, notice):
         if appears(directory / MADE / TOKEN, token, time.monotonic() + SECONDS_TO_APPEAR):
             return None
@@ -110,7 +112,7 @@ def try_writing(own: Path, token: str) -> str | None:
         (own / TOKEN).write_text(token)
         return find_failure(own)
     except FileNotFoundError:
-        return "a new directory of rank 0's is not seen at once"
+        return "a new directory of rank 0 is not visible at once"
     except OSError as error:
         return f"it cannot be written: {error}"
 
@@ -118,7 +120,7 @@ def try_writing(own: Path, token: str) -> str | None:
 def find_unseen(parts: Path, nodes: Sequence[Node], token: str) -> list[Node]:
     """Rank 0: the nodes, with a problem if their files are not seen here."""
     deadline = time.monotonic() + SECONDS_TO_APPEAR
-    unseen = f"what is written there does not appear on {nodes[0].host}"
+    unseen = f"files written there do not appear on {nodes[0].host}"
     return [
         node
         if node.problem is not None or appears(parts / str(node.ranks.start) / TOKEN, token, deadline)
@@ -135,7 +137,7 @@ def refuse_problems(directory: Path, nodes: Sequence[Node]) -> None:
         raise ValueError(
             f"--output-dir: {directory} has to be one directory for all nodes, to which each can write:"
             f"{''.join(problems[:MOST_NODES])}{more}\nUse a network file system that all nodes mount, such as NFS or"
-            " Lustre; a bucket mounted as a directory is none. Data sets and models may lie on local disks"
+            " Lustre; a bucket mounted as a directory does not work. Data sets and models may be on local disks"
         )
 
 
@@ -184,6 +186,6 @@ def follows(node: Node, before: Node) -> bool:
 
 
 def split_host(host: str) -> tuple[str, str, str]:
-    """What is before the last number of a name, the number, and what is behind it."""
+    """Splits a name at its last number: the text before it, the number, the text after it."""
     found = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
     return (host, "", "") if found is None else (found[1], found[2], found[3])

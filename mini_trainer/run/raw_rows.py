@@ -1,4 +1,4 @@
-"""Data on a run's machines before it starts: rows tokenized in a child process, data sets at URLs copied."""
+"""Makes a run's data local before it starts: tokenizes rows in a child process, and copies data sets at URLs."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def run_process_data(values: Mapping[str, Any], output_file: Path) -> None:
     names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
     own = {name: value for name, value in values.items() if name in names}
     config = output_file.with_name(OPTIONS_FILE)
-    whole = {"output_file": str(output_file), "shard": "1/1"}  # not a part of it, as torchrun's processes make
+    whole = {"output_file": str(output_file), "shard": "1/1"}  # the whole data set, not one part per process
     config.write_text(describe_options(ProcessDataOptions, own | whole))
     child = subprocess.Popen(
         [*name_module("mini_trainer"), "process-data", "--config", str(config)],
@@ -105,7 +105,7 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
 
 
 def find_local_data(options: TrainOptions) -> dict[str, Any]:
-    """The options that `make_data_local` changes, in a process without others. ValueError if that fails."""
+    """The options changed by `make_data_local`, in a single process. ValueError if that fails."""
     changes: dict[str, Any] = find_data(options)
     options = replace_options(options, **changes)
     given = list_data_sets(options)

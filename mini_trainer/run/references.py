@@ -1,4 +1,4 @@
-"""A run's reference model: scored once, and its numbers kept next to the data."""
+"""A run's reference model: scores the data once, and keeps the numbers next to it."""
 
 import gc
 from collections.abc import Callable
@@ -34,9 +34,8 @@ def add_reference(
     world: World,
     progress: Callable[[str], None],
 ) -> None:
-    """Adds the objective's reference column to the run's data; scores rows that no run has scored.
-
-    `model`: as the run starts, the reference by default; `build` makes another one. All ranks call this.
+    """Adds the objective's reference column to the run's data; scores rows that no run has scored. `model`: the model
+    at the start of the run, the default reference; `build` makes another one. All ranks call this.
     """
     reference = inputs.objective.reference
     key = call_on_rank0(world, lambda: identify_reference(inputs))
@@ -69,9 +68,9 @@ class Known:
     """The known values of a data set's rows by one reference model."""
 
     data: Mixture
-    key: str  # a hash of all that decides the model's numbers but the data
-    values: np.ndarray  # (rows, 2) fp32; NaN where it is not known
-    missing: np.ndarray  # (n,) rows that are kept and not known
+    key: str  # a hash of everything but the data that affects the model's numbers
+    values: np.ndarray  # (rows, 2) fp32; NaN if unknown
+    missing: np.ndarray  # (n,) kept rows without known values
 
 
 def read_known(data: Mixture, key: str, world: World) -> Known:
@@ -88,7 +87,7 @@ def score_missing(
     world: World,
     progress: Callable[[str], None] | None = None,
 ) -> None:
-    """Scores the missing rows, and writes what is known after each part of them. All ranks call this."""
+    """Scores the missing rows, and writes all known values after each part. All ranks call this."""
     for part in split_rows(known.missing, [len(source.lengths) for source in known.data.sources]):
         restricted = known.data.restricted_to(part)
         found = score_data(scorer, restricted, objective, cap=cap, world=world, by_sample=True, progress=progress)
@@ -170,7 +169,7 @@ def write_values(data: Mixture, values: np.ndarray, key: str) -> None:
 
 
 def identify_reference(inputs: RunInputs) -> str:
-    """A hash of all that decides the reference's numbers but the data."""
+    """A hash of everything but the data that affects the reference's numbers."""
     other = inputs.other_models.get(REFERENCE_MODEL)
     if other is not None:
         return hash_reference(other.directory, [], "none", inputs.compute_dtype)  # without the method's layers
@@ -188,9 +187,8 @@ def hash_reference(
     *,
     origin: str | None = None,
 ) -> str:
-    """The key of a reference model's numbers: its weights, what is put on them, and the type of computation.
-
-    `origin`: digest of a checkpoint whose weights take the place of the model's.
+    """The key of a reference model's numbers: its weights, the layers added to them, and the compute type. `origin`:
+    digest of a checkpoint whose weights replace the model's.
     """
     parts = [fingerprint_model(directory), method_data, quantization, str(compute_dtype)]
     return hash_json(parts if origin is None else [*parts, origin])

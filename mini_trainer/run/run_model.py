@@ -129,12 +129,13 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
     log.info(
         f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens{dropped}{sources}\n"
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.batching}"
-        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
+        f"{'; nothing is left to do to train' if num_steps is not None and start.step >= num_steps else ''}"
     )
 
 
 def describe_schedule(inputs: RunInputs, o: OptimizationOptions, *, start: RunPosition) -> list[str]:
-    """Where the run begins and which learning rate is next, if it continues or shares a schedule; else no line."""
+    """The run's starting point and next learning rate, if it continues another run or shares a schedule; otherwise no
+    line."""
     origin, step = inputs.origin, inputs.num_steps_before + start.step
     if origin is None and o.schedule_steps is None:
         return []

@@ -1,4 +1,4 @@
-"""Stages of an experiment: programs of this project, each started from an option file that it can be repeated from.
+"""Stages of an experiment: programs of this project, each started from an option file, so that it can be repeated.
 
 A stage's folder has PROGRAM.yaml, its options; PROGRAM.log, its output; and PROGRAM.done once it is complete. A stage
 that was killed is started again: the programs resume by themselves. The experiment's directory is locked, and has a
@@ -21,7 +21,7 @@ from mini_trainer.distributed.messages import say
 from mini_trainer.options.environment import escape
 from mini_trainer.run.file_names import PARAMS_FILE
 
-CAN_GROW = ("evaluate",)  # measures only what is missing when its options have changed
+CAN_GROW = ("evaluate",)  # computes only missing results when its options have changed
 SECONDS_TO_WAIT = 600  # for processes of an earlier start that are still saving
 Record = dict[str, Any]  # settings and hashes that an experiment's directory belongs to
 
@@ -65,9 +65,8 @@ class Stage:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is a run of train that has ended with these options; a kill came before that was recorded.
-
-        A run without checkpoints cannot be started again then.
+        """Whether it is a run of train that has ended with these options; but was killed before that was recorded. A
+        run without checkpoints cannot be started again then.
         """
         record = Path(self.options["output_dir"], PARAMS_FILE) if self.program == "train" else None
         if record is None or not record.is_file() or not self.file("yaml").is_file():
@@ -81,11 +80,11 @@ class Stage:
 
 
 class Stopped(BaseException):
-    """SIGTERM. No Exception, which a reader of files could take for an error of its own."""
+    """SIGTERM. Not an Exception, which a reader of files could take for its own error."""
 
 
 def stop_at_sigterm() -> None:
-    """Lets SIGTERM end the experiment as a scheduler asks: what runs is to save first."""
+    """Lets SIGTERM end the experiment as a scheduler asks: the running program saves first."""
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
@@ -113,7 +112,7 @@ def ending_experiment() -> Iterator[None]:
 
 
 def describe_code(code: int) -> ExitCode:
-    """The exit code of the experiment for that of a program."""
+    """Converts a program's exit code to the experiment's."""
     return ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
 
 

@@ -72,7 +72,8 @@ def open_inputs(
     start: RunPosition,
     origin: Checkpoint | None = None,
 ) -> RunInputs:
-    """Opens data, the model's files, what the objective reads, and the schedule; collects all errors and conflicts.
+    """Opens the data, the model's files, the objective's models and scores, and the schedule; collects all errors and
+    conflicts.
 
     `origin`: the checkpoint of --continue-from.
     """
@@ -133,7 +134,7 @@ def open_inputs(
 
 
 def make_data_local(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
-    """The options with local data sets in place of rows and URLs, as rank 0 has them. All ranks call this."""
+    """The options with rank 0's local data sets in place of rows and URLs. All ranks call this."""
     if not call_on_rank0(world, lambda: names_raw_data(options)):
         return options
     from mini_trainer.run import raw_rows
@@ -211,7 +212,7 @@ def make_from_data(
     """The objective for the data, before the model's files are known; None if it cannot be made."""
     if data.training is None:
         kind = find_data_kind(name)
-        if COLUMNS[kind].has_labels:  # which come only from data
+        if COLUMNS[kind].has_labels:  # known only from data
             return None
         return make_objective(name, settings, make_family(name, settings), DataTask(kind))  # a plan without data
     made = errors.attempt(
@@ -264,7 +265,8 @@ def open_model(o: ModelOptions, data: OpenedData, family: Family, method: Method
     if "completion" in list_roles(data.sidecars) and tokenizer.chat_template is not None:
         log.warning(
             "warning: the data has prompts and completions as plain text, without the model's chat template, so chats"
-            " with the trained model begin otherwise than what it saw (process_data.py --as-chat makes chats of them)"
+            " with the trained model do not begin like its training data (process_data.py --as-chat converts them to"
+            " chats)"
         )
     family = family.complete(config, tokenizer, trust_remote_code=trust)
     return OpenedModel(family, directory, config, generation, tokenizer, trust_remote_code=trust)
@@ -279,7 +281,7 @@ def open_objective(
     preference: PreferenceOptions,
     teacher: TeacherOptions,
 ) -> OpenedObjective:
-    """The objective that was `made`, complete, with the models and scores that it reads; opens the method's files."""
+    """Completes the objective that was `made` with the models and scores that it reads; opens the method's files."""
     other_models: dict[str, ModelSource] = {}
     if model.tokenizer is not None:
         errors.attempt(lambda: method.open_files(model.tokenizer, data.options))
@@ -306,7 +308,7 @@ def open_schedule(
     start: RunPosition,
     errors: Errors,
 ) -> Schedule:
-    """The steps of the run, as far as they are known."""
+    """The steps of the run, if known."""
     if data is None:
         return Schedule()
     errors.attempt(lambda: data.check_trained("--data-path"))

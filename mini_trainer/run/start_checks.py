@@ -67,16 +67,16 @@ def check_placeholders(config: PreTrainedConfig, family: Family, data: Mixture) 
         path, number = data.locate(row)
         raise ValueError(
             f"{path}: row {number} contains the token id {token_id}, a placeholder for something other than text"
-            f" ({placeholders[token_id]} in config.json of model type {config.model_type!r}). Only text trains here:"
-            " remove rows with images, videos or audio, and their placeholders in texts"
+            f" ({placeholders[token_id]} in config.json of model type {config.model_type!r}). Only text can be"
+            f" trained here: remove rows with images, videos or audio, and their placeholders in texts"
         )
 
 
 def check_schedule(inputs: RunInputs, options: OptimizationOptions) -> None:
-    """ValueError if the run does not fit into the schedule that it shares."""
+    """ValueError if the run exceeds the schedule that it shares."""
     shared, before, own = options.schedule_steps, inputs.num_steps_before, inputs.num_steps
     if shared is not None and own is None:
-        raise ValueError(f"--schedule-steps {shared}: the run has no end, and would go beyond: add --max-steps")
+        raise ValueError(f"--schedule-steps {shared}: the run has no end, and would exceed it: add --max-steps")
     if shared is not None and before + own > shared:
         after = f", after {before:,} of the runs that it continues, are {before + own:,}" if before else " are more"
         raise ValueError(
@@ -127,7 +127,7 @@ def find_oddities(
 def describe_few_updates(
     num_updates: int, inputs: RunInputs, optimization: OptimizationOptions, end: EndOptions
 ) -> str:
-    """That a model learns little in so few updates, and with which values there are more."""
+    """Warning that a model learns little in so few updates, with values that give more."""
     flag, size = inputs.batching.flag.split()
     share = num_updates / FEW_UPDATES
     advice = [f"{flag} {int(int(size) * share)}"] if int(size) * share >= 1 else []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The options that decide how a step is computed."""
+    """The options that affect how a step is computed."""
 
     data: DataOptions
     compute: ComputeOptions

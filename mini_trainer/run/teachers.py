@@ -1,4 +1,4 @@
-"""A run's teacher: what it has said of the data, or the model that reads it."""
+"""A run's teacher: its stored scores of the data, or the model itself."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ def open_scores(opened: OpenedObjective, data: OpenedData) -> OpenedObjective:
     if held_out is not None:
         without = [str(source.path) for source in held_out.sources if not locate_scores(source.path, name).exists()]
         if without:
-            log.info(f"validation: no teacher's scores of {', '.join(without)}: measured by the cross-entropy alone")
+            log.info(f"validation: no teacher's scores for {', '.join(without)}: only the cross-entropy is measured")
         else:
             files += add_scores(held_out, name, held_out.sources)
     sidecars = [file.sidecar for file in files]
@@ -54,14 +54,15 @@ def open_scores(opened: OpenedObjective, data: OpenedData) -> OpenedObjective:
 def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> list[ScoreFile]:
     """Adds the scores to the data; returns the files of the `taught` sets, the only ones that are read.
 
-    ValueError for ids that the model does not have: padding rows of a server's head.
+    ValueError for token ids beyond the model's vocabulary, from the padding rows of a server's head.
     """
     files = {source: ScoreFile(source, name) for source in taught}
     for file in files.values():
         if file.sidecar["max_token_id"] >= data.vocab_size:
             raise ValueError(
                 f"{file.path}: names token id {file.sidecar['max_token_id']}, beyond the model's vocabulary of"
-                f" {data.vocab_size}: score the data by --engine hf, which leaves out what is not the tokenizer's"
+                f" {data.vocab_size}: score the data with --engine hf, which leaves out ids that are not the"
+                f" tokenizer's"
             )
     top_k = files[taught[0]].sidecar["top_k"]
     data.add_column(SOFT_COLUMN, ScoreColumn([files.get(source) or NoScores(source, top_k) for source in data.sources]))
@@ -71,12 +72,12 @@ def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> lis
 def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:
     """Gives the model's reader its teacher, a `TeacherModel`. All ranks call this.
 
-    `model`: as the run starts, before a checkpoint is restored; `build` makes another one.
+    `model`: the model at the start of the run, before a checkpoint is restored; `build` makes another one.
     """
     if inputs.objective.teacher.name == SELF:
         check_positions(model.model, longest=inputs.longest_taught)
         model.reader.teacher = teacher = StartWeights(model)
-        log.info(f"teacher: the model as the run starts, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
+        log.info(f"teacher: the model as it is at the start, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
     else:
         source = inputs.other_models[TEACHER_MODEL]
         other = build(source).requires_grad_(False).eval()

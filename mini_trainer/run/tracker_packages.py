@@ -82,7 +82,7 @@ def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     from mlflow import MlflowClient, get_tracking_uri
     from mlflow.entities import Metric, Param, RunTag
 
-    for name in ("mlflow", "alembic"):  # they log the creation of their tables at length
+    for name in ("mlflow", "alembic"):  # they log the creation of their tables in detail
         logging.getLogger(name).setLevel(logging.WARNING)
     client, run_id, params = MlflowClient(), ids.get("run_id"), []
     if run_id is None or not resume_run(client, run_id):

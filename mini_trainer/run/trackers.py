@@ -58,7 +58,7 @@ class TrackedRun:
     facts: dict[str, Any]  # host, directory, versions, devices: JSON
 
 
-Ids = dict[str, str]  # what the next start needs to resume a tracker's run
+Ids = dict[str, str]  # for the next start, to resume a tracker's run
 Keep = Callable[[Ids], None]  # stores them
 
 
@@ -69,7 +69,7 @@ class StartedRun:
     where: str
     log: Callable[[list[Entry]], None]  # of the numbers of some steps, in order
     finish: Callable[[], None]
-    first_lacking: dict[str, int]  # first steps that it does not have, by `STEP` and `VALIDATION`; empty if unknown
+    first_lacking: dict[str, int]  # first steps that it lacks, by `STEP` and `VALIDATION`; empty if unknown
 
 
 # Creates the run of a package in the tracker's thread, or resumes the earlier one; without one, the ids are empty.
@@ -77,7 +77,7 @@ Tracker = Callable[[TrackedRun, Ids, Keep], StartedRun]
 
 
 class KnownRuns:
-    """trackers.json: what each tracker needs to resume its run. Trackers' threads write it atomically, in turn."""
+    """trackers.json: each tracker's ids, to resume its run. Trackers' threads write it atomically, in turn."""
 
     def __init__(self, output_dir: Path):
         self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()
@@ -153,7 +153,7 @@ class TrackerThread:
         log.info(f"tracking: {self.title}: {hide_secrets(self.started.where)}")
 
     def _log(self, entries: list[Entry]) -> None:
-        """Logs those that the tracker lacks; after a failure, later ones may succeed, when the network is back."""
+        """Logs the entries that the tracker lacks; after a failure, later ones may succeed once the network is back."""
         lacking = [entry for entry in entries if self._lacks(entry)]
         if lacking and not self._succeeds(partial(self.started.log, lacking), "failed"):
             self.num_lost += len(lacking)

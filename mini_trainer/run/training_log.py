@@ -181,8 +181,8 @@ class MetricsFile(Sink):
 class Console(Sink):
     """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`.
 
-    `shown`: names of a validation's metrics for its line. `max_epochs`: where the epochs end that steps show, for the
-    last batch takes the samples that it lacks from the next epoch; the metrics files have the exact number.
+    `shown`: names of a validation's metrics for its line. `max_epochs`: the highest epoch to show, since the last batch
+    is filled up from the next epoch; the metrics files have the exact number.
     """
 
     def __init__(self, time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None):
@@ -219,7 +219,7 @@ def write_line(metrics: dict[str, Any], file: TextIO) -> None:
 
 
 def keep_rows(path: Path, *, last_step: int, most: int | None = None) -> list[int]:
-    """Removes from a metrics file the lines after `last_step`, or after `most` lines, as from after the checkpoint, and
+    """Removes from a metrics file the lines after `last_step`, or after `most` lines, written after the checkpoint, and
     damaged ones, with a warning. Returns the steps of the others.
     """
     steps, damaged, late = [-1], [], []  # the steps kept, and the numbers of the other lines

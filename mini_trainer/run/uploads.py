@@ -1,8 +1,9 @@
 """Uploads of exports to the hub or an object store, in a separate thread, with retries; failures never end a run.
 
-{URL}/samples_{N}/    as in hf_format; best and average_samples_{N} next to it
+{URL}/samples_{N}/ as in hf_format; best and average_samples_{N} next to it
 
-A model is complete when its config.json is there: that file is written last, and removed first from what is replaced.
+A model is complete when its config.json is there: that file is written last, and removed first when a model is
+replaced.
 """
 
 import os
@@ -42,11 +43,11 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # old files to delete f
 
 
 class Hub:
-    """A repository: each export is a commit, the best ones by validation on a branch of their own."""
+    """A repository: each export is a commit, the best ones by validation on their own branch."""
 
     name = "the hub"
-    kinds = (REGULAR, BEST)  # of the exports that are uploaded
-    newest_only = (BEST,)  # kinds of which an export that still waits gives way to the next of the same name
+    kinds = (REGULAR, BEST)  # of uploaded exports
+    newest_only = (BEST,)  # kinds whose waiting exports are replaced by the next of the same name
 
     def __init__(self, options: HubOptions):
         self.options, self.repo_id = options, options.push_to_hub
@@ -83,7 +84,7 @@ class Hub:
         return command if branch is None else f"{command} --revision {branch}"
 
 
-WRITTEN_LAST = ("adapter_config.json", "config.json")  # files by which loaders take a directory for a model
+WRITTEN_LAST = ("adapter_config.json", "config.json")  # files that make a directory a model for loaders
 
 
 class Store:
@@ -117,7 +118,7 @@ class Uploads:
 
     def __init__(self, place: Hub | Store):
         self.place, self.has_told = place, False
-        self.uploads: dict[Upload, Future[bool]] = {}  # whether they succeeded; without those that newer ones replace
+        self.uploads: dict[Upload, Future[bool]] = {}  # whether they succeeded; without uploads replaced by newer ones
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="uploads")
         self.thread.submit(self._prepare)
 
@@ -138,7 +139,7 @@ class Uploads:
         self.uploads[upload] = self.thread.submit(self._upload, upload)
 
     def close(self, *, is_done: bool) -> None:
-        """Waits a limited time for pending uploads, and prints commands for those that are left."""
+        """Waits a limited time for pending uploads, and prints commands for the others."""
         seconds = SECONDS_TO_UPLOAD if is_done else SECONDS_AT_A_STOP
         pending = [future for future in self.uploads.values() if not future.done()]
         if pending:
@@ -149,8 +150,7 @@ class Uploads:
         if left:
             commands = "\n  ".join(self.place.describe_command(upload.export_dir, upload.kind) for upload in left)
             log.warning(
-                f"warning: exports that were not uploaded to {self.place.name}: {len(left)}. To upload them:\n "
-                f" {commands}"
+                f"warning: exports that were not uploaded to {self.place.name}: {len(left)}. To upload them:\n  {commands}"
             )
 
     def tell(self, what: str, error: BaseException, export_dir: Path = Path("EXPORT"), kind: str = REGULAR) -> None:

@@ -34,7 +34,7 @@ class Progress:
     data: str  # digest of the sets: losses on different data cannot be compared
     num_validations: int = 0  # in the whole run, on any data
     last_step: int | None = None
-    metric: str = "loss"  # decides which model is the best
+    metric: str = "loss"  # selects the best model
     best_value: float | None = None  # best value after at least one step
     best_step: int | None = None
     num_worse: int = 0  # validations since the best

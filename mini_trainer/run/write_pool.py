@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 16 << 20  # written and hashed at the same time
-INLINE_BYTES = 1 << 20  # a block below this is written sooner than a thread is woken
+INLINE_BYTES = 1 << 20  # writing a smaller block takes less time than waking a thread
 
 
 class HashedFile:
-    """A new file whose parts may come in any order, each by one call of `write`, from one thread at a time.
-
-    A part that does not follow those hashed so far is hashed later, by reading it back. When all `size` bytes have come
+    """A new file whose parts may be written in any order, each by one call of `write`, from one thread at a time. A
+    part that does not follow the hashed ones is hashed later, by reading it back. Once all `size` bytes are written,
     the file is flushed to the disk and closed.
     """
 
@@ -35,8 +34,8 @@ class HashedFile:
         """`header` is the file's first part, and written before any other."""
         self.path, self.header, self.size = path, header, size
         self.sha256, self.num_hashed = hashlib.sha256(), 0
-        self.descriptor: int | None = None  # while it is open
-        self.early: dict[int, int] = {}  # ends of the parts written before their turn, by their starts
+        self.descriptor: int | None = None  # while the file is open
+        self.early: dict[int, int] = {}  # ends of parts written out of order, by their starts
 
     @property
     def is_complete(self) -> bool:
@@ -107,7 +106,7 @@ def write_at(descriptor: int, data: memoryview, start: int) -> None:
 
 
 class WritePool:
-    """Threads that fill files while the caller prepares what comes next. One thread calls all methods.
+    """Threads that fill files while the caller prepares the next parts. One thread calls all methods.
 
     Each file is in a lane, which writes one part at a time. `wait` raises the first error; everything after it is
     dropped.
@@ -185,7 +184,7 @@ class WritePool:
         return {file.path: file.entry for file in self.files}
 
     def drop(self) -> None:
-        """Drops the parts that wait, and forgets all files and the error."""
+        """Drops waiting parts, and forgets all files and the error."""
         self.error = self.error or RuntimeError("dropped")  # parts after an error are dropped
         with self.changed:
             self.changed.wait_for(lambda: self.num_parts == 0)
@@ -194,14 +193,14 @@ class WritePool:
         self.files, self.error = [], None
 
     def close(self) -> None:
-        """Drops what waits, and ends the threads."""
+        """Drops waiting parts, and ends the threads."""
         self.drop()
         for thread in (*self.hashers, *self.writers):
             thread.shutdown()
 
 
 def start_thread(name: str) -> ThreadPoolExecutor:
-    """A thread that runs already: memory may be too low to start one later."""
+    """A thread that is already running: memory may be too low to start one later."""
     executor = ThreadPoolExecutor(1, thread_name_prefix=name)
     try:
         executor.submit(int).result()

@@ -1,4 +1,4 @@
-"""Values in a simulation, where a model asks for them: those that follow from given ones."""
+"""Tensor values in a simulation, for models that read them: those that follow from given ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,8 @@ MOST_ELEMENTS = 2**26  # of a tensor whose values are kept
 
 
 class KnownValues(TorchDispatchMode):
-    """While it is entered inside of `fake`, tensors made of real ones have values, and what comes from them alone has.
-
-    So a vision tower can be simulated that cuts its rows by what tensors say: sizes of images, places of padding.
+    """While entered inside `fake`, tensors made from real ones keep their values, and so do results computed from these
+    alone. This simulates vision towers that cut their rows by tensor values: image sizes, places of padding.
     """
 
     def __init__(self, fake: FakeTensorMode):
@@ -90,5 +89,5 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def is_kept(tensor: Tensor, *, is_new: bool) -> bool:
-    """Whether its values are computed: what is made of nothing may be to hold a model's numbers."""
+    """Whether the operation's values are computed: tensors made from nothing may be meant to hold a model's numbers."""
     return tensor.numel() <= MOST_ELEMENTS and not (is_new and tensor.is_floating_point())

@@ -36,12 +36,12 @@ from mini_trainer.run.plan.simulation import (
 )
 from mini_trainer.run.step import StepOptions
 
-ENOUGH_TOKENS = 4096  # in a micro-batch of this size the fixed costs are small
-LONG_ROW = 8192  # tokens from which on a plan tries what makes room for long rows
+ENOUGH_TOKENS = 4096  # large enough for the fixed costs to be small
+LONG_ROW = 8192  # from this many tokens, a plan tries the options for long rows
 
-KINDS = {  # the kinds of StepMemory.peak in words
-    "weights": "weights that train, sharded",
-    "frozen": "weights and buffers that do not train",
+KINDS = {  # descriptions of the kinds of StepMemory.peak
+    "weights": "trainable weights, sharded",
+    "frozen": "frozen weights and buffers",
     "gradients": "gradients, sharded",
     "optimizer": "optimizer state, sharded",
     "gathered": "weights gathered or cast, gradients reduced",
@@ -54,7 +54,7 @@ KINDS = {  # the kinds of StepMemory.peak in words
 def plan_memory(
     options: StepOptions, target: Target, run: PlannedRun, findings: Findings
 ) -> tuple[StepOptions, Packing | None, bool]:
-    """Adds what the model is and what memory it needs; returns the options without auto and, if known, the packing."""
+    """Adds the model and the memory it needs; returns the options without auto and, if known, the packing."""
     if run.model is None or run.inputs.batching is None:
         options = settle_mode(options)
         if run.model is not None:
@@ -75,7 +75,7 @@ def plan_memory(
     except RuntimeError as error:
         obstacle = error
     if obstacle is not None:
-        findings.lines.append(f"memory: not known, since a step of this model cannot be simulated: {obstacle}")
+        findings.lines.append(f"memory: unknown, since a step of this model cannot be simulated: {obstacle}")
     if memory is not None:
         findings.lines.append(packing.describe())
         describe_memory(target, packing, memory, findings)
@@ -101,7 +101,7 @@ def pack_run(options: StepOptions, target: Target, run: PlannedRun) -> Packing:
 
 
 def settle_mode(options: StepOptions) -> StepOptions:
-    """Where nothing could be found out, with what needs least memory."""
+    """Falls back to the least memory if nothing could be determined."""
     if options.compute.activation_checkpointing != "auto":
         return options
     return replace_options(options, activation_checkpointing=MODES[-1])
@@ -111,8 +111,8 @@ def describe_model(options: StepOptions, model: PlannedModel, findings: Findings
     dtype = str(model.meta.compute_dtype).removeprefix("torch.")
     resharding = [f"{flag_name(name)} {value}" for name, value in list_resharding(options.sharding).items()]
     findings.lines.append(
-        f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} numbers"
-        f" train; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing,"
+        f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} of"
+        f" them trainable; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing,"
         f" {', '.join([*resharding, model.method.title])}"
     )
     if model.meta.left_out.parts:
@@ -135,7 +135,7 @@ def simulated_compute(compute: ComputeOptions, target: Target, inputs: RunInputs
 
 
 def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, findings: Findings) -> StepOptions:
-    """The options with what auto would come to, every token trained; auto stays where no limit of memory is known."""
+    """The options with auto resolved, assuming that every token is trained; auto stays if no memory limit is known."""
     given, mode = options.data.max_tokens_per_gpu, options.compute.activation_checkpointing
     autos = [("max-tokens-per-gpu", given), ("activation-checkpointing", mode)]
     if target.limit is None:
@@ -230,7 +230,7 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
     items["interpreter and libraries"] = base
     lines += [f"  {words:<48}{size / GIB:9.3f} GiB" for words, size in items.items() if size >= 2**20]
     if target.ranks.offloads:
-        lines.append("  what is sharded is in the host's memory and not counted")
+        lines.append("  sharded tensors are in host memory and not counted")
     lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
     if memory.offloaded:
@@ -250,17 +250,17 @@ def describe_sharing(ranks: Ranks) -> str:
 def describe_savings(
     options: StepOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
 ) -> None:
-    """Adds what the options for long rows would come to, those that the run could have and has not."""
+    """Adds the effect of the options for long rows that the run does not use yet."""
     for change in list_savings(options.compute, target):
         changed = replace_options(options, **change)
         try:
             memory = simulate_packing(changed, target, run, packing)
-        except ValueError:  # of a model that has no such modules
+        except ValueError:  # of a model without such modules
             continue
         names = " ".join(f"--{name.replace('_', '-')}" for name, value in change.items() if value is True)
         findings.lines.append(
             f"  {f'together with {names}':<64}{(target.base + memory.total) / GIB:9.3f} GiB,"
-            f" {memory.per_token / 1024:,.1f} KiB for a token more"
+            f" {memory.per_token / 1024:,.1f} KiB for each extra token"
         )
 
 
@@ -277,7 +277,7 @@ def list_savings(compute: ComputeOptions, target: Target) -> list[dict[str, bool
 def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:
     needed = target.base + memory.total
     if target.limit is None:
-        findings.lines.append("  whether that fits is not known: give --memory-budget-gb")
+        findings.lines.append("  give --memory-budget-gb to check whether that fits")
     elif needed > target.limit:
         findings.add_problem(
             f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
@@ -287,8 +287,8 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
 
 
 def check_reference_memory(target: Target, run: PlannedRun, memory: StepMemory, findings: Findings) -> None:
-    """Adds what another reference model needs while it scores beside the model, before there is an optimizer's state;
-    a problem where that does not fit."""
+    """Adds the memory of a separate reference model while it scores next to the model, before the optimizer's state
+    exists; a problem if that does not fit."""
     if run.reference is None or not run.reference.num_bytes:
         return
     there = sum(memory.peak[kind] for kind in ("weights", "frozen", "gathered", "loss"))
@@ -296,6 +296,6 @@ def check_reference_memory(target: Target, run: PlannedRun, memory: StepMemory, 
     findings.lines.append(f"  {'while --reference-model scores, before the first step':<48}{needed / GIB:9.3f} GiB")
     if target.limit is not None and needed > target.limit:
         findings.add_problem(
-            f"--reference-model needs {needed / GIB:,.1f} GiB on each rank beside the model: use more GPUs, or let a"
-            " run of one step on more of them score the data before"
+            f"--reference-model needs {needed / GIB:,.1f} GiB on each rank beside the model: use more GPUs, or score"
+            f" the data first with a run of one step on more of them"
         )

@@ -1,4 +1,4 @@
-"""The parts of a plan: the machine, the run as far as it is known, how its batches are packed, and the findings."""
+"""The parts of a plan: the machine, the known parts of the run, the packing of its batches, and the findings."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that is planned for."""
+    """The machine to plan for."""
 
     ranks: Ranks
     device: torch.device
@@ -49,11 +49,11 @@ class Target:
     peak_flops: float | None
     limit: int | None  # bytes that a rank may use
     is_here: bool  # these are the ranks that this start has
-    keeps_freed: bool  # a process keeps memory that it does not need any more
+    keeps_freed: bool  # a process keeps freed memory
 
     @property
     def base(self) -> int:
-        """Bytes of a rank beside its tensors."""
+        """Bytes of a rank besides its tensors."""
         return resident_memory() if self.device.type == "cpu" else 0
 
 
@@ -63,7 +63,7 @@ class PlannedReference:
 
     num_rows: int  # samples that no run has scored
     flops: float
-    num_bytes: int  # weights on a rank of another model, which is there while it scores
+    num_bytes: int  # weights of a separate model on a rank while it scores
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PlannedTeacher:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The run, as its files describe it; None where something is wrong."""
+    """The run as described by its files; None for parts with errors."""
 
     inputs: RunInputs
     start: RunPosition
@@ -104,7 +104,7 @@ class Packing:
         return (
             f"micro-batches of at most {self.cap:,} tokens, in the next {len(counts)} batches: {counts.mean():.1f} a"
             f" step on each rank ({counts.min()} to {counts.max()}), {self.fill.mean():.0%} full; ranks idle"
-            f" {self.idle.mean():.2%} of the time for lack of balance, at most {self.idle.max():.2%}"
+            f" {self.idle.mean():.2%} of the time due to imbalance, at most {self.idle.max():.2%}"
         )
 
 

@@ -1,9 +1,9 @@
-"""The plan of a run: what it would need and take, and every problem that can be found before it. Writes nothing.
+"""The plan of a run: its memory, time and disk space, and every problem that can be found beforehand. Writes nothing.
 
     python train.py --config run.yaml --dry-run --plan-world-size 8 --plan-device H100 --memory-budget-gb 80
 
-Memory comes from a simulated step (simulation.py), time from a few real micro-batches where the plan is for this
-machine, else from FLOPs.
+Memory comes from a simulated step (simulation.py), time from a few real micro-batches if the plan is for this machine,
+otherwise from FLOPs.
 """
 
 import functools
@@ -57,7 +57,7 @@ from mini_trainer.run.start_checks import describe_start
 from mini_trainer.run.step import StepOptions
 from mini_trainer.sampler import Batching, RunPosition
 
-RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
+RANKS_PER_NODE = 8  # for plans of --sharding hybrid for other machines
 
 
 def plan_run(options: TrainOptions) -> ExitCode:
@@ -131,7 +131,7 @@ def find_target(
     name = given or describe_device(device)
     peak = find_peak_flops(name)
     if given is not None and peak is None:
-        findings.add_problem(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
+        findings.add_problem(f"--plan-device {name}: unknown device; known are {', '.join(PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
     found = findings if not is_here else Findings()  # init_world says it, too
@@ -161,7 +161,7 @@ def find_target(
 
 
 def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
-    """Reads what a run reads, in the same order, and continues after errors."""
+    """Reads a run's inputs, in the same order, and continues after errors."""
     num_before, asked = len(findings.problems), options.checkpoints
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
     output_dir, resume, origin_path = Path(options.output_dir), asked.resume, asked.continue_from
@@ -180,7 +180,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     if local == models and len(findings.problems) == num_before:
         findings.problems.attempt(lambda: check_identity(asked, options.optimization, checkpoint, inputs))
     make_method = functools.partial(choose_method, options)
-    if inputs.config is None or inputs.objective is None:  # without an objective nobody knows what the model has to be
+    if inputs.config is None or inputs.objective is None:  # without an objective, the required kind of model is unknown
         return PlannedRun(inputs, start, make_method, None)
     step_options, compute = choose_step_options(options), simulated_compute(options.compute, target, inputs)
     model = findings.problems.attempt(lambda: lay_out_model(step_options, inputs, compute, make_method()))
@@ -252,14 +252,14 @@ def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOpti
 
 
 def find_most_exports(options: ExportOptions) -> int | None:
-    """The most exports that are there at once, with one that is being written; None: all of them."""
+    """The most exports that exist at once, including one being written; None: all of them."""
     return None if options.keep_exports is None else options.keep_exports + 1
 
 
 def count_exports(
     options: ExportOptions, optimization: OptimizationOptions, inputs: RunInputs, *, start: RunPosition
 ) -> tuple[int, int]:
-    """The most exports that are there at once, and how many of them have an average's export beside them."""
+    """The most exports that exist at once, and how many of them have an average's export next to them."""
     most, is_averaged = find_most_exports(options), optimization.weight_average != "none"
     if inputs.num_steps is None:
         num_exports = 1 if most is None else most
@@ -299,7 +299,7 @@ def plan_disk(
     run: PlannedRun,
     findings: Findings,
 ) -> None:
-    """Adds the sizes of checkpoints and exports; a problem where the disk has no room for them."""
+    """Adds the sizes of checkpoints and exports; a problem if the disk has no room for them."""
     if run.model is None:
         return
     output_dir, num_kept = Path(run.inputs.values["output_dir"]), checkpoints.keep_checkpoints
@@ -313,7 +313,7 @@ def plan_disk(
         num_exports += 2  # the best, and a better one that is being written
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
-    used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # these will make room
+    used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # these will be removed
     needed = num_checkpoints * checkpoint_bytes + num_exports * export_bytes + SPARE_BYTES
     or_more = " or more" if run.inputs.num_steps is None and find_most_exports(exports) is None else ""
     counted = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"

@@ -1,4 +1,5 @@
-"""The memory of a training step, without the memory: the run's own code on tensors that have shapes and no content.
+"""The memory of a training step, computed without using it: runs the run's own code on tensors with shapes but no
+content.
 
 Not looked up in a table of models: torch's FakeTensorMode runs the whole model's forward, backward and update as rank 0
 of as many ranks as wanted (torch's fake process group), and `MemoryCounter` adds up what is allocated.
@@ -43,7 +44,7 @@ from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.known_values import KnownValues
 from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
 
-SHARDED = ("weights", "frozen", "gradients", "optimizer")  # --cpu-offload takes these kinds of memory elsewhere
+SHARDED = ("weights", "frozen", "gradients", "optimizer")  # kinds of memory that --cpu-offload moves to the CPU
 # Where FSDP's code is entered from the model's and autograd's: memory allocated there is for its collectives.
 FSDP_HOOKS = {
     FSDPState: ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
@@ -53,12 +54,12 @@ FSDP_HOOKS = {
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on rank 0, which has the largest shards, when a step needs most."""
+    """Bytes on rank 0, which has the largest shards, at a step's peak."""
 
     peak: Counter[str]  # by kind: weights, frozen, gradients, optimizer, gathered, activations, loss
-    offloaded: int  # beside them in CPU memory
+    offloaded: int  # in CPU memory, in addition
     num_tokens: int  # of the micro-batch, of all ranks that share it
-    per_token: float  # by how much a token more raises the peak
+    per_token: float  # by how much each extra token raises the peak
 
     @property
     def total(self) -> int:
@@ -72,8 +73,8 @@ class Ranks:
     world_size: int
     num_shards: int  # ranks that hold one copy of the model
     num_sharing: int | None = None  # ranks that share a packed row; None: each has rows of its own
-    offloads: bool = False  # whether what is sharded lies elsewhere, and is not counted
-    memory: int | None = None  # bytes that one may use, where it decides how weights are held
+    offloads: bool = False  # whether sharded tensors are elsewhere, and not counted
+    memory: int | None = None  # bytes that a rank may use, if that affects how weights are held
 
     @property
     def num_rows(self) -> int:
@@ -94,21 +95,20 @@ class Load:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model without memory, with its method's layers, and what is known of it from its shape."""
+    """A model without memory, with its method's layers, and the facts that follow from its shape."""
 
     meta: MetaModel
     method: Method
     objective: Objective
     num_params: int  # without what the method's layers add
     num_trainable: int
-    state_bytes: int  # of a checkpoint: parameters and buffers, as far as it holds them, and two moments of what trains
+    state_bytes: int  # of a checkpoint: the parameters and buffers that it holds, and two moments of the trained ones
     flops: FlopCount
     update_flops: int  # of an optimizer step, on all ranks together
 
 
 def lay_out_model(options: StepOptions, inputs: RunInputs, compute: ComputeOptions, method: Method) -> PlannedModel:
-    """The model on the meta device, as a run on a CPU would lay it out. ValueError for what cannot be trained.
-
+    """The model on the meta device, as a run on a CPU would lay it out. ValueError for models that cannot be trained.
     `compute` without --compile, --float8 and --use-liger-kernels, which need the device itself. `method`: a new one,
     whose layers the model gets.
     """
@@ -231,7 +231,7 @@ def make_gradients(params: list[nn.Parameter], counter: MemoryCounter) -> None:
 
 @contextmanager
 def fake_world(ranks: Ranks) -> Iterator[World]:
-    """Rank 0 of ranks that are not there; no other process group may exist."""
+    """Rank 0 of ranks that do not exist; there must be no other process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world_size)
     try:
         mesh = make_mesh("cpu", ranks.world_size, ranks.num_shards)
@@ -292,7 +292,7 @@ class AnyTypeOfExperts(TorchDispatchMode):
 
 @contextmanager
 def quiet_simulation() -> Iterator[None]:
-    """Without torch's own report of an operation that cannot be simulated: the exception says it."""
+    """Silences torch's own report of an operation that cannot be simulated: the exception has it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -304,7 +304,7 @@ def quiet_simulation() -> Iterator[None]:
 
 
 def give_memory(packed_model: PackedModel, method: Method, world: World) -> None:
-    """Puts tensors on the (simulated) device in the place of those on the meta device."""
+    """Replaces tensors on the meta device by ones on the (simulated) device."""
     for module in packed_model.modules():
         for name, param in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty_like(param, device=world.device), param.requires_grad))

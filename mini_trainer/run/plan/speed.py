@@ -1,4 +1,4 @@
-"""How long a run takes, with its reference model and its teacher: by micro-batches that are timed, or by FLOPs."""
+"""Duration of a run, with its reference model and its teacher: from timed micro-batches, or from FLOPs."""
 
 import itertools
 import time
@@ -26,7 +26,7 @@ from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_
 from mini_trainer.sampler import RunPosition, iterate_batches
 
 NUM_TIMED = 3  # micro-batches that are timed, after one to warm up
-ASSUMED_MFU = 0.4  # where nothing can be measured
+ASSUMED_MFU = 0.4  # if nothing can be measured
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def measure_speed(inputs: RunInputs, options: StepOptions, world: World) -> Spee
 
 
 def now(world: World) -> float:
-    """The time when all ranks have got here."""
+    """Waits for all ranks, then returns the time."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     dist.barrier(group=world.control)
@@ -91,7 +91,7 @@ def now(world: World) -> float:
 def plan_time(
     target: Target, run: PlannedRun, packing: Packing | None, speed: Speed | None, findings: Findings
 ) -> None:
-    """Adds how long a step, the reference's scores and the run take, and how that is known."""
+    """Adds the durations of a step, of the reference's scores and of the run, and how they were found."""
     if packing is None:
         return
     rates, flops = find_rates(target, speed), packing.flops.mean()
@@ -108,7 +108,7 @@ def plan_time(
     if speed is None:
         how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
     seconds = flops * rates.seconds_per_flop + rates.update_seconds
-    if speed is None and run.teacher is not None:  # what was measured has the teacher's pass in it
+    if speed is None and run.teacher is not None:  # the measurement includes the teacher's pass
         seconds += run.teacher.flops * rates.seconds_per_scored_flop
     if speed is None:
         seconds += update_flops * rates.seconds_per_flop
@@ -117,13 +117,13 @@ def plan_time(
         text += "; the run has no end"
     else:
         left = seconds * max(0, run.inputs.num_steps - run.start.step)
-        text += f"; {describe_duration(left + scoring)} for the steps that are left"
+        text += f"; {describe_duration(left + scoring)} for the remaining steps"
         text += f" and the reference, {describe_duration(scoring)}" if scoring else ""
     findings.lines.append(text)
 
 
 def find_rates(target: Target, speed: Speed | None) -> Speed | None:
-    """The measured speed, or that assumed of the planned device; None where nothing is known of it."""
+    """The measured speed, or the assumed speed of the planned device; None if unknown."""
     if speed is not None or target.peak_flops is None:
         return speed
     rate = 1 / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)
@@ -131,7 +131,7 @@ def find_rates(target: Target, speed: Speed | None) -> Speed | None:
 
 
 def plan_scoring(run: PlannedRun, rates: Speed | None, findings: Findings) -> float:
-    """Adds what the reference has to score before the first step; returns the seconds that it takes."""
+    """Adds the samples that the reference has to score before the first step; returns the seconds this takes."""
     reference = run.reference
     if reference is None:
         return 0.0
@@ -173,7 +173,7 @@ def plan_teacher(
     if model is None or inputs.batching is None or objective is None or not isinstance(objective.teacher, TeacherModel):
         return None
     source = inputs.other_models.get(TEACHER_MODEL)
-    if source is None:  # the model as the run starts: copies of what trains
+    if source is None:  # the model as it is at the start: copies of the trained weights
         flops, num_bytes = model.flops, model.num_trainable * DTYPES[options.optimization.master_weights].itemsize
     else:
         compute, device = simulated_compute(options.compute, target, inputs), torch.device("cpu")
