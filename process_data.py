@@ -102,7 +102,7 @@ def process_data(options: ProcessDataOptions) -> None:
     """Writes the data set and its sidecar, prints the report; with `--shard` or `--join` a part of it, or all of its
     parts joined. ValueError or OSError for errors that a user can fix."""
     check_choices(options)
-    # What can be refused is refused before any row is read.
+    # Check options and outputs before any row is read.
     sources = open_sources(options.rows)
     page = None if options.preview_html is None else Path(options.preview_html)
     with open_outputs(options.output_file, page=page, is_split=options.rows.validation_share is not None) as outputs:
@@ -200,7 +200,7 @@ def write_data_set(
 
 
 def make_part(part: Part, divided: list[Source], prepared: Prepared, options: ProcessDataOptions) -> None:
-    """Writes a part, unless it is there. ValueError for rows that cannot be used."""
+    """Writes a part, unless it exists. ValueError for rows that cannot be used."""
     made_with = identify_parts(part.count, prepared, options)
     if part.content is not None and not find_faults([part], made_with):
         return say(f"part {part}: already there, {part.rows}")
@@ -244,7 +244,7 @@ def identify_parts(count: int, prepared: Prepared, options: ProcessDataOptions) 
 
 
 def are_joined(outputs: Outputs, prepared: Prepared, options: ProcessDataOptions) -> bool:
-    """Whether the outputs are there, made of these rows with these options, and no part is."""
+    """Whether the outputs exist, made from these rows with these options, and no parts do."""
     files = [outputs.page, *(path for one in outputs.data_sets for path in (one.data, one.sidecar))]
     if not all(path is None or path.exists() for path in files) or has_parts(name_directory(outputs.data)):
         return False
@@ -253,7 +253,7 @@ def are_joined(outputs: Outputs, prepared: Prepared, options: ProcessDataOptions
 
 
 def join_if_complete(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
-    """Joins the parts if all are there; says otherwise which are not."""
+    """Joins the parts if all of them exist; otherwise prints which are missing."""
     parts = list_parts(name_directory(outputs.data), count)
     faults = find_faults(parts, identify_parts(count, prepared, options))
     if faults:

@@ -41,7 +41,7 @@ def in_file(*rows: dict) -> dict[str, str]:
 # A name, the error, files of which the first is the input, options, and what process_data.py says.
 PREPARED = [
     ("rows of no format", ValueError, in_file(UNKNOWN, {"n": float("nan")}, UNKNOWN), {},
-     f"3 of 3 rows cannot be used:\n  in.jsonl:1: of no known format: its keys are ['dialog', 'tools'], {FORMATS};"
+     f"3 of 3 rows cannot be used:\n  in.jsonl:1: unrecognised format: its keys are ['dialog', 'tools'], {FORMATS};"
      " --messages-field and the like take other names\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
      f" number{FIX}"),
     ("a weight of what is not trained", ValueError, in_file({"messages": [USER | {"weight": 0.5}, ANSWER]}), {},
@@ -58,9 +58,9 @@ PREPARED = [
      " such columns, so the file is refused. Remove the rows that should not be trained as they are, and pass"
      " --ignore-columns label to train on the others without it; --format classification reads labels"),
     ("a list as Python prints it", ValueError, {"in.csv": "messages\n\"[{'role': 'user', 'content': 'a'}]\"\n"}, {},
-     f"{ONE}in.csv:2: 'messages' is a list of messages as Python prints it, not JSON: write it by json.dumps{FIX}"),
+     f"{ONE}in.csv:2: 'messages' is a list of messages as Python prints it, not JSON: write it with json.dumps{FIX}"),
     ("a list in an object", ValueError, {"in.json": json.dumps({"data": [ROW]})}, {},
-     f"{ONE}in.json:1: of no known format: its keys are ['data'], {FORMATS}; it is an object around a list of"
+     f"{ONE}in.json:1: unrecognised format: its keys are ['data'], {FORMATS}; it is an object around a list of"
      " objects, under 'data': if these are the rows, write the list alone; --messages-field and the like take other"
      f" names{FIX}"),
     ("a quote without end", ValueError, {"in.csv": 'prompt,completion\n"a,b\n'}, {},
@@ -93,9 +93,9 @@ PREPARED = [
      " 'content': 'It is 4.'}]"),
     ("a template that does not end the last turn", ValueError,
      in_file(ROW) | {"own.jinja": CLOSED_BY_THE_NEXT_TURN}, {"chat_template": "own.jinja"},
-     "only 0 of 1 rows train a stop token such as '<|im_end|>', so the model would not learn to stop: the chat"
+     "only 0 of 1 rows have a trained stop token such as '<|im_end|>', so the model would not learn to stop: the chat"
      " template writes none after a conversation's last turn. Pass --append-stop-token to append one there and train"
-     " it, or --allow-missing-stop-token to train without"),
+     " on it, or --allow-missing-stop-token to train without"),
 ]  # fmt: skip
 
 
@@ -138,7 +138,7 @@ OTHERS = [
      " --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong"),
     ("another hash", check_hash,
      "data.arrow: its SHA-256 is not the one in data.arrow.meta.json: it is damaged or was replaced: copy it again"
-     " from where it was made; --skip-verification uses it as it is"),
+     " from its source; --skip-verification uses it anyway"),
     ("code of a model", lambda: write_model(model_type="own", auto_map={"AutoConfig": "own.Config"}),
      "model: needs its own code, which was not run: config.json (auto_map: own.Config). Read that code, and add"
      " --trust-remote-code (and for a model on the hub its --model-revision) if you trust it"),

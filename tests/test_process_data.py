@@ -125,7 +125,7 @@ def test_report_and_visible_masks(model, tmp_path, capsys):
     source = write_rows(tmp_path / "in.jsonl", [chat(12), only_user, chat(30)])
     process_data(options_for(model, source, tmp_path / "out.jsonl", string_for_printing_masks="[...]"))
     out = capsys.readouterr().out
-    assert "3 rows" in out and "nothing trained" in out
+    assert "3 rows" in out and "nothing to train on" in out
     assert "\n[...]12 42 42 42 42 42<|im_end|>[...]\n" in out and "\n[...]30 42 42<|im_end|>[...]\n" in out
 
 
@@ -231,7 +231,7 @@ def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
         ([chat(1)], {"input_file": ("missing.jsonl",)}, "--input-file missing.jsonl: .*no such"),
         ([chat(1)], {"input_file": ("directory.jsonl",)}, r"--input-file directory.jsonl: .*\.jsonl, \.json"),
         ([chat(1)], {"output_file": "in.jsonl"}, "output in.jsonl .*overwrite"),
-        ([chat(1)], {"output_file": "missing/out.jsonl"}, "--output-file missing/out.jsonl: .*directory missing"),
+        ([chat(1)], {"output_file": "in.jsonl/out.jsonl"}, "--output-file in.jsonl/out.jsonl: .*not a directory"),
         ([chat(1)], {"output_file": "directory.jsonl"}, "output directory.jsonl .*a directory"),
         ([chat(1)], {"model_name_or_path": "/missing/model"}, "--model-name-or-path /missing/model: .*directory"),
     ],

@@ -22,7 +22,7 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Chat:
     """A conversation. A message may set `train` (true or false) or `weight` (0 to 1); by default the assistant's
-    messages are trained, with `unmask` all messages but the system's."""
+    messages are trained on, with `unmask` all messages but the system's."""
 
     messages: list[Message]
     unmask: bool = False
@@ -33,7 +33,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its completion, without a chat template: only the completion is trained."""
+    """A prompt and its completion, without a chat template: only the completion is trained on."""
 
     prompt: str
     completion: str
@@ -41,7 +41,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Document:
-    """Text to be trained whole, ended by the tokenizer's end-of-text token."""
+    """Text to train on as a whole, ended by the tokenizer's end-of-text token."""
 
     text: str
 

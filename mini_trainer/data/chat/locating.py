@@ -15,8 +15,8 @@ from mini_trainer.data.chat.turn_finder import TurnFinder
 
 @dataclass(frozen=True)
 class PassageLocator:
-    """Renders chats with one template and locates what is trained. `strict_reasoning`: refuse answers whose reasoning
-    the template leaves out."""
+    """Renders chats with one template and locates the passages to train on. `strict_reasoning`: refuse answers whose
+    reasoning the template leaves out."""
 
     renderer: ChatRenderer
     finder: TurnFinder  # of this renderer's texts

@@ -19,7 +19,7 @@ from mini_trainer.data.chat.turns import Stops
 
 MISSING_STOP_TOKEN = (
     "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
-    " trained (--allow-missing-stop-token)"
+    " trained on (--allow-missing-stop-token)"
 )
 QUESTION, ANSWER = EXCHANGE
 MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]

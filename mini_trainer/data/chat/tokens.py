@@ -115,7 +115,7 @@ MODES = (KEEP, AS_TEXT, REFUSE)
 CONTROL, CONTROL_AS_TEXT = "control token", "control token as text"  # kinds of remarks on rows with one in a text
 HIDDEN = 0xF0000  # first of the characters that stand for hidden ones; for private use
 MAX_NUM_HIDDEN = 1000  # texts of a row with control tokens
-NEVER_WRITTEN = ("role", "type")  # keys of messages that are no contents
+NEVER_WRITTEN = ("role", "type")  # keys of messages that are not contents
 
 
 class ControlTokens:
@@ -129,7 +129,7 @@ class ControlTokens:
         self.pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     def find(self, texts: Sequence[Any]) -> str | None:
-        """The first control token in the texts; what is no text has none."""
+        """The first control token in the texts; values that are not texts have none."""
         found = (self.pattern.search(text) for text in texts if isinstance(text, str))
         return next((match[0] for match in found if match is not None), None)
 
@@ -172,7 +172,7 @@ class ControlTokens:
         """Where each of the texts is in a rendered row, of which `hidden` is the rendering with them hidden; with the
         spaces before it, which many vocabularies join with words.
 
-        Raises ValueError if the template writes one of them otherwise than as it is.
+        Raises ValueError if the template changes one of them.
         """
         places, last = [], 0
         for i, text in enumerate(texts):
@@ -180,8 +180,8 @@ class ControlTokens:
             as_it_is = rendered[start:end] == text.strip() and hidden[last:start] == rendered[last:start]
             if start < last or not as_it_is or len(hidden) != len(rendered):
                 raise ValueError(
-                    f"the chat template does not write a text with the control token {self.find([text])!r} as it is, so"
-                    " it cannot be encoded as text: use --control-tokens keep or refuse"
+                    f"the chat template changes a text with the control token {self.find([text])!r}, so it cannot be"
+                    f" encoded as text: use --control-tokens keep or refuse"
                 )
             places.append((len(rendered[:start].rstrip(" ")), end))
             last = end

@@ -16,7 +16,7 @@ from mini_trainer.data.chat.rendering import catch_error
 from mini_trainer.data.chat.skeletons import Render, Skeleton, Span, match_text
 from mini_trainer.data.chat.turns import Stops
 
-MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
+MAX_NUM_SKELETONS = 4096  # bounds memory if every conversation has its own outline
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
 
 

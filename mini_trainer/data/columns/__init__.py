@@ -1,1 +1,1 @@
-"""Columns of tokenized data sets, by what a data set is for."""
+"""Columns of tokenized data sets, by objective."""

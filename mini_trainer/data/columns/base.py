@@ -1,4 +1,5 @@
-"""The door for data: the columns of a tokenized data set, by what it is for. The kinds are in data/columns/kinds.py."""
+"""The base class for the columns of tokenized data sets, one per kind of data; the kinds are in
+data/columns/kinds.py."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -71,7 +72,7 @@ class Bars:
 
     title: str
     counts: Mapping[str, int | float]
-    whole: int | None  # what the counts are shares of; None: they are numbers without a bar
+    whole: int | None  # the total of which the counts are shares; None: numbers without a bar
 
 
 class Columns(ABC):
@@ -83,9 +84,9 @@ class Columns(ABC):
 
     schema: pa.Schema
     optional: ClassVar[Mapping[str, np.generic | tuple[()]]] = {}  # by column
-    target: str = "labels"  # the column of what is learned
+    target: str = "labels"  # the column of targets
     has_labels = False  # whether rows name classes or values, which the sidecar lists
-    facts: tuple[str, ...] = ()  # list columns that describe a sample and are no part of it
+    facts: tuple[str, ...] = ()  # list columns that describe a sample without being part of it
 
     @property
     def sample_columns(self) -> list[str]:
@@ -130,12 +131,12 @@ class Columns(ABC):
         return "targets", f"{counts.num_loss_counted_tokens:,}"
 
     def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
-        """The sidecar's entries on what the data is for."""
+        """The sidecar's entries about the data's kind."""
         return {"objective": task.objective}
 
 
 def check_sample(columns: Columns, sample: Sample, row: RowFacts) -> None:
-    """ValueError for a row that is not what its objective's columns promise."""
+    """ValueError for a row that breaks the contract of its objective's columns."""
     check_aligned(sample, [name for name in ("input_ids", "labels") if name in sample], row)
     input_ids = sample["input_ids"]
     if input_ids.min() < 0 or input_ids.max() >= row.vocab_size:
@@ -153,7 +154,7 @@ def check_aligned(sample: Sample, names: Sequence[str], row: RowFacts) -> None:
 
 
 def check_numbers(sample: Sample, name: str, row: RowFacts, *, most: float = np.inf) -> None:
-    """ValueError if an optional column is there, and has not a number from 0 to `most` for each token."""
+    """ValueError if an optional column exists without a number from 0 to `most` for each token."""
     values = sample.get(name)
     if values is not None and not (len(values) == row.length and values.min() >= 0 and values.max() <= most):
         bounds = "from 0" if most == np.inf else f"from 0 to {most}"

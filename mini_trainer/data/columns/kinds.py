@@ -1,4 +1,4 @@
-"""Which kinds of data there are: the one place that names them all, and what a sidecar says of one."""
+"""The kinds of data, all named here, and their descriptions in sidecars."""
 
 from typing import Any, get_args
 

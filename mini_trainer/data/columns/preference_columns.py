@@ -29,7 +29,7 @@ class PreferenceColumns(TextColumns):
             "len": pa.int32(),  # of both
             "num_loss_counted_tokens": pa.int32(),  # of both
             MARGIN_COLUMN: pa.list_(pa.float32()),  # one number: by how much the chosen one is to be better
-            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: what the pair counts in the mean
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: the pair's weight in the mean
         }
     )
     optional: ClassVar = {MARGIN_COLUMN: np.float32(0), PAIR_WEIGHT_COLUMN: np.float32(1)}
@@ -78,7 +78,7 @@ class FeedbackColumns(TextColumns):
             "len": pa.int32(),  # of both
             "num_loss_counted_tokens": pa.int32(),  # of the answer
             GOOD_COLUMN: pa.list_(pa.float32()),  # one number: 1 for a good answer, 0 for a bad one
-            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: what the sample counts in the mean
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: the sample's weight in the mean
         }
     )
     optional: ClassVar = {PAIR_WEIGHT_COLUMN: np.float32(1)}
@@ -119,7 +119,7 @@ PREFERENCES, FEEDBACKS = PreferenceColumns(), FeedbackColumns()
 
 
 def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, length: int) -> "list[TokenizedChat]":
-    """Two sequences of `length` tokens together: half of each is a prompt in common, the rest is trained."""
+    """Two sequences of `length` tokens together: half of each is a common prompt, the rest is trained on."""
     from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
 
     prompt = random.choice(token_ids, length // 4).tolist()
@@ -131,7 +131,7 @@ def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, leng
 
 
 def check_number(sample: Sample, name: str, row: RowFacts, *, least: float, most: float = LARGEST) -> None:
-    """ValueError if a column is there, and is not one number in these bounds."""
+    """ValueError if a column exists without one number in these bounds."""
     value = sample.get(name)
     if value is not None and not (len(value) == 1 and least <= value[0] <= most):
         raise ValueError(f"{row.where}: {name} is {value.tolist()}, expected one number from {least:g} to {most:g}")

@@ -73,7 +73,7 @@ class TextColumns(Columns):
         return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
 
     def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedChat":
-        """All tokens are trained."""
+        """All tokens are trained on."""
         from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan  # of --mock-data alone
 
         return TokenizedChat(random.choice(token_ids, length).tolist(), [TrainedSpan(0, length, "random")])
@@ -87,7 +87,7 @@ class TextColumns(Columns):
         yield format_count("trained tokens", counts.num_loss_counted_tokens, counts.num_tokens)
         stops = counts.stops
         if stops["rows"]:
-            yield format_count("rows that train a stop", stops["trained"], stops["rows"])
+            yield format_count("rows with a trained stop token", stops["trained"], stops["rows"])
         if stops["appended"]:
             yield format_count("stop tokens appended", stops["appended"])
 

@@ -106,7 +106,7 @@ def read_row(values: Fields, options: RowOptions, tally: Counter[str]) -> Feedba
 
 
 def build_answer(messages: list[Any], num_prompt: int, values: Fields) -> tuple[list[Message], Chat]:
-    """The prompt's messages, and a chat of which what follows them is trained."""
+    """The prompt's messages, and a chat in which everything after them is trained on."""
     chat = build_chat(messages, {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values})
     refuse_images(chat)
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
@@ -116,8 +116,8 @@ def build_answer(messages: list[Any], num_prompt: int, values: Fields) -> tuple[
 
 
 def mask_feedback(masker: ChatMasker, rows: Sequence[Feedback]) -> list[TokenizedFeedback | ValueError]:
-    """Each row's tokens, followed by its prompt with the answer of the next row of its kind: what an unrelated answer
-    costs is KTO's point of reference. A row without such another row has one sequence."""
+    """Each row's tokens, followed by its prompt with the answer of the next row of its kind: KTO's reference point is
+    the loss of an unrelated answer. A row without such another row has one sequence."""
     answers = masker.mask([row.answer for row in rows], divides=True)
     others = find_others(rows)
     swapped = masker.mask([swap_answer(rows[i], rows[j]) for i, j in others.items()], divides=True)

@@ -79,7 +79,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that was given, and the files in it that are not read because of their endings."""
+    """A given folder, and the files in it that are not read because of their endings."""
 
     name: str
     skipped: tuple[str, ...]
@@ -214,7 +214,7 @@ def count_files(count: int) -> str:
 
 def check_folder(source: Source, firsts: dict[Folder, Source]) -> None:
     """Raises ValueError if the source's format is not that of the first one of its folder, which `firsts` remembers: a
-    licence among chats is no document to train on."""
+    licence among chats is not a document to train on."""
     if source.folder is None or source.format is None:
         return
     first = firsts.setdefault(source.folder, source)
@@ -301,7 +301,7 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
 
 
 def check_layout(stream: BinaryIO, source: Source) -> None:
-    """Raises ValueError for a file of JSON whose lines are no rows."""
+    """Raises ValueError for a JSON file whose lines are not rows."""
     if source.ending not in (".jsonl", ".json") or source.sections.start > 0:
         return
     fault = find_fault(stream.peek(BLOCK_BYTES), may_be_list=source.ending == ".json")

@@ -247,13 +247,13 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
         expected = "; ".join(f"{name}: {describe_keys(name)}" for name in TEXT_FORMATS)
-        wanted = f"no {data_format} row" if data_format else "of no known format"
+        wanted = f"not a {data_format} row" if data_format else "unrecognised format"
         wrapped = find_wrapped(row)
         holds_rows = wrapped is not None and find_format(row[wrapped][0]) is not None
         hint = f"; it is {describe_wrapper(wrapped)}" if holds_rows else ""
         raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}{hint}")
     if found != data_format and not is_given:
-        raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
+        raise ValueError(f"format differs from the file's: {found}, but the first row is {data_format}")
     example = list_formats()[data_format].read(row)
     if isinstance(example, Chat) and not takes_images:
         refuse_images(example)

@@ -1,4 +1,4 @@
-"""Converts labelled rows to token ids, token types and targets, tokenized as transformers' tokenizer does by itself."""
+"""Converts labelled rows to token ids, token types and targets, tokenized as transformers' tokenizers do by default."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

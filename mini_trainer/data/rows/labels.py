@@ -27,7 +27,7 @@ from mini_trainer.data.stores.disk import read_object
 INTEGER = re.compile(r"[+-]?\d{1,18}")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 MAX_CLASSES = 100_000  # most names held
-FEW_ROWS = 20  # with so few rows, each may have a label of its own
+FEW_ROWS = 20  # with so few rows, each may have its own label
 KINDS = {
     "name": "a name",
     "integer": "an integer",

@@ -1,4 +1,4 @@
-"""Finds files of JSON lines that are laid out otherwise: one reason for the file in place of one for each line."""
+"""Recognises files that are not JSON lines, to give one reason for the file instead of one per line."""
 
 import json
 import shlex
@@ -19,8 +19,8 @@ SPREAD = (
 
 
 def find_fault(beginning: bytes, *, may_be_list: bool) -> str | None:
-    """The reason why a file that begins so has no row on each line; None if its first line is one, or merely damaged.
-    `may_be_list`: lists are read."""
+    """Why a file with this beginning does not have one row per line; None if its first line is a row, or merely
+    damaged. `may_be_list`: lists are read."""
     text = beginning.decode(errors="replace").lstrip("\ufeff").lstrip()
     line, newline, rest = text.partition("\n")
     if not newline or text[0] not in "[{" or is_json(line):
@@ -55,7 +55,7 @@ def read_value(text: str) -> tuple[Any, int | None]:
 
 
 def find_wrapped(value: Any) -> str | None:
-    """The key of an object under which its rows may be: a list of objects that is no part of a row."""
+    """The key under which an object may hold rows: a list of objects that is not part of a row."""
     for key, item in value.items() if isinstance(value, dict) else ():
         if key not in OF_ROWS and isinstance(item, list) and item and all(isinstance(one, dict) for one in item):
             return key

@@ -92,7 +92,7 @@ def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *,
             continue
         value = next((part[name] for name in ("image", "image_url", "path", "url") if name in part), None)
         if value is None and not waiting:
-            raise ValueError("more places for images than there are images")
+            raise ValueError("more places for images than images")
         found.append(waiting.pop(0) if value is None else value)
         parts.append(IMAGE_PART)
     return {**turn, key: parts}

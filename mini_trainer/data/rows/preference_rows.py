@@ -59,7 +59,7 @@ class Preference:
     prompt: str | list[Message]
     chosen: Chat | Completion
     rejected: Chat | Completion
-    margin: float | None = None  # by which the chosen answer is to be better
+    margin: float | None = None  # how much better the chosen answer should be
     weight: float | None = None  # of the pair in the mean loss
 
     @property

@@ -41,9 +41,9 @@ def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation[int]:
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
     if not len(token_ids):
-        raise ValueError("--mock-data: the tokenizer has no tokens but special ones")
+        raise ValueError("--mock-data: the tokenizer has only special tokens")
     length = options.mock_length or DEFAULT_LENGTH
-    kind = options.format or CAUSAL_LM  # data of --format preference and feedback is called so, too
+    kind = options.format or CAUSAL_LM  # also the name of --format preference and feedback data
     draw = partial(draw_samples, columns=COLUMNS[kind], token_ids=token_ids, length=length)
     return Preparation(DataTask(kind), read_numbers, draw)
 

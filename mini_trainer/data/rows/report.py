@@ -24,7 +24,7 @@ from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import RowOptions
 
-DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
+DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing to train on", "invalid": "invalid"}
 SHOWN_SAMPLES_SEED = 42  # seed of the lots that choose the samples to show
 SECONDS_PER_LINE = 10  # between progress lines without a terminal
 MAX_REASON_KINDS = 200  # further kinds of reasons are counted together
@@ -39,16 +39,16 @@ REMARKS = {
     " prompt ends with {prompted}",
     AS_PROMPTED: "the last answer is trained after the generation prompt's {prompted}, and begins with {rendered}"
     " (--thinking-prefix train-as-prompted)",
-    UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
+    UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained on without it"
     " (--strict-reasoning refuses such rows)",
     LOST_NULLS: "nulls within {prompted} are left out (first {place}): Parquet also has them where a row lacks a key"
     " that others have; to keep those that a row has, write {prompted} as JSON text",
     MISSING_CELL: "the cell in the column {prompted} is the text {rendered} (first {place}), which pandas and Python"
     " print for missing values; it is read as that text: leave such cells empty if nothing is there",
-    DIVIDED: "the tokenizer makes one token of the text before an answer and of the answer's beginning; they are"
-    " encoded apart, as at inference, and the answer is trained whole",
-    CONTROL: "the texts have the control token {rendered}, which the model reads, and where it is trained writes, as"
-    " such (first {place}; see --control-tokens)",
+    DIVIDED: "the tokenizer would merge the end of the prompt and the beginning of an answer into one token; they are"
+    " encoded separately, as at inference, and all of the answer is trained on",
+    CONTROL: "the texts have the control token {rendered}, which the model reads as such, and learns to write where"
+    " it is trained on (first {place}; see --control-tokens)",
     CONTROL_AS_TEXT: "the texts have {rendered}, which is encoded as text (first {place}; --control-tokens as-text)",
     UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
@@ -65,7 +65,7 @@ class Totals:
     trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by role
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
     columns: Counter[str] = field(default_factory=Counter)  # rows by unread columns
-    stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, that train a stop token, with one appended
+    stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, with a trained stop token, with one appended
     remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
     places: dict[Remark, str] = field(default_factory=dict)  # of the first row with a remark
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
@@ -168,7 +168,7 @@ def merge_values(a: ValueTotals | None, b: ValueTotals | None) -> ValueTotals | 
 
 
 def add_up(parts: Sequence[Totals]) -> Totals:
-    """The totals of all parts together."""
+    """Sums the totals of all parts."""
     whole = Totals(parts[0].num_shown)
     for part in parts:
         whole.add(part)
@@ -288,22 +288,20 @@ def percentile(counts: Counter[int], share: float) -> int:
     raise AssertionError(f"{share} of {counts.total()} values")
 
 
-LEAST_SHARE = 0.5  # share of the rows that must train a stop token
+LEAST_SHARE = 0.5  # share of the rows that must have a trained stop token
 
 
 def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_turns: Collection[str]) -> list[str]:
-    """Notes on rows that train no stop token, such as `stop`.
-
-    ValueError if more than half of the rows train none because the chat template leaves some turns open (`open_turns`:
-    inner, last), unless that is allowed.
+    """Notes on rows without a trained stop token, such as `stop`. ValueError if more than half of the rows have none
+    because the chat template leaves some turns open (`open_turns`: inner, last), unless that is allowed.
     """
     num_rows, num_trained = totals.stops["rows"], totals.stops["trained"]
     if options.append_stop_token and not totals.stops["appended"]:
         return ["--append-stop-token had no effect: no row ends with a trained turn that lacks a stop token"]
     if num_trained == num_rows:
         needless = options.allow_missing_stop_token and "inner" not in open_turns
-        return ["--allow-missing-stop-token is not needed: every row trains a stop token"] if needless else []
-    found = f"{num_trained:,} of {num_rows:,} rows train a stop token"
+        return ["--allow-missing-stop-token is not needed: every row has a trained stop token"] if needless else []
+    found = f"{num_trained:,} of {num_rows:,} rows have a trained stop token"
     found += f" such as {stop!r}" if stop is not None else ""
     is_enough = num_trained >= LEAST_SHARE * num_rows
     if is_enough or options.allow_missing_stop_token or not open_turns:
@@ -315,6 +313,6 @@ def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_t
         )
     raise ValueError(
         f"only {found}, so the model would not learn to stop: the chat template writes none after a conversation's last"
-        " turn. Pass --append-stop-token to append one there and train it, or --allow-missing-stop-token to train"
+        " turn. Pass --append-stop-token to append one there and train on it, or --allow-missing-stop-token to train"
         " without"
     )

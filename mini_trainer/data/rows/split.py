@@ -32,7 +32,7 @@ CANONICAL_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators
 
 
 class Identified(Protocol):
-    """An example whose side is that of a part of it: its prompt without the answers, or its content without the
+    """An example whose side depends on a part of it: its prompt without the answers, or its content without the
     label."""
 
     @property

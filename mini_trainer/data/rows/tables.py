@@ -85,7 +85,7 @@ def make_row(row: list[str], columns: list[str], cells: CellReader) -> dict[str,
     lines = f" (lines {cells.first_line} to {cells.last_line})" if cells.last_line > cells.first_line else ""
     if text.startswith("\ufeff") or row == columns:
         what = "begins with a byte-order mark" if text.startswith("\ufeff") else "repeats the header"
-        return BadRow(cells.beginning, f"{what}{lines}, as where tables were joined as they are: remove it")
+        return BadRow(cells.beginning, f"{what}{lines}, as if tables had been concatenated: remove it")
     if len(row) != len(columns):
         return BadRow(cells.beginning, f"{len(row)} cells{lines}, but the header has {len(columns)} columns")
     if not text.isascii():

@@ -33,14 +33,14 @@ def leave_untrained(chat: Chat, num_messages: int) -> Chat:
     return replace(chat, messages=[*untrained, *chat.messages[num_messages:]])
 
 
-PRINTED = re.compile(r"\[\{'(?:role|content|from|value|tool_calls)':")  # what pandas writes of lists to .csv
+PRINTED = re.compile(r"\[\{'(?:role|content|from|value|tool_calls)':")  # how pandas writes lists to .csv
 PRINTED_WORDS = re.compile(r"\[(?:'[^']*'|\"[^\"]*')[,\]\s]")
 ANSWERS = ("prompt", "completion", "generation", "chosen", "chosen_response", "rejected", "rejected_response")
 
 
 def parse_turns(row: Fields, names: Iterable[str] = ANSWERS) -> Fields:
     """The row with lists of messages in place of their JSON texts, in `messages`, `conversations` and the columns
-    `names`, which may hold other texts. ValueError if `messages` or `conversations` begin a list that is no JSON, and
+    `names`, which may hold other texts. ValueError if `messages` or `conversations` begin a list that is not JSON, and
     for lists as Python prints them."""
     parsed = {}
     for name in (*TURNS, *names):
@@ -48,7 +48,7 @@ def parse_turns(row: Fields, names: Iterable[str] = ANSWERS) -> Fields:
         if not begins_list(text):
             continue
         if PRINTED.match(text) and text.rstrip().endswith("]"):
-            raise ValueError(f"{name!r} is a list of messages as Python prints it, not JSON: write it by json.dumps")
+            raise ValueError(f"{name!r} is a list of messages as Python prints it, not JSON: write it with json.dumps")
         parsed[name] = read_embedded_json(text, repr(name)) if name in TURNS else parse_if_turns(text)
     return row | parsed if parsed else row
 
@@ -62,7 +62,7 @@ def parse_lists(row: Fields, names: Iterable[str]) -> Fields:
         if not begins_list(text):
             continue
         if PRINTED_WORDS.match(text):
-            raise ValueError(f"{name!r} is a list as Python prints it, not JSON: write it by json.dumps")
+            raise ValueError(f"{name!r} is a list as Python prints it, not JSON: write it with json.dumps")
         value = parse_text(text)
         if isinstance(value, list) and value and all(isinstance(one, str | int | float) for one in value):
             parsed[name] = value
@@ -74,13 +74,13 @@ def begins_list(value: Any) -> bool:
 
 
 def parse_if_turns(text: str) -> Any:
-    """The messages, or turns of ShareGPT, that the text is the JSON of; other texts as they are."""
+    """Parses messages or ShareGPT turns from JSON text; other texts stay unchanged."""
     value = parse_text(text)
     return value if value and isinstance(value, list) and all(map(is_turn, value)) else text
 
 
 def parse_text(text: str) -> Any:
-    """The JSON value of the text; the text itself if it is no JSON."""
+    """The JSON value of the text; the text itself if it is not JSON."""
     try:
         return parse_json(text)
     except ValueError:

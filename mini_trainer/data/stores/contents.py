@@ -29,7 +29,7 @@ MEMORY_DIR = "~/.cache/mini_trainer/verified"
 REMEMBERED_FROM = 64 << 20  # bytes; smaller files are hashed at every start, in a tenth of a second
 ANNOUNCED_FROM = 1 << 30  # bytes; takes a second
 NUM_THREADS = 8  # files of a model hashed at the same time
-ADVICE = "copy it again from where it was made; --skip-verification uses it as it is"
+ADVICE = "copy it again from its source; --skip-verification uses it anyway"
 
 Tell = Callable[[str], object]  # prints a note
 

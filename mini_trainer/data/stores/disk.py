@@ -102,12 +102,12 @@ def check_output(path: Path, *, flag: str = "--output") -> None:
 
 
 def check_output_dir(path: Path, *, flag: str = "--output-dir") -> None:
-    """ValueError if `path` is no directory to write in, and cannot become one."""
+    """ValueError if `path` is not a writable directory, and cannot become one."""
     check_place(path, named=f"{flag} {path}")
 
 
 def check_place(directory: Path, *, named: str) -> None:
-    """ValueError if nothing can be written in a directory, or if it cannot be made. `named`: the output there."""
+    """ValueError if a directory is not writable, or cannot be made. `named`: the output in it."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"{named}: {existing} is a file, not a directory")
@@ -159,7 +159,7 @@ def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = Tru
 def make_aside(
     target: Path, needed_bytes: int, *, what: str, spare_bytes: int = SPARE_BYTES, begun: set[Path] | None = None
 ) -> Path:
-    """Creates an empty hidden directory next to `target`, to write the new `what` in; OSError if the disk is too full.
+    """Creates an empty hidden directory next to `target`, for writing the new `what`; OSError if the disk is too full.
 
     Makes the directory of `target`, and none above it. With `begun`, the caller's set of such directories, makes each
     only once: one that is missing later was moved or removed.
@@ -241,7 +241,7 @@ def link_beside(directory: Path, name: str) -> None:
 
 
 def is_link_beside(path: Path) -> bool:
-    """Whether it is a link to something beside it, so that its content is there twice."""
+    """Whether it is a link to a neighbour, so that its content exists twice."""
     return path.is_symlink() and len(Path(os.readlink(path)).parts) == 1
 
 
@@ -336,7 +336,7 @@ def list_wrong(content: dict[str, Any], kinds: Mapping[str, Any]) -> list[str]:
 
 
 def has_kind(value: Any, kind: Any) -> bool:
-    """Whether a JSON value has this type; true and false are no numbers."""
+    """Whether a JSON value has this type; true and false are not numbers."""
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 

@@ -36,7 +36,7 @@ NUMBERS = (
 DROPOUTS = ("dropout", "_pdrop")  # ends of keys
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 MOST_TOKEN = 1 << 28
-# What code raises on values that it does not expect.
+# Errors that code raises on unexpected values.
 ODD_VALUE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, AssertionError)
 
 
@@ -128,7 +128,7 @@ def find_model(
 
 
 def name_model(model_name_or_path: str) -> str:
-    """The model's name without its directories, which are nobody else's; a hub's name as it is."""
+    """The model's name without its directories, which are private; a hub's name unchanged."""
     path = Path(model_name_or_path)
     return path.absolute().name if path.exists() else model_name_or_path
 

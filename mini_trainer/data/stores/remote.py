@@ -1,4 +1,5 @@
-"""Files in object stores and on web servers, read by fsspec as streams and written whole: s3://, gs://, hf://, http(s)://.
+"""Files in object stores and on web servers, read by fsspec as streams and written whole: s3://, gs://, hf://,
+http(s)://.
 
 Credentials come from the environment, as each store's own library reads them; URLs that hold any are refused, because
 URLs are written to sidecars and logs.
@@ -40,10 +41,10 @@ FETCHED_BYTES = 8 << 20  # of one request
 SECONDS_TO_WAIT = (1, 2, 5, 10, 20)  # before each new attempt at the same byte, or file
 SECONDS_WITHOUT_BYTES = 60.0  # of a web server, until a request is made again
 NUM_QUESTIONS = 3  # at most, for a file's size
-VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")  # in what a store says
+VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")  # in a store's answers
 WILDCARDS = re.compile(r"[*\[]")
 WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # errors of botocore
-PROBE = ".mini_trainer"  # name of the empty file by which the right to write is tested
+PROBE = ".mini_trainer"  # name of the empty file that tests write permission
 COPYING = {"s3": ("aws", "s3", "sync"), "gs": ("gcloud", "storage", "rsync", "--recursive")}  # commands
 KINDS_OF_REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # the first part of a path at hf://
 
@@ -120,7 +121,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file, and what its store says of it: its size, and a mark that changes with its content, if there is one."""
+    """A remote file with its store's metadata: its size, and a mark that changes with its content, if any."""
 
     url: str
     num_bytes: int
@@ -178,7 +179,7 @@ def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
         literal, *pattern = WILDCARDS.split(path, maxsplit=1)
         if pattern:
             found = filesystem.glob(path)
-        elif is_web(url):  # web servers do not list what they have
+        elif is_web(url):  # web servers do not list their files
             found = [path]
         else:
             found = filesystem.find(path) or [path]
@@ -243,13 +244,13 @@ def upload_file(source: Path, url: str, waits: Sequence[float] | None = None) ->
         filesystem.invalidate_cache()
         found = filesystem.info(path)["size"]
         if found != size:
-            raise BrokenTransfer(f"{found:,} of {size:,} bytes are there")
+            raise BrokenTransfer(f"{found:,} of {size:,} bytes exist")
 
     retry_transfer(put, f"{url}: could not be written", waits)
 
 
 def remove_remote(url: str, waits: Sequence[float] | None = None) -> None:
-    """Removes a file, if it is there."""
+    """Removes a file if it exists."""
     filesystem, path = open_filesystem(url)
 
     def remove() -> None:

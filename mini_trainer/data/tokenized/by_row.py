@@ -12,7 +12,7 @@ BLOCK = 256  # values between those before which a running sum is kept
 
 @dataclass(frozen=True)
 class RowRange:
-    """Consecutive rows, indexed like the array (rows,) int32 of their numbers; only what is read of it is made."""
+    """Consecutive rows, indexed like the array (rows,) int32 of their numbers; elements are made when read."""
 
     first: int
     size: int

@@ -63,7 +63,7 @@ def identify_rows(options: RowOptions) -> Any:
 
 
 def identify_source(source: Source) -> Any:
-    """The hash of a file; of a remote one what its store says, if that changes with the content."""
+    """The hash of a file; of a remote one its store's mark, if that changes with the content."""
     if source.remote is None:
         return hash_file(source.path)
     if source.remote.version is not None:

@@ -69,8 +69,8 @@ def download_data_sets(
 ) -> dict[str, tuple[str, ...]]:
     """Local paths of data sets, for the options that name URLs; one process of each node copies them.
 
-    `given`: paths and URLs by option; rank 0's decide. `beside`: endings of further files that are copied if they are
-    there. All ranks call this. ValueError, as RunError, for data that cannot be read.
+    `given`: paths and URLs by option; rank 0's decide. `beside`: endings of further files that are copied if they
+    exist. All ranks call this. ValueError, as RunError, for data that cannot be read.
     """
     given, found = call_on_rank0(world, lambda: (given, find_sets(given, beside=beside)))
     if found:
@@ -79,7 +79,8 @@ def download_data_sets(
 
 
 def find_sets(given: Mapping[str, Sequence[str]], *, beside: Sequence[str] = ()) -> Found:
-    """What is at the URLs among the options' paths. ValueError for one that is not there, or cannot be copied."""
+    """The data sets at the URLs among the options' paths. ValueError for one that does not exist or cannot be
+    copied."""
     return {
         path: find_set(path, flag=flag_name(option), beside=beside)
         for option, paths in given.items()
@@ -105,8 +106,8 @@ def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
     unmarked = [file.url for file in files.values() if file.version is None]
     if unmarked:
         raise ValueError(
-            f"{flag} {unmarked[0]}: the server says neither ETag nor time of change, so that a copy of it could be of"
-            " another version: download it, and name the copy"
+            f"{flag} {unmarked[0]}: the server sends neither an ETag nor a modification time, so a copy of it could"
+            f" be outdated: download it, and name the copy"
         )
     recorded = sidecar.get("file")
     return RemoteSet(url, files, recorded.get("sha256") if isinstance(recorded, dict) else None)
@@ -137,13 +138,13 @@ def find_tokenizer(folder: str, name: str, *, flag: str) -> dict[str, RemoteFile
 
 
 def fetch_sets(found: Found, cache_dir: str) -> None:
-    """Copies what is not there yet."""
+    """Copies missing files."""
     for one in found.values():
         fetch_set(one, cache_dir)
 
 
 def fetch_set(found: RemoteSet, cache_dir: str) -> None:
-    """Copies a data set, unless it is there. ValueError if it is not complete, or another by now."""
+    """Copies a data set unless the copy exists. ValueError if it is incomplete or has changed."""
     data = found.place_in(cache_dir)
     folder = data.parent
     folder.parent.mkdir(parents=True, exist_ok=True)

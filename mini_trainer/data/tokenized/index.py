@@ -1,4 +1,4 @@
-"""The index of a data set: what is known of every row but its tokens, in a mapped file beside a large data set.
+"""The index of a data set: all facts about its rows except their tokens, in a mapped file next to a large data set.
 
     {data set}.index    a line of JSON, then from the next multiple of 4,096 on: lengths (rows,) int32,
                         num_loss_counted_tokens (rows,) int32, first row of each record batch (batches + 1,) int64,
@@ -171,7 +171,7 @@ def view(array: pa.Array) -> np.ndarray:
 
 
 def read_numbers(batch: pa.RecordBatch, name: str) -> np.ndarray:  # (rows,) int32
-    """A column of numbers; zeros for one that is no such column, which is refused later."""
+    """A column of numbers; zeros for any other column, which is refused later."""
     column = batch.column(name)
     if column.null_count or not pa.types.is_integer(column.type):
         return np.zeros(batch.num_rows, np.int32)

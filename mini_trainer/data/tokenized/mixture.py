@@ -170,7 +170,7 @@ class Mixture:
             if not any(source.num_loss_tokens[rows].any() for rows in iterate_chunks(source.kept)):
                 whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
                 raise ValueError(
-                    f"{option} {source.path}: no token of its{whose} samples is trained, so it has no loss"
+                    f"{option} {source.path}: its{whose} samples have no trained tokens, so it has no loss"
                 )
 
     def count_labels(self) -> tuple[np.ndarray, float]:  # (classes,) float64
@@ -244,7 +244,7 @@ def find_common_task(sources: Sequence[TokenizedData]) -> DataTask:
         if source.task != first.task:
             raise ValueError(
                 f"{first.path} is for {describe_task(first.task)}, but {source.path} for {describe_task(source.task)}:"
-                " data sets that are trained together must have the same labels in the same order; tokenize one of them"
+                " data sets of one run must have the same labels in the same order; tokenize one of them"
                 " again with --labels-from the other"
             )
     return first.task

@@ -1,4 +1,4 @@
-"""Two data sets of which the rows belong together: what is trained, and what a teacher reads in its place."""
+"""Two data sets with corresponding rows: one to train on, and one that a teacher reads in its place."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def check_rows(ours: TokenizedData, theirs: TokenizedData) -> None:
 
 
 def mark_trained(labels: np.ndarray) -> np.ndarray:  # (L,) bool
-    """Which tokens are trained: never the first, which nothing predicts."""
+    """Mask of the trained tokens: never the first, which nothing predicts."""
     return (labels != IGNORED) & (np.arange(len(labels)) > 0)
 
 

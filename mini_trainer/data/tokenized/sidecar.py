@@ -53,9 +53,8 @@ def describe_data_set(
 
 
 def is_made_of(path: Path, sources: Sequence[Source], options: ProcessDataOptions, *, tokenizer: Any) -> bool:
-    """Whether a sidecar is of what these local files give with these options; reads the files for their hashes.
-
-    False also where it cannot show that: with options that it does not record, and for files elsewhere.
+    """Whether a sidecar describes the result of these local files with these options; reads the files for their hashes.
+    Also False if it cannot show that: with options that it does not record, and for remote files.
     """
     try:
         sidecar = read_object(path)

@@ -1,6 +1,6 @@
-"""Outputs of process_data.py at object stores: written to a local directory, as ever, and then uploaded.
+"""Outputs of process_data.py at object stores: written to a local directory first, then uploaded.
 
-The data sets at the store are removed first and written last, after their other files: one that is there is complete.
+The data sets at the store are removed first and written last, after their other files: an existing one is complete.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ def open_outputs(output_file: str, *, page: Path | None, is_split: bool) -> Iter
         check_writable(folder)
     except ValueError as error:
         raise ValueError(f"--output-file {folder}: {error}") from None
-    # What a killed process has left is removed by the next one with the same output.
+    # Leftovers of a killed process are removed by the next one with the same output.
     place = Path(tempfile.gettempdir()) / f"mini_trainer_{hash_json(output_file)[:KEY_LENGTH]}"
     with written_aside(place) as (staging,):
         staging.mkdir()
@@ -56,7 +56,7 @@ class StoredOutputs(Outputs):
         return str(path) if path == self.page else f"{self.folder}/{path.relative_to(self.data.parent)}"
 
     def look_up(self) -> None:
-        """Notes what is at the store in the local directory, so that it is found there as an earlier run's files."""
+        """Mirrors the store's file names in the local directory, where they are found as an earlier run's files."""
         sidecar = look_up_remote(self.name(self.validation.sidecar))
         if sidecar is not None:
             self.validation.sidecar.write_bytes(sidecar.open().read())
@@ -88,7 +88,7 @@ class StoredOutputs(Outputs):
             kept = Path(tempfile.mkdtemp(prefix="mini_trainer_"))
             self.data.parent.replace(kept)
             raise ValueError(
-                f"{error}\nno data set is there. It was made, and is in {kept}; to upload it:\n"
+                f"{error}\nthe store has no data set. It was made, and is in {kept}; to upload it:\n"
                 f"  {describe_upload(kept, self.folder)}"
             ) from None
 
