@@ -41,8 +41,8 @@ from mini_trainer.use.inference.loading import FoundModel, check_answering, find
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:
-    """Measures all models, and writes what was found; ValueError or OSError for what cannot be done."""
-    # What can be refused is refused before any model is loaded.
+    """Measures all models, and writes the results; ValueError or OSError for user errors."""
+    # Check inputs before any model is loaded.
     check_choices(options)
     require("scipy", flag="evaluate_model.py")
     check_output_dir(Path(options.output_dir))
@@ -90,7 +90,7 @@ def find_model(model: Named, options: EvaluateOptions) -> FoundModel | None:
 
 
 def verify_files(found: list[FoundModel | None], data_sets: dict[str, Mixture]) -> None:
-    """Checks what will be read against the hashes recorded when it was written."""
+    """Checks the inputs against the hashes recorded when they were written."""
     for model in found:
         if model is not None:
             model.verify()

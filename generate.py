@@ -33,7 +33,7 @@ from mini_trainer.use.inference.terminal import chat
 
 
 def generate(options: GenerateOptions, world: World) -> None:
-    """Writes the answers, or chats; ValueError or OSError for what cannot be done."""
+    """Writes the answers, or chats; ValueError or OSError for user errors."""
     check_choices(options)
     if world.world_size > 1 and options.engines.engine != "hf":
         raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")

@@ -56,7 +56,7 @@ ROWS = [
     (
         "unknown format",
         lambda path: read(path, {"other": 1}),
-        "--prompts: 1 of 1 rows cannot be used:\n  rows.jsonl:1: of no known format: its keys are ['other'], "
+        "--prompts: 1 of 1 rows cannot be used:\n  rows.jsonl:1: unrecognised format: its keys are ['other'], "
         "expected messages: messages; sharegpt: conversations; alpaca: instruction and output; completion: prompt "
         "and completion or generation; document: document or text",
     ),

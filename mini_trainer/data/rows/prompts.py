@@ -100,7 +100,7 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
 
 
 def check_endings(sources: Sequence[Source], *, flag: str) -> None:
-    """Raises ValueError for a folder with texts beside other files: a licence among chats is no list of prompts."""
+    """Raises ValueError for a folder with texts beside other files: a licence among chats is not a list of prompts."""
     kinds: dict[tuple[Folder, bool], Source] = {}
     for source in sources:
         if source.folder is not None:

@@ -1,1 +1,1 @@
-"""Models measured side by side: losses, tasks, intervals, a page of samples."""
+"""Evaluates and compares models: losses, tasks, intervals, a page of samples."""

@@ -51,7 +51,7 @@ class Measure:
     kept: ModuleType
 
 
-# By what the set is for, and what the model classifies: None for language models.
+# By the set's objective, and the model's kind of classification: None for language models.
 MEASURES = {
     (CAUSAL_LM, None): Measure(CAUSAL_LM, losses),
     (SEQUENCES, SEQUENCES): Measure(SEQUENCES, classes),
@@ -93,7 +93,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
     sidecar = data.sources[0].sidecar
     if sidecar is not None and sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(
-            f"--data {path}: was made with another tokenizer than {found.name}'s: tokenize it with that model's"
+            f"--data {path}: was made with a tokenizer other than {found.name}'s: tokenize it with that one"
             " (losses of different tokenizers cannot be compared)"
         )
     objective = open_objective(data, found)
@@ -107,7 +107,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
 
 
 def check_labels(data: Mixture, found: FoundModel, objective: Objective) -> None:
-    """ValueError if the model's classes have other names, or another order, than the set's."""
+    """ValueError if names or order of the model's classes differ from the set's."""
     path, task, config = data.sources[0].path, data.task, found.config
     if found.adapter is not None:
         log.warning(f"note: {found.name}: an adapter does not name its classes; assuming the order of {path}")

@@ -26,7 +26,7 @@ KEYS_OF_ROPE = {
 }
 WINDOW_PERIOD = 6  # in Gemma 3 every sixth layer has full attention: llama.cpp's default
 NO_ROPE_PERIOD = 4  # in SmolLM3 every fourth layer has no rotary embedding: a constant of llama.cpp
-LAYERS_OF_27B = 62  # by which llama.cpp recognises the Gemma 3 whose attention is not scaled by the head's size
+LAYERS_OF_27B = 62  # lets llama.cpp recognise the Gemma 3 whose attention is not scaled by the head size
 
 
 @dataclass(frozen=True)

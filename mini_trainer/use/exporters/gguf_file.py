@@ -81,7 +81,7 @@ def write_gguf(model_dir: Path, target: Path, dtype: str) -> tuple[int, list[str
     planned = plan_tensors(name, config, architecture, matrix_type)
     num_in_f16 = sum(tensor.type not in (F32, matrix_type) for tensor in planned)
     if num_in_f16:
-        notes.append(f"{num_in_f16} matrices are in f16: their rows are no multiple of {dtype}'s blocks")
+        notes.append(f"{num_in_f16} matrices are in f16: their rows are not a multiple of {dtype}'s block size")
     make_parent(target)
     with written_aside(target) as (aside,):
         try:

@@ -90,7 +90,7 @@ def add_tokenizer(
     writer.add_token_types(types)
     texts = [text for text, kind in zip(tokens, types, strict=True) if text in STOPS and kind == gguf.TokenType.NORMAL]
     if texts:
-        notes.append(f"llama.cpp takes for a stop token what is plain text here: {', '.join(map(repr, texts))}")
+        notes.append(f"llama.cpp treats these as stop tokens, which are plain text here: {', '.join(map(repr, texts))}")
     notes += add_special_tokens(writer, tokenizer, generation)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(list_templates(tokenizer.chat_template))
@@ -165,7 +165,7 @@ def has_space_prefix(stored: dict[str, Any]) -> bool:
 
 
 def score_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
-    """Scores by which llama.cpp merges as `merges` do: minus the rank of the first that makes a token."""
+    """Scores that make llama.cpp merge like `merges`: minus the rank of the first merge that makes a token."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)

@@ -1,4 +1,4 @@
-"""How llama.cpp's server writes chats other than the chat template does in training.
+"""Differences between chats as llama.cpp's server writes them and as the chat template does in training.
 
 llama.cpp runs the template with a Jinja of its own, and gives it more than transformers does: `enable_thinking`, the
 date, the system message as part of the first question where the template leaves it out (common/chat.cpp).
@@ -15,7 +15,7 @@ DATED = "with today's date, and not the one that this template has"
 
 
 def list_given() -> dict[str, tuple[object, str]]:
-    """What llama.cpp gives to a template, and how a note describes a prompt that it changes."""
+    """A variable that llama.cpp passes to templates, and the note on prompts that it changes."""
     thinking = "with thinking turned on, which this template leaves off: start it with --reasoning off"
     return {
         "enable_thinking": (True, thinking),

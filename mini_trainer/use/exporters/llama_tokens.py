@@ -1,4 +1,4 @@
-"""Token ids that llama.cpp makes with a vocabulary of SentencePiece, to find text for which the tokenizer makes others.
+"""llama.cpp's token ids for a SentencePiece vocabulary, to find texts that the tokenizer encodes differently.
 
 llama.cpp (`llm_tokenizer_spm_session` in src/llama-vocab.cpp) first cuts out added tokens, then merges the neighbours
 whose text is the token of the highest score, the first of equals; characters that are no tokens become bytes.
@@ -83,7 +83,7 @@ def tokenize_by_scores(text: str, ids: dict[str, int], scores: Sequence[float]) 
     """llama.cpp's token ids of a text without added tokens."""
     parts = list(text.replace(" ", SPACE))  # "" once it is merged into one before it
     before, after = list(range(-1, len(parts) - 1)), [*range(1, len(parts)), -1]
-    queue: list[tuple[float, int, int, str]] = []  # -score, the two parts, what they make
+    queue: list[tuple[float, int, int, str]] = []  # -score, the two parts, their merge
 
     def add_pair(left: int, right: int) -> None:
         if left >= 0 and right >= 0 and (token := ids.get(parts[left] + parts[right])) is not None:

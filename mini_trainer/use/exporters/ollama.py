@@ -36,7 +36,7 @@ class Parts:
     prompt: str  # begins the answer
 
     def render(self, system: str | None, *turns: str) -> str:
-        """What Ollama makes of a system message, if any, and of questions and answers in turn."""
+        """Ollama's rendering of a system message, if any, and alternating questions and answers."""
         texts = [turn.join(self.answer if i % 2 else self.user) for i, turn in enumerate(turns)]
         if system is None:
             return "".join([self.start, *texts, self.prompt])
@@ -66,8 +66,8 @@ def write_modelfile(model_dir: Path, gguf: Path) -> list[str]:
         notes.append("the Modelfile's template is for chats without tools and reasoning")
     elif tokenizer.chat_template is not None:
         notes.append(
-            "the chat template has no exact form in Ollama's language, so the Modelfile has none: Ollama chooses one of"
-            " its own if it knows a similar one; see ollama show --template"
+            "the chat template has no exact form in Ollama's language, so the Modelfile has none: Ollama chooses its"
+            " own if it knows a similar one; see ollama show --template"
         )
     stops = load_generation_config(name, load_config(name, TextFamily())).eos_token_id
     ids = stops if isinstance(stops, list) else [stops]
@@ -99,7 +99,7 @@ def is_plain(text: str) -> bool:
 
 
 def find_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:
-    """The parts as they are in one chat each; ValueError if a content is not there once."""
+    """The parts found in one chat each; ValueError unless every content occurs exactly once."""
     system, question, answer, second = PROBES[0]
     _, user_end = render(tokenizer, None, question, begins=False).split(question)
     _, answer_end = render(tokenizer, None, question, answer, begins=False).split(answer)

@@ -80,7 +80,7 @@ class AnswerFile:
         self.path, self.prompts, self.num_samples = path, prompts, num_samples
         self.made_by = json.loads(json.dumps(made_by, default=as_json))
         self.wanted = {(i, k) for i in range(len(prompts)) for k in range(num_samples)}
-        self.served_by: dict[str, Any] = {}  # what the server of the answers so far has said of itself
+        self.served_by: dict[str, Any] = {}  # the self-description of the server of the answers so far
 
     def part(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.name}.part{rank}")
@@ -140,7 +140,7 @@ class AnswerFile:
         return lines
 
     def check_server(self, served_by: dict[str, Any] | None) -> None:
-        """ValueError if the server is now another one, or set otherwise, than for the earlier answers.
+        """ValueError if the server or its settings have changed since the earlier answers.
 
         Only a note if its fingerprint alone differs, which services change with every release.
         """

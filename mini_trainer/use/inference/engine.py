@@ -86,7 +86,7 @@ class Answer:
     num_prompt_tokens: int | None
     num_tokens: int | None
     message: Message | None = None  # of a server, which separates reasoning and calls from the content, `text`
-    served_by: dict[str, Any] | None = None  # what a server says of its model with this answer
+    served_by: dict[str, Any] | None = None  # the server's description of its model, with this answer
     reason: str | None = None  # why the prompt was refused
 
 
@@ -119,7 +119,7 @@ class Engine(Protocol):
         self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
         """Yields the answers to this rank's share of the requests that are not `done`, as they are completed, in any
-        order. They do not depend on what is done."""
+        order. They do not depend on the requests that are done."""
         ...
 
     def stream(self, prompt: Prompt) -> Iterator[str]:

@@ -59,7 +59,7 @@ def read_call(call: Any) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """An object; text that is not one in JSON, as a model may write it, stays as it is."""
+    """Parses a JSON object; other text, as a model may write it, stays unchanged."""
     if isinstance(arguments, dict):
         return arguments
     try:
@@ -170,8 +170,8 @@ class OpenAIEngine:
 
     @property
     def longest_answer(self) -> int:
-        """`max_new_tokens`, or what the context leaves after a prompt of one token, where the server says its length:
-        some refuse to be asked for more."""
+        """`max_new_tokens`, or the context left after a prompt of one token if the server reports its length: some
+        servers refuse to generate more."""
         longest = self.sampling.max_new_tokens
         return longest if self.context is None else max(1, min(longest, self.context - 1))
 
@@ -216,7 +216,7 @@ class OpenAIEngine:
         try:
             entries = self.client.with_options(max_retries=LISTING_RETRIES).models.list().data
             fields = next((entry.to_dict() for entry in entries if entry.id == self.model), {})
-        except (APIError, ValueError, *MALFORMED):  # the list is no part of answering; what is wrong shows there
+        except (APIError, ValueError, *MALFORMED):  # the list is not needed for answers; real problems show there
             return {}
         return {name: fields[name] for name in LISTED if fields.get(name) is not None}
 

@@ -1,6 +1,6 @@
 """Scores of tokens by a server: the `prompt_logprobs` of vLLM's completions.
 
-Rows go as token ids, and come back as each position's most probable tokens, with the one that is there.
+Rows are sent as token ids, and return as each position's most probable tokens, together with the actual one.
 """
 
 import math
@@ -39,7 +39,7 @@ class PromptScorer:
         if "parent" in engine.listed or LORA_METRIC in self.read_metrics():
             raise ValueError(
                 f"{engine.where}: vLLM runs with --enable-lora, with which scoring ends the server or leaves out"
-                " parts of an adapter: serve the model without it, an adapter merged into its model"
+                " parts of an adapter: serve the model without it, with adapters merged"
             )
 
     def read_metrics(self) -> str:
@@ -103,7 +103,7 @@ class PromptScorer:
         if not all(0 <= key <= LARGEST_ID and logprob <= LARGEST_LOGPROB for key, logprob in known.items()):
             raise self.describe_error(f"position {position}: has ids or log-probabilities that are none")
         if token_id not in known:
-            raise self.describe_error(f"position {position}: says nothing of token {token_id}, which is there")
+            raise self.describe_error(f"position {position}: no log-probability of its token {token_id}")
         top = sorted(known, key=lambda key: -known[key])[: self.top_k]
         if len(top) < self.top_k:
             raise self.describe_error(f"position {position}: names {len(top)} tokens, expected {self.top_k}")

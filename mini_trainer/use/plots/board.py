@@ -38,7 +38,7 @@ TAIL_COLUMNS = ("step", "epoch", "loss", "tokens_per_second", "time_per_batch", 
                 "total_samples_accumulated", "total_tokens_accumulated")  # fmt: skip
 MOST_NOTE_BYTES = 4000
 CAUSAL_LM = "causal-lm"  # the default objective
-# Options that end a run, and what they count.
+# Options that end a run, with the unit that they count.
 ENDS = {
     "max_steps": "step",
     "max_epochs": "epoch",
@@ -170,7 +170,7 @@ class Found:
 
 
 def find_runs(folder: Path) -> Found:
-    """Directories of runs at or below `folder`; hidden directories, links, and what is inside of runs, are left out."""
+    """Directories of runs at or below `folder`; hidden directories, links, and the insides of runs, are left out."""
     paths, unreadable, waiting, num_entries = [], 0, [folder], 0
     while waiting and num_entries < MOST_ENTRIES:
         path = waiting.pop()
@@ -252,14 +252,14 @@ class BoardServer(LocalServer):
         if not self.board.runs.keys() >= set(ids):  # this server may have been started again
             self.board.read()
         if not self.board.runs.keys() >= set(ids):
-            return Answer("there is no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
+            return Answer("no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
         runs = [self.open(name, BYTES_PER_REQUEST // len(ids)) for name in ids]
         if path == "/curves":
             return Answer(make_curves_page(runs, smoothing=None, is_live=True, has_board=True), "text/html")
         return respond_with_curves(runs, query, smoothing=None, has_board=True)
 
     def open(self, name: str, most_bytes: int) -> Run:
-        """The run with this id, after reading what is new of it, up to `most_bytes`."""
+        """The run with this id, after reading up to `most_bytes` of new data."""
         run, watched = self.opened.pop(name, None), self.board.runs[name]
         if run is None:
             run = Run(watched.path, watched.name, most_bytes)

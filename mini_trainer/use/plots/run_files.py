@@ -116,7 +116,7 @@ class Run:
 
 
 def read_run_params(path: Path) -> tuple[Row, str]:
-    """The content of the run's training_params.json, and what is wrong with it; {} if it cannot be read."""
+    """The content of the run's training_params.json, and the problem with it; {} if it cannot be read."""
     try:
         params = read_json(path / PARAMS_FILE)
     except (ValueError, OSError) as error:
