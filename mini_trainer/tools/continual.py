@@ -1,4 +1,4 @@
-"""Trains a model on tasks one after the other, and measures after each one what it has learnt and forgotten.
+"""Trains a model on tasks one after the other, and measures after each one what it has learned and forgotten.
 
     python -m mini_trainer continual tasks.yaml
     python -m mini_trainer continual tasks.yaml --output-dir runs/again

@@ -281,7 +281,7 @@ def open_data(path: str, options: ScoreDataOptions) -> Mixture:
 
 
 def check_data(data: Mixture, found: FoundModel) -> None:
-    """ValueError if the teacher has another tokenizer or chat template than the data was made with."""
+    """ValueError if the teacher's tokenizer or chat template differs from the data's."""
     (source,), name = data.sources, found.name
     sidecar = source.sidecar or {}
     if "tokenizer_fingerprint" not in sidecar:
@@ -290,12 +290,12 @@ def check_data(data: Mixture, found: FoundModel) -> None:
             " process_data.py wrote, next to it, or tokenize the data again"
         )
     if sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(found.tokenizer):
-        raise ValueError(f"{source.path}: was made with another tokenizer than {name}'s, whose ids mean other tokens")
+        raise ValueError(f"{source.path}: was made with a tokenizer other than {name}'s, so its ids mean other tokens")
     templates = {sidecar.get("chat_template_fingerprint"), fingerprint_chat_template(found.tokenizer)}
     if None not in templates and len(templates) > 1:
         raise ValueError(
-            f"{source.path}: was made with another chat template than {name}'s, which does not know its format:"
-            " tokenize it with that template, or name by --teacher-data the rows that the teacher is to read"
+            f"{source.path}: was made with a chat template other than {name}'s, which does not know this format:"
+            f" tokenize it with that template, or give rows for the teacher with --teacher-data"
         )
     data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
     check_rope(found.config, longest=data.longest)
@@ -333,7 +333,7 @@ def describe_size(data: Mixture, writer: ScoreWriter) -> str:
 
 
 def write_scores(writer: ScoreWriter, score_rows: ScoreRows, world: World) -> None:
-    """Scores what is missing, part by part. All ranks call this."""
+    """Scores missing rows, part by part. All ranks call this."""
     parts = call_on_rank0(world, writer.list_parts)
     for first, end in show_progress(parts, "scoring", unit="part"):
         records = score_rows(np.arange(first, end))

@@ -1,4 +1,4 @@
-"""What the batch script of a run under SLURM asks for (examples/clusters/multi_node.sbatch).
+"""Helpers for the batch script of a run under SLURM (examples/clusters/multi_node.sbatch).
 
 python -m mini_trainer.tools.slurm_job start SCRIPT OPTIONS...   # once, before the ranks: prints --output-dir
 python -m mini_trainer.tools.slurm_job end OUTPUT_DIR STATUS     # after them: exits with 0 to have the job requeued
@@ -109,8 +109,8 @@ def end(output_dir: Path, status: int) -> bool:
     num_idle = before.num_idle + 1 if is_idle else 0 if step else 1
     if num_idle > MOST_IDLE:
         say(
-            f"error: not requeued again: {MOST_IDLE} requeues have brought no step after step {step}: this job"
-            " was told to end before it had saved one. Raise its time limit (sbatch --time), or lower the seconds of"
+            f"error: not requeued again: {MOST_IDLE} requeues have brought no step after step {step}: this job was"
+            f" signalled to end before it had saved one. Raise its time limit (sbatch --time), or lower the seconds of"
             " --signal to those of one step and one checkpoint, and submit it again: it resumes",
             is_error=True,
         )

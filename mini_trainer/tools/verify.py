@@ -44,11 +44,11 @@ def verify(options: VerifyOptions) -> None:
             num_damaged += bool(problems)
             say("\n".join(f"DAMAGED {problem}" for problem in problems) or f"ok {name_verified(record)}")
     if num_damaged:
-        raise ValueError(f"{num_damaged} damaged: copy again what is damaged, or make it again")
+        raise ValueError(f"{num_damaged} damaged: copy the damaged files again, or make them again")
 
 
 def find_records(path: Path) -> list[Path]:
-    """The files that record hashes of the file or directory, or of what is in it; ValueError if there are none."""
+    """The files that record hashes of the file or directory, or of files in it; ValueError if there are none."""
     if not path.exists():
         raise ValueError(f"{path}: does not exist")
     if path.is_dir():
@@ -80,7 +80,7 @@ def name_verified(record: Path) -> Path:
 
 
 def check_record(record: Path) -> Iterator[str]:
-    """Yields what is wrong with the recorded files."""
+    """Yields problems of the recorded files."""
     try:
         if record.name == MANIFEST:
             yield from check_directory(record.parent)
@@ -106,7 +106,7 @@ def read_scores(sidecar: Path) -> dict[str, Any]:
 
 
 def check_directory(directory: Path) -> Iterator[str]:
-    """Yields what is wrong with an export's or a checkpoint's files, and prints which others were edited."""
+    """Yields problems of an export's or a checkpoint's files, and prints which others were edited."""
     try:
         files = load_manifest(directory)["files"]
     except ValueError as error:

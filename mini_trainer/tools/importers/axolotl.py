@@ -58,7 +58,7 @@ from mini_trainer.tools.importers.training_arguments import (
     SPEED,
 )
 
-# Plugins that change speed or logging alone; any other may change what is trained.
+# Plugins that only change speed or logging; any other may change the training signal.
 PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab")
 
 
@@ -162,7 +162,7 @@ def convert_plugins(to: Conversion, key: str, value: Any) -> str:
     names = value if isinstance(value, list) else [value]
     other = [str(name) for name in names if not any(f"integrations.{part}." in str(name) for part in PLUGINS)]
     if other:
-        raise Refusal(f"{', '.join(other)}: a plugin that is not known here may change what is trained")
+        raise Refusal(f"{', '.join(other)}: an unknown plugin may change the training signal")
     return f"{NEEDLESS}: speed alone; --use-liger-kernels takes Liger's kernels"
 
 
@@ -278,7 +278,7 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | AXOLOTL_RULES | {
     "shuffle_merged_datasets": if_off(say(f"{DIFFERS}: samples come in a random order, another one in each epoch")),
     "shuffle_before_merging_datasets": needless("samples come in a random order, another one in each epoch"),
     **dict.fromkeys(("sample_packing_sequentially", "curriculum_sampling"), differs("the order is always random")),
-    "dataset_exact_deduplication": missing("repeated rows are trained as often as they are there"),
+    "dataset_exact_deduplication": missing("repeated rows are trained on as often as they occur"),
     "resize_token_embeddings_to_32x": needless("the vocabulary grows as tokens are added"),
     "tokenizer_use_mistral_common": differs("the tokenizer and template are those of the Hugging Face format"),
     "tokenizer_config": refuse("the tokenizer is the model's own directory's: put it there"),
@@ -287,7 +287,7 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | AXOLOTL_RULES | {
     "gptq": differs("a base in GPTQ is dequantized while it is read; base_quantization: nf4 keeps it in 4 bits"),
     "relora": refuse("adapters are not merged while they train (ReLoRA)"),
     "lisa_n_layers": refuse("LISA's changing layers are not here"),
-    "unfrozen_parameters": refuse("parts of a model that train are chosen by LoRA or OSFT"),
+    "unfrozen_parameters": refuse("the trainable parts of a model are chosen by LoRA or OSFT"),
     "use_onebitllms": refuse("models of 1.58 bits are not trained"),
     "nvfp4_merge_aware": refuse("adapters for a base in NVFP4 are not here"),
     "loraplus_lr_ratio": refuse("both of an adapter's matrices have one learning rate (LoRA+ has two)"),

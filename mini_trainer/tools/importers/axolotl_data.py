@@ -119,7 +119,7 @@ def describe_type(kind: Any) -> str:
 
 
 def read_documents(to: Conversion, rest: dict[str, Any], notes: list[str], kind: str) -> dict[str, Any]:
-    """Texts that are trained whole."""
+    """Texts that are trained on as a whole."""
     if kind not in ("completion", "pretrain"):
         raise Refusal(f"type {kind!r} of documents is not known here: completion and pretrain are")
     field = rest.pop("field", None) or rest.pop("text_column", None) or "text"
@@ -182,17 +182,17 @@ def read_messages(to: Conversion, rest: dict[str, Any], notes: list[str], name: 
         return answers
     prompt = name_columns(prompt_field=(rest.pop("field_messages", "messages"), ("messages", "conversations")))
     if prompt:
-        notes.append(f"{DIFFERS}: a prompt in {prompt['prompt_field']} that is one text is continued as it is")
+        notes.append(f"{DIFFERS}: a prompt in {prompt['prompt_field']} that is one text is continued unchanged")
     return prompt | answers
 
 
 def read_own_format(to: Conversion, kind: dict[str, Any]) -> dict[str, Any]:
-    """Columns of other names, whose texts are continued as they are; formats of their own are refused."""
+    """Columns with other names, whose texts are continued unchanged; custom formats are refused."""
     given = {name: value for name, value in kind.items() if value is not None}
     for part, plain in PLAIN.items():
         text = given.pop(f"{part}_format", None) or plain
         if text != plain:
-            raise Refusal(f"{part}_format {text!r}: texts are continued as they are; write it into the rows, or use"
+            raise Refusal(f"{part}_format {text!r}: texts are continued unchanged; write it into the rows, or use"
                           " messages with a chat template")  # fmt: skip
     given.pop("field_system", None)  # only formats write it
     parts = ("prompt", "completion", "label") if to.objective == "kto" else ("prompt", "chosen", "rejected")
@@ -226,15 +226,15 @@ def read_template(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dic
 
 
 def check_trained(rest: dict[str, Any]) -> None:
-    """Refuses data sets that train anything but the assistant's turns with their ends."""
+    """Refuses data sets that train on anything but the assistant's turns with their ends."""
     roles = rest.get("roles_to_train")
     if roles is not None and not (
         isinstance(roles, list) and all(role in ("assistant", "gpt", "model") for role in roles)
     ):
-        raise Refusal(f"roles_to_train {roles}: only the assistant's tokens are trained here")
+        raise Refusal(f"roles_to_train {roles}: only the assistant's tokens are trained on here")
     for name in ("train_on_eos", "train_on_eot"):
         if rest.get(name, "turn") != "turn":
-            raise Refusal(f"{name} {rest[name]!r}: the end of each trained turn is trained here ('turn')")
+            raise Refusal(f"{name} {rest[name]!r}: the end of each trained turn is trained on here ('turn')")
 
 
 def check_roles(roles: Any, notes: list[str]) -> None:

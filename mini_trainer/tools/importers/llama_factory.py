@@ -77,7 +77,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 def convert_documents(to: Conversion, key: str, value: Any) -> str:
     to.data["format"] = "document"
-    return f"format: document (of process_data.py); {DIFFERS}: texts are trained whole, without a chat template"
+    return f"format: document (of process_data.py); {DIFFERS}: texts are trained on as a whole, without a chat template"
 
 
 def convert_length(to: Conversion, key: str, value: Any) -> str:
@@ -145,7 +145,7 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | LLAMA_FACTORY_RULES | {
                     needless("process_data.py writes to the file of output_file")),
     **dict.fromkeys(("packing", "neat_packing"), PACKED),
     "train_on_prompt": refuse("prompts are never trained here"),
-    "mask_history": refuse("every turn of the assistant is trained; a row's messages can have train: false"),
+    "mask_history": refuse("every turn of the assistant is trained on; a row's messages can have train: false"),
     "default_system": differs("a system message is the row's own, or the template's"),
     "enable_thinking": differs("prompts with and without thinking are the template's and the rows' own"),
     "tool_format": differs("tools are written by the model's own template"),
@@ -170,7 +170,7 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | LLAMA_FACTORY_RULES | {
     **dict.fromkeys(("add_special_tokens", "add_tokens"), with_names(set_data_option("add_special_tokens"))),
     "new_special_tokens_config": refuse("descriptions of tokens are not read: add_special_tokens names them"),
     "init_special_tokens": refuse("new tokens begin as the mean of the others"),
-    **dict.fromkeys(OTHER_TRAINING, refuse("changes how or what is trained, and has no counterpart")),
+    **dict.fromkeys(OTHER_TRAINING, refuse("changes training, and has no counterpart")),
     **dict.fromkeys(MEGATRON, refuse("files for Megatron are not translated")),
     **dict.fromkeys(BESIDE, needless("it is an argument of a method that has its own switch")),
 }  # fmt: skip

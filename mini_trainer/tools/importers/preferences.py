@@ -126,7 +126,7 @@ RL: dict[str, Rule] = {
 AXOLOTL_RULES: dict[str, Rule] = {
     "rl": if_set(by_value(RL, other=refuse_any(f"{{value!r}}: it {NO_OBJECTIVE}"))),
     "rl_beta": of_rl(*AXOLOTL_OBJECTIVES, rule=set_option("preference_beta")),
-    **dict.fromkeys(("dpo_beta", "orpo_alpha"), needless("it is written as rl_beta, unless that is there")),
+    **dict.fromkeys(("dpo_beta", "orpo_alpha"), needless("it is written as rl_beta, unless that is given")),
     "simpo_gamma": of_rl("simpo", rule=set_option("preference_gamma")),
     "cpo_alpha": of_rl("simpo", rule=set_above_zero("preference_nll_weight")),
     "rpo_alpha": of_rl("dpo", rule=set_above_zero("preference_nll_weight")),
@@ -151,7 +151,7 @@ HEAD = f"{DIFFERS}: the head has no bias and no dropout, and is exported with th
 
 
 def convert_likelihood(to: Conversion, key: str, value: Any) -> str:
-    """The weight of the chosen answers' negative log-likelihood, to which ORPO's own 1 is added."""
+    """The weight of the chosen answers' negative log-likelihood, with ORPO's own 1 added."""
     weight = read_number(key, value)
     if weight == 0:
         return NEEDLESS

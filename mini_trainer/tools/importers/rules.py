@@ -19,7 +19,7 @@ class Refusal(Exception):
 
 @dataclass
 class Conversion:
-    """Outcomes of another trainer's keys so far, and the resulting options."""
+    """Outcomes of the other trainer's keys so far, and the resulting options."""
 
     given: dict[str, Any]
     num_gpus: int

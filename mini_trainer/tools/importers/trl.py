@@ -1,7 +1,7 @@
 """TRL's keys and defaults: ModelConfig, the scripts' own, SFTConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig and
 RewardConfig.
 
-Their files do not name the trainer. Each is a peer of its own, recognised by its keys or named with --trainer.
+Their files do not name the trainer. Each is a separate peer, recognised by its keys or named with --trainer.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ from mini_trainer.tools.importers.sources import add_sources, convert_template_t
 from mini_trainer.tools.importers.training_arguments import IN_BF16, OFFLOADING, PACKED, TRAINING_ARGUMENTS
 
 WHOLE = (
-    f"{DIFFERS}: chats are trained whole there, here the assistant's tokens alone; of prompts with completions both"
-    " train the completion"
+    f"{DIFFERS}: whole chats are trained on there, only the assistant's tokens here; of prompts with completions,"
+    f" both train on the completion"
 )
 
 DEFAULTS = {"lr_scheduler_type": "linear", "num_train_epochs": 3, "per_device_train_batch_size": 8,
@@ -245,7 +245,7 @@ WITH_REFERENCE: dict[str, Rule] = BASE | {
     "beta": set_option("preference_beta"),
     "precompute_ref_log_probs": REFERENCE_FIRST,
     "precompute_ref_batch_size": needless("max_tokens_per_gpu says it"),
-    "sync_ref_model": refuse("the reference stays what it is (TR-DPO moves it)"),
+    "sync_ref_model": refuse("the reference stays fixed (TR-DPO moves it)"),
     **dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), needless("it is an argument of sync_ref_model")),
     "ref_model_init_kwargs": needless("the reference is loaded as the model is"),
     **dict.fromkeys(("model_adapter_name", "ref_adapter_name", "force_use_ref_model"),

@@ -1,4 +1,4 @@
-"""Trains a model with different options, and says which ones are the best by the loss of its validations.
+"""Trains a model with different options, and ranks them by their validation loss.
 
     python -m mini_trainer sweep sweep.yaml
     python -m mini_trainer sweep sweep.yaml --output-dir runs/again
@@ -55,7 +55,7 @@ def sweep(options: SweepOptions) -> None:
 
 
 def describe_start(settings: SweepSettings, drawn: list[Values], environments: list[dict[str, str]]) -> None:
-    """Prints what is about to run."""
+    """Prints the sweep's plan."""
     rungs = "" if settings.search != "halving" else f", compared after steps {', '.join(map(str, settings.rungs))}"
     num_parallel = min(len(drawn), len(environments))
     say(f"sweep: {settings.search}, {len(drawn)} trials{rungs}, {num_parallel} at a time, in {settings.root}")

@@ -1,4 +1,4 @@
-"""Trials as child processes, as many at a time as the devices allow, each with devices of its own."""
+"""Trials as child processes, as many at a time as the devices allow, each with its own devices."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Runs a sweep: its rungs one after the other, in each the trials that are still in it; the record of what is known.
+"""Runs a sweep: its rungs one after the other, in each the remaining trials; and the record of their results.
 
 A search without rungs has one, the end of the runs. In a halving search a rung ends the runs early, at `max_steps` of
 its own, with the learning-rate schedule of the whole run (`schedule_steps`); the best trials continue from their
@@ -164,7 +164,7 @@ class Sweep:
         return is_there and (is_finished(run) or count_steps(run / METRICS_FILE) >= rung)
 
     def check_failed(self) -> None:
-        """ValueError if a trial that failed has a result after all: the journal is of another state of the runs."""
+        """ValueError if a failed trial has a result after all: the journal does not match the runs."""
         last = self.settings.rungs[-1]
         for one in self.study.list_trials():
             if one.state == "failed" and self.has_reached(one.number, last) and self.read_result(one.number, last):

@@ -32,12 +32,12 @@ UPLOADS_ALL = "would upload every trial; leave it out, and train the best one ag
 RESERVED = {
     **dict.fromkeys(("output_dir", "config", "resume", "track_name"), BY_SWEEP),
     **dict.fromkeys(("dry_run", "print_config", "plan_world_size", "plan_device"), NO_TRIAL),
-    "preset": "is no option of a single trial; give it in train",
+    "preset": "cannot differ between trials; give it in train",
     "max_time": "would end trials early without a result; leave it out",
     **dict.fromkeys(("push_to_hub", "upload_to"), UPLOADS_ALL),
     "allow_changed_options": "would let a trial continue with other options; leave it out",
 }
-# Options that say when a run ends, or what its schedule is, which the rungs of a halving search decide.
+# Options for the end of a run and its schedule, which the rungs of a halving search determine.
 RESERVED_IN_HALVING = ("max_epochs", "max_samples", "max_tokens", "schedule_steps", "continue_from")
 UNEXPORTED = {"export_best": False, "save_final_checkpoint": False}  # unless the file says otherwise
 FILE_OPTIONS = ("data_path", "validation_data_path", "input_file")  # whose contents decide a trial's result
@@ -279,7 +279,7 @@ def find_trial_problems(options: Values) -> list[str]:
     if not grouped.end.is_given:
         problems.append("train: no end is given; give max_steps, max_epochs, max_samples or max_tokens")
     if not (grouped.validation.is_asked or grouped.rows.validation_share):
-        problems.append("train: no validation data, by which trials are compared; give validation_data_path")
+        problems.append("train: no validation data to compare trials by; give validation_data_path")
     return problems
 
 

@@ -1,6 +1,6 @@
 """Trials in optuna's storage: their values, results and ends, and how their values are drawn.
 
-All writes are single lines of optuna's journal: a kill leaves each trial as it was, or as it is now. Results are also
+All writes are single lines of optuna's journal: a kill leaves each trial in its old or its new state. Results are also
 in the runs, so an older journal, or none, loses nothing but the failures.
 """
 
