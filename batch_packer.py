@@ -35,7 +35,7 @@ def pack_batch(
     """Returns `micro_batches[k][rank]`, lists of indices into `lengths`; `[]` if a rank idles.
 
     `lengths` are tokens per sample (n,). A micro-batch costs the sum of L + attention_cost * L**2 over its
-    samples, and what their `load` adds. Each sample is in exactly one micro-batch, none exceeds
+    samples, plus their `load`. Each sample is in exactly one micro-batch, none exceeds
     `max_tokens_per_gpu` or the images' own cap, and every rank has the same number. The costliest step comes
     first, so a run that lacks memory fails at once. Never needs more steps than first-fit decreasing. Raises
     ValueError for samples that cannot be packed.

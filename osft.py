@@ -170,7 +170,7 @@ class OSFT(Method):
     def describe(self) -> str:
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)
-        trained = f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train instead of {num_weights:,}"
+        trained = f"OSFT on {len(self.layers)} layers: {num_trained:,} trainable parameters instead of {num_weights:,}"
         if not self.directions.num_earlier:
             return trained
         total, earlier = (sum(of.values()) for of in (self.directions.num_columns, self.directions.num_earlier))
@@ -184,7 +184,8 @@ class OSFT(Method):
         return gather_merged(packed_model.model, dtype, world=world)
 
     def gather_bases(self, model: PreTrainedModel, world: World) -> dict[str, Bases]:
-        """On rank 0, what the model keeps of each target, as it was trained; empty on others. All ranks call this."""
+        """On rank 0, the directions that the trained model keeps of each target; empty on other ranks. All ranks call
+        this."""
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, OSFTLinear)}
         bases = {name: Bases(torch.empty(columns, 0)) for name, columns in self.directions.num_columns.items()}
         for name, layer in layers.items():

@@ -320,7 +320,7 @@ def read_micro_batch(
 ) -> MicroBatch:
     """The packed rows, with their sources if there are several data sets; an idle micro-batch without rows.
 
-    `draws`: the rows' positions in a run's stream. `by_sample`: every row is a source of its own.
+    `draws`: the rows' positions in a run's stream. `by_sample`: every row is a separate source.
     """
     sources, num_sources = None, len(data.sources)
     if len(rows) and by_sample:

@@ -64,7 +64,7 @@ from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_m
 
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:
     """The run, from the files it reads to the last export; returns exit code, message, and text below it."""
-    # What can be refused is refused before anything large is loaded.
+    # Check inputs before anything large is loaded.
     run = RunDirectory(options.output_dir, options.checkpoints, world, control)
     log.info(describe_run(flatten_with_urls(options), world))
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start, origin=run.origin)
@@ -79,7 +79,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     run.claim(inputs, options.optimization)
     validations = Validations(options.validation, inputs, world, control, previous=run.previous.get("validation"))
 
-    # The model, and what of the options is decided by it.
+    # The model, and the options that depend on it.
     step_options = StepOptions(options.data, options.compute, options.sharding, options.optimization)
     model = build_run_model(
         inputs, step_options, world, load_start=lambda model: run.load_start(model, inputs), progress=control.progress
@@ -140,7 +140,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         own = state.method.measure() if due.export else dict.fromkeys(state.method.metrics)
         training_log.write(metrics | own)
         if due.validation and validations.measure(state, position, training_log, exports, cap=cap):
-            num_steps = position.step  # it has learnt enough: this step was the last
+            num_steps = position.step  # early stopping: this step was the last
             due = calendar.find_due(position, num_steps=num_steps, flags=sums.flags)
         control.step_done(position.step)
         run.finish_write(sums.flags)

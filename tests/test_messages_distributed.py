@@ -146,8 +146,8 @@ ROWS = [
      "--output-dir DIR/run was moved to DIR/other while the run was writing to it; writing has stopped. Start again"
      " after moving it back, or with --output-dir set to its new path"),
     ("dead rank", None, lambda path, patch: describe_death(3, make_peer(13)),
-     "rank 3 (pid 13 on node1) died without a report, last seen in step 5: it crashed or was killed, perhaps for lack"
-     " of memory"),
+     "rank 3 (pid 13 on node1) died without a report, last seen in step 5: it crashed or was killed, perhaps because"
+     " it ran out of memory"),
     ("silent ranks", None, stay_silent,
      "rank 0 (pid 10 on node1) has sent no heartbeat for 61 s, last seen in step 5; nor have ranks 1-2: stopped, or cut"
      " off from the network; stack traces of the responsive ranks are in errors/"),

@@ -122,7 +122,7 @@ class Inside(TrainerCallback):
     [
         (refuse_local(), "callbacks: Using: it uses outside, which the run's processes do not have"),
         ([Unpicklable()], "callbacks: Unpicklable: its attribute lock cannot be pickled"),
-        ([Misspelt()], "callbacks: Misspelt: on_stpe_end is no hook of TrainerCallback"),
+        ([Misspelt()], "callbacks: Misspelt: on_stpe_end is not a hook of TrainerCallback"),
         ([Inside()], "callbacks: Inside: on_before_forward and on_after_backward are inside of a step"),
         ([object()], "is not derived from mini_trainer.Callback"),
     ],

@@ -130,9 +130,9 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """Training arguments: any option of train.py, under its own name or InstructLab's, but not both.
 
     If `data_path` names chats, they are first tokenized into `data_output_dir`; if it names tokenized data, that is
-    what is trained on, and with `process_data=False` nothing is tokenized. Alternatives to `data_path` are
-    `input_file`, `input_dataset` and `mock_data`. `lora` and `osft` take True, with separate options, or an object that
-    holds their options.
+    trained on, and with `process_data=False` nothing is tokenized. Alternatives to `data_path` are `input_file`,
+    `input_dataset` and `mock_data`. `lora` and `osft` take True, with separate options, or an object that holds their
+    options.
     """
 
     process_data: bool = True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 HASH_BYTES = 8
-# What a data set's sidecar says of its rows, which are others in a part of it.
+# A sidecar's entries about rows, which differ in a part of the data set.
 OF_ROWS = {
     *("num_samples", "num_tokens", "num_loss_counted_tokens", "num_trained_by_role", "max_len"),
     *("rows", "stop_tokens", "file", "side", "validation_share", "other_side"),
@@ -134,7 +134,7 @@ def cut_documents(path: Path, block_size: int, folder: Path) -> Path:
     with written_aside(target) as (aside,), pa.ipc.new_file(str(aside), TEXTS.schema) as writer:
         for batch in batches:
             ids = batch.column(TOKENS_COLUMN).flatten().cast(pa.int32()).to_numpy()
-            # Every document ends with the same token, which is not to begin a block: a first token is no target.
+            # Every document ends with the same token, which must not begin a block: a first token is not a target.
             cutter = cutter or BlockCutter(block_size, int(batch.column(TOKENS_COLUMN)[0].values[-1].as_py()))
             write_blocks(writer, cutter.cut(ids))
         write_blocks(writer, cutter.cut(ids[:0], is_last=True))
@@ -171,7 +171,7 @@ def name_derived(path: Path, made_with: dict[str, Any]) -> str:
 
 
 def write_sidecar(path: Path, target: Path) -> None:
-    """Says of a part of a data set what the sidecar says of the whole, except for its rows."""
+    """Writes a sidecar for a part of a data set: the whole's, except for entries about rows."""
     source = Path(f"{path}{ENDING}")
     if source.exists():
         known = {name: value for name, value in read_object(source).items() if name not in OF_ROWS}

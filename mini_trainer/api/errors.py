@@ -10,7 +10,7 @@ from mini_trainer.distributed.ending import ExitCode
 class TrainingError(RuntimeError):
     """A process failed. `code` is its exit code, `message` its error message, `log_file` has its output.
 
-    `log_file` is None for what was refused before a run was started, and for `process_data`, whose output is printed.
+    `log_file` is None for errors before a run was started, and for `process_data`, whose output is printed.
     """
 
     def __init__(self, message: str, *, code: int, log_file: Path | None = None):

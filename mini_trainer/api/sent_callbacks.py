@@ -44,7 +44,7 @@ class {name}({base}):
 
 @dataclass(frozen=True)
 class SentCallback:
-    """A callback's import path; and its module's source, unless the run's processes can import it as it is."""
+    """A callback's import path; and its module's source, unless the run's processes can import it directly."""
 
     path: str
     source: str | None = None
@@ -87,7 +87,7 @@ def check(callback: Any, kind: type) -> None:
         own = {name for base in kind.__mro__ if (base.__module__, base.__name__) not in BASES for name in vars(base)}
         unknown = [name for name in own if name.startswith("on_") and not hasattr(TrainerCallback, name)]
         if unknown:
-            raise refuse(kind.__name__, f"{', '.join(sorted(unknown))} is no hook of TrainerCallback")
+            raise refuse(kind.__name__, f"{', '.join(sorted(unknown))} is not a hook of TrainerCallback")
         if own & set(INSIDE_STEPS):
             raise refuse(
                 kind.__name__, f"{' and '.join(INSIDE_STEPS)} are inside of a step, hooks are called between steps"
@@ -171,7 +171,7 @@ def find_source(value: Any, name: str) -> str:
             if isinstance(node, ast.ClassDef) and node.name == value.__name__:
                 first = min((one.lineno for one in node.decorator_list), default=node.lineno)
                 return "".join(source.splitlines(keepends=True)[first - 1 : node.end_lineno])
-    raise refuse(name, "its source cannot be read: move it to a module of its own, such as hooks.py, and import it")
+    raise refuse(name, "its source cannot be read: move it to its own module, such as hooks.py, and import it")
 
 
 def list_globals(source: str) -> set[str]:

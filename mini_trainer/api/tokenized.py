@@ -11,9 +11,9 @@ from mini_trainer.data.stores.disk import hash_file, read_object
 from mini_trainer.options.urls import is_url
 
 DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
-ENDING = ".meta.json"  # of the file beside a data set that says what it was made from
+ENDING = ".meta.json"  # of the file next to a data set that records its sources
 TOKENS_COLUMN = "input_ids"
-ADVICE = "tokenize again (process_data=True), or leave data_path out to train on that data set as it is"
+ADVICE = "tokenize again (process_data=True), or leave data_path out to train on that data set"
 
 
 def find_data_file(args: TrainingArgs) -> Path:
@@ -25,7 +25,7 @@ def find_data_file(args: TrainingArgs) -> Path:
 
 
 def choose_tokenized(args: TrainingArgs) -> tuple[str, ...]:
-    """The data sets to train on without tokenizing: those of `data_path`, or what was made of its chats.
+    """The data sets to train on without tokenizing: those of `data_path`, or the data set made from its chats.
 
     `data_path` may still name the chats from which an earlier call made `data_output_dir`/data.arrow. BadInputError if
     that data set is not theirs: training would use other rows than those that are given.
@@ -33,7 +33,7 @@ def choose_tokenized(args: TrainingArgs) -> tuple[str, ...]:
     file, given = find_data_file(args), list_given(args.data_path)
     if not given:
         return (str(file),)
-    if all(map(is_tokenized, given)) or not file.exists():  # what is no data set is refused by train.py
+    if all(map(is_tokenized, given)) or not file.exists():  # other files are refused by train.py
         return tuple(given)
     found = f"data_path {' '.join(given)}: the data set {file}"
     sidecar = read_sidecar(file, found)
@@ -70,7 +70,7 @@ def is_tokenized(path: str) -> bool:
 
 
 def list_columns(path: Path) -> Collection[str]:
-    """Names of the columns of a Parquet file, or of the first row of JSON lines; none of what is neither."""
+    """Names of the columns of a Parquet file, or of the first row of JSON lines; none for other files."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet
@@ -87,7 +87,7 @@ def read_sidecar(file: Path, found: str) -> dict[str, Any]:
     try:
         return read_object(Path(f"{file}{ENDING}"))
     except (OSError, ValueError) as error:
-        raise make_bad_input(f"{found} does not say what it was made from ({error}): {ADVICE}") from None
+        raise make_bad_input(f"{found} does not record its sources ({error}): {ADVICE}") from None
 
 
 def hash_sources(given: list[str], found: str, *, names: list[str]) -> list[str]:

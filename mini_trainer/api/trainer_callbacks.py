@@ -114,7 +114,7 @@ def restore(kind: type, state: str | None) -> Any:
 
 
 class AsCallback(Callback):
-    """Calls the hooks of `callback`. What they raise is logged, and ends nothing."""
+    """Calls the hooks of `callback`. Their exceptions are logged, and end nothing."""
 
     on_all_ranks: ClassVar[bool] = True
 

@@ -1,5 +1,5 @@
-"""Checks of what an experiment will train and measure, before its first task: by train's own plan, with the prepared
-data and the start model in the place of models that do not exist yet, and by evaluate's reading of tests."""
+"""Checks an experiment before its first task: with train's own plan, the prepared data, and the start model in place of
+models that do not exist yet; and by reading tests as evaluate does."""
 
 from collections.abc import Sequence
 

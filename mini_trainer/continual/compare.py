@@ -28,8 +28,8 @@ MEASURES = (
     Measure("learnt", "learnt", "Mean of each task right after its own training."),
     Measure("backward_transfer", "backward transfer", "Change of earlier tasks since their own training."),
     Measure("forward_transfer", "forward transfer", "Change of later tasks before their own training."),
-    Measure("forgetting", "forgetting", "What earlier tasks lost from their best.", higher_is_better=False),
-    Measure("forgotten", "probes forgotten", "What the probes lost from the start.", higher_is_better=False),
+    Measure("forgetting", "forgetting", "Losses of earlier tasks from their best score.", higher_is_better=False),
+    Measure("forgotten", "probes forgotten", "Losses of the probes from the start.", higher_is_better=False),
 )
 
 
@@ -112,8 +112,7 @@ def write_interval(derived: Derived | None) -> str:
 
 
 def find_front(points: Sequence[Point | None]) -> list[bool]:
-    """Which points lie on the Pareto front: no other has learnt as much and forgotten as little, and one of them
-    better."""
+    """Marks the points on the Pareto front: no other point is at least as good in both, and better in one."""
     return [point is not None and not any(dominates(other, point) for other in points) for point in points]
 
 

@@ -24,7 +24,7 @@ from mini_trainer.data.stores.disk import read_fields, read_object, written_asid
 from mini_trainer.data.tokenized.outputs import DataSetFiles, Outputs
 from mini_trainer.run.stages import Stage
 
-# Options of process-data that say how rows are read, and not what is made of them.
+# Options of process-data about reading rows, not about processing them.
 OF_ROWS = {
     *("format", "messages_field", "prompt_field", "completion_field", "text_field", "ignore_columns"),
     *("validation_share", "max_sample_num_tokens", "skip_invalid"),
@@ -132,7 +132,7 @@ def as_question(example: Example, *, place: str) -> Prompt:
 
 
 def as_row(prompt: Prompt, answer: str) -> dict[str, Any]:
-    """A row for process-data, in which the answer alone is trained."""
+    """A row for process-data, in which only the answer is trained on."""
     if prompt.messages is None:
         return {"prompt": prompt.text, "completion": answer}
     earlier = [message | ({"train": False} if message["role"] == ASSISTANT else {}) for message in prompt.messages]

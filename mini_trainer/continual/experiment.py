@@ -100,7 +100,7 @@ def measure_start(settings: ContinualSettings, prepared: dict[str, Prepared], ru
 
 
 def write_results(settings: ContinualSettings, sequences: list[Sequence]) -> None:
-    """Writes results.json and the page of what is known so far."""
+    """Writes results.json and the page with all results so far."""
     names = [tuple(one.name for one in group) for group in (settings.tasks, settings.probes)]
     experiment = Experiment(settings.label, describe_method(settings), *names, tuple(sequences), settings.measure)
     write_experiment(experiment, settings.root / FILE)
@@ -131,7 +131,7 @@ def describe_method(settings: ContinualSettings) -> str:
 
 
 def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[str]]]:
-    """The orders of the tasks of each experiment. Several also have a record of what they share."""
+    """The orders of the tasks of each experiment. Several also have a record of their common settings."""
     paths = [settings.root / RECORD for settings in several]
     inputs = {"files": hash_inputs(several[0]), "model": hash_model(several[0].model)}
     if not any(path.exists() for path in (*paths, root / RECORD)):
@@ -154,8 +154,8 @@ def refuse_foreign(root: Path, experiments: list[Path]) -> None:
 
 
 def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[str]]:
-    """The orders of the tasks. Records the settings, and refuses others than those that the directory has; tasks may
-    be added at the end, and come last in every order."""
+    """The orders of the tasks. Records the settings, and refuses ones that differ from the directory's; tasks may be
+    added at the end, and come last in every order."""
     names = [task.name for task in settings.tasks]
     if not path.exists():
         orders = draw_orders(names, settings.orders)

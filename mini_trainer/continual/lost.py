@@ -77,7 +77,7 @@ def read_answers(directory: Path, cell: Cell, rows: Sequence[int]) -> list[Answe
     answers = [parse_answer(lines[i], cell.samples) for i in rows]
     for i, answer in zip(rows, answers, strict=True):
         if not np.isclose(answer["scores"].get(cell.metric, np.nan), cell.values[i]):
-            raise ValueError(f"{cell.samples}: answer {i} has another score than was measured")
+            raise ValueError(f"{cell.samples}: the score of answer {i} differs from the measured one")
     return answers
 
 

@@ -86,7 +86,7 @@ EXPORT = Path(EXPORTS, LATEST)
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A round and what the rounds before have left."""
+    """A round, with the results of earlier rounds."""
 
     folder: Path
     number: int  # from 0
@@ -138,7 +138,7 @@ def cut(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]
 
 
 def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any]]) -> Values:
-    """The options of train for the round's data: the student's answers, and what the teacher says of their tokens."""
+    """The options of train for the round's data: the student's answers, and the teacher's scores of their tokens."""
     settings, runner, folder = context.settings, context.runner, one.folder
     sampling = {"temperature": 1.0} | settings.generate
     answer_prompts(context, one.student, folder, lambda: part, sampling=sampling, seed=context.seed + one.number)

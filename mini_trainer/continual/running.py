@@ -21,7 +21,7 @@ class Runner:
         stop_at_sigterm()
 
     def say(self, folder: Path, text: str) -> None:
-        """Prints what happens in a folder of the directory."""
+        """Prints a message about a folder of the directory."""
         say(f"{folder.relative_to(self.root)}: {text}")
 
     def run(self, stage: Stage) -> None:

@@ -22,7 +22,7 @@ BASES = Path("osft", "bases.safetensors")  # model.methods.osft_bases.BASES_FILE
 def run_sequence(
     context: Context, tasks: list[Task], *, order: int, start: Row, report: Callable[[Sequence], None]
 ) -> None:
-    """Trains on the tasks in turn. `start` is the row of the start model; `report` gets what is measured so far."""
+    """Trains on the tasks in turn. `start` is the row of the start model; `report` receives all measurements so far."""
     settings = context.settings
     model, rows = Model(path=settings.model, start=settings.model), [start]
     names = tuple(task.name for task in tasks)

@@ -170,7 +170,7 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
 
 
 def add_adapter(options: Values, settings: ContinualSettings, adapter: str | None) -> Values:
-    """The options with LoRA's: what it starts from, if it continues an adapter, and exports."""
+    """The options with LoRA's: the adapter to continue, if any, and exports."""
     if not options.get("lora"):
         return options
     if settings.adapters == "merged":

@@ -79,7 +79,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 SHARED_FOLDERS = ("data", "start")
 
-# What a method may set: how tasks are learnt, and neither data nor measurements, which all methods share.
+# Settings that methods may have: how tasks are learnt, but neither data nor measurements, which all methods share.
 OF_METHODS = ("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data")
 
 
@@ -292,8 +292,8 @@ def check_statistics(settings: ContinualSettings, order: list[str]) -> None:
     by_activations = [bool(own.get("osft")) and own.get("osft_basis") == "activations" for own in values]
     if by_activations[0] and "osft_calibration_data" not in values[0]:
         raise ValueError(
-            f"tasks: {tasks[0].name}: train: osft_basis: activations: the first task needs osft_calibration_data, data"
-            " of what the model knows, or osft: false among its own options"
+            f"tasks: {tasks[0].name}: train: osft_basis: activations: the first task needs osft_calibration_data,"
+            f" data that the model knows, or osft: false among its own options"
         )
     others = [task.name for task, uses in zip(tasks[1:], by_activations[1:], strict=True) if not uses]
     if any(by_activations) and others:

@@ -1,5 +1,5 @@
-"""Processes: which is which, what they agree on, who is gone, and how all of them end together.
+"""Processes: ranks, their agreement, detection of dead ones, and a common end.
 
 In: options, and torchrun's environment. Out: a `World`, one exit code, one message; locks, monitors, child processes.
-Nothing here knows of models or data.
+Nothing here knows about models or data.
 """

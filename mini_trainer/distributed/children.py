@@ -114,7 +114,7 @@ def tie_to_this() -> dict[str, str]:
 def keep_environment() -> dict[str, str]:
     """This process's environment without its place among processes that a launcher has started.
 
-    A child is alone, or starts ranks of its own: with the caller's rank it would wait for the caller's other ranks.
+    A child is alone, or starts its own ranks: with the caller's rank it would wait for the caller's other ranks.
     """
     return {
         name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS and not name.startswith(LAUNCHERS)
@@ -122,7 +122,7 @@ def keep_environment() -> dict[str, str]:
 
 
 def hand_on_warning() -> None:
-    """From now on a SIGUSR1 to this process, by which schedulers warn, goes to its children until it ends.
+    """From now on a SIGUSR1 to this process, the warning of schedulers, goes to its children until it ends.
 
     They begin with the signal blocked: one that comes before they are ready for it takes effect once they are. It is
     repeated for children that are yet to be started; this program's runs take it once.

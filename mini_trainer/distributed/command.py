@@ -112,6 +112,6 @@ def name_python() -> str:
 
 
 def show_path(path: str) -> str:
-    """The path from the current directory to a file below it; the path as it is to others."""
+    """The path relative to the current directory for a file below it; other paths unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

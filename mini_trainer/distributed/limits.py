@@ -1,4 +1,4 @@
-"""Limits of time and memory on what other people's templates and patterns make this program do."""
+"""Limits on time and memory of other people's templates and patterns."""
 
 import os
 import signal

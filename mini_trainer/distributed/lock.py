@@ -79,7 +79,7 @@ class RunLock:
 
 
 class RunFiles:
-    """What this rank holds of the run's directory. The training thread takes it, the watch writes how the run ended.
+    """This rank's hold on the run's directory. The training thread takes it, the watch writes how the run ended.
 
     The directory is held open, since its path can come to refer to another one during the run.
     """

@@ -1,4 +1,4 @@
-"""A rank's memory: its limit, its use, and the purpose of what is allocated."""
+"""A rank's memory: its limit, its use, and the purpose of allocations."""
 
 import ctypes
 import os

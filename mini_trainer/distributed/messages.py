@@ -27,7 +27,7 @@ def print_as_is(text: str, stream: TextIO) -> None:
 
 
 def leave_unread(stream: TextIO) -> None:
-    """Sends what is in the stream's buffer, and all that follows, to the null device."""
+    """Sends the stream's buffer, and everything after it, to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -1,4 +1,4 @@
-"""Ranks as their heartbeats show them: which is silent or makes no progress, and what is said of it."""
+"""Ranks as their heartbeats show them: which are silent or make no progress, with the messages about them."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ def describe_death(rank: int, peer: Peer) -> str:
     """Message about a rank whose connection closed without a report."""
     return (
         f"rank {rank} (pid {peer.pid} on {peer.host}) died without a report, last seen in {peer.where}: it crashed or"
-        " was killed, perhaps for lack of memory"
+        f" was killed, perhaps because it ran out of memory"
     )
 
 

@@ -221,7 +221,7 @@ def broadcast_from_rank0(
 ) -> Tensor:
     """Rank 0's `value`, as `dtype`, on every rank's `device`; other ranks' values are ignored.
 
-    A half-precision value for a wider `dtype` is sent as it is and cast on arrival, which changes no number.
+    A half-precision value for a wider `dtype` is cast on arrival, which changes no number.
     """
     is_source = dist.get_rank() == 0
     is_narrow = is_source and value.dtype in HALF_TYPES and dtype.itemsize > value.dtype.itemsize

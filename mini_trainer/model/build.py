@@ -31,7 +31,7 @@ from mini_trainer.options.doors import Doors
 if TYPE_CHECKING:
     from mini_trainer.distributed.compilation import Compiled
 
-# Model types whose own attention code needs a padded batch, and what gives it one.
+# Model types whose own attention code needs a padded batch, and the functions that make one.
 PADDED: Doors[Callable[[PreTrainedModel], None]] = Doors(
     {"deberta-v2": "mini_trainer.model.padded_attention:pad_attention"}
 )

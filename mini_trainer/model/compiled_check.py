@@ -1,4 +1,4 @@
-"""The start-up check of compiled blocks: each computes what it computes uncompiled, forward and backward."""
+"""The start-up check of compiled blocks: each gives the same results as uncompiled, forward and backward."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ def check_compiled(
             f"--compile has no effect: torch compiles no part of {names[blocks[0]]} ({packed_model.compiled[0].name}):"
             f" {next(iter(reasons)).splitlines()[0]}; remove the option"
         )
-    log.info(f"compiled blocks compute what uncompiled ones do; {describe_cache()}")
+    log.info(f"compiled blocks agree with uncompiled ones; {describe_cache()}")
 
 
 class BlockCheck:

@@ -25,7 +25,7 @@ class ModelSource:
     name: str = ""  # as given by the user
 
     def describe(self) -> dict[str, str | None]:
-        """Its name and revision, by which others can find it: an absolute path, or a hub repository and a commit."""
+        """Its public name and revision: an absolute path, or a hub repository and a commit."""
         directory = Path(self.directory)
         if not self.name or Path(self.name).is_dir():
             return {"name": str(directory.absolute()), "revision": None}

@@ -59,9 +59,9 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor
 
 
 def copy_to_cpu(tensor: Tensor) -> Tensor:
-    """The tensor in CPU memory: pinned, into which a GPU copies several times as fast, unless it is very large.
+    """The tensor in CPU memory: pinned unless it is very large, since GPUs copy there several times as fast.
 
-    Waits for the copy. A stream of its own would gain nothing: an export writes its files more slowly than this.
+    Waits for the copy. A separate stream would gain nothing: an export writes its files more slowly than this.
     """
     if not tensor.is_cuda or tensor.nbytes > PINNED_BYTES:
         return tensor.cpu()

@@ -18,11 +18,11 @@ from transformers.activations import ACT2FN
 from mini_trainer.objectives.families.text_tower import is_multimodal
 
 ABSENT = object()  # value of an attribute that is not set
-process_wide: list["Replaced"] = []  # what the last model's kernels replaced for all models of this process
+process_wide: list["Replaced"] = []  # attributes replaced by the last model's kernels, for all models of this process
 
 
 class Replaced(NamedTuple):
-    """An attribute that liger-kernel has set, and what it was before."""
+    """An attribute set by liger-kernel, and its earlier value."""
 
     owner: Any  # a module of the model, its class, or the Python module of that class
     name: str
@@ -30,7 +30,7 @@ class Replaced(NamedTuple):
 
 
 def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_products: bool) -> tuple[Replaced, ...]:
-    """Replaces norms, rotary embeddings and MLPs with liger-kernel's; returns what was replaced.
+    """Replaces norms, rotary embeddings and MLPs with liger-kernel's; returns the replaced attributes.
 
     Experts held as one tensor keep their own code: liger-kernel's routing waits for the GPU in every layer (0.8.5).
     The loss is not replaced: its kernel syncs with the GPU and cannot weight tokens. With `keeps_products`, rotary

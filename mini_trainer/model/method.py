@@ -95,9 +95,10 @@ class Method:
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
-        """Inserts its layers into the meta model, and sets which parameters train and their dtypes.
+        """Inserts its layers into the meta model, and sets the trainable parameters and their dtypes.
 
-        `readers` is empty except on rank 0; `progress` is called during a long start. Default: all parameters train.
+        `readers` is empty except on rank 0; `progress` is called during a long start. Default: all parameters are
+        trainable.
         """
 
     def lay_out(self, meta: MetaModel) -> None:
@@ -110,7 +111,7 @@ class Method:
         """Allocates those tensors of its own layer that `fill` sets and FSDP does not shard."""
 
     def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
-        """ValueError if the model, before the first step and in eval mode, does not compute what it should."""
+        """ValueError if the model, before the first step and in eval mode, computes wrong results."""
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
         """Operations among `kept` whose outputs selective checkpointing keeps. Default: all."""

@@ -28,7 +28,7 @@ class ReadAhead:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     def take(self, name: str) -> Tensor:
-        """The tensor of this name, once; raises what its reader raises."""
+        """The tensor of this name, once; raises its reader's error."""
         with self.lock:
             if name not in self.begun:
                 if name in self.waiting:

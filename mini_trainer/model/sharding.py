@@ -161,7 +161,7 @@ def count_gathered_bytes(model: nn.Module, compute_dtype: torch.dtype) -> int:
 
 
 def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is_last: bool) -> None:
-    """Sets what the next backward does with gradients and weights; `is_last`: it is the last of a step.
+    """Sets how the next backward treats gradients and weights; `is_last`: it is the last of a step.
 
     It reduces gradients over ranks in every micro-batch, or the last one (--micro-batch-grad-sync). Over the replicas
     of hybrid sharding, gradients are reduced once per step in any case: until then they accumulate as shards, which

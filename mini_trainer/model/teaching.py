@@ -58,7 +58,7 @@ class StartWeights:
 
     def exchange(self) -> None:
         """Puts the start's shards in the current ones' place, and the other way round."""
-        reshard(self.model)  # what is gathered is made again from the shards
+        reshard(self.model)  # gathered weights are rebuilt from the shards
         for own, start in zip(self.trained, self.start, strict=True):
             held = own.clone()
             own.copy_(start)

@@ -57,7 +57,7 @@ class WholeWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Puts the weights into the modules, copied from what the masters are now."""
+        """Puts copies of the current masters into the modules as weights."""
         if self.is_gathered:
             return
         if self.copies:
@@ -69,7 +69,7 @@ class WholeWeights:
         self.is_gathered = True
 
     def free(self) -> None:
-        """Puts the masters back, with the gradients that there are."""
+        """Puts the masters back, with the gradients so far."""
         if self.is_gathered:
             for master, weight in self.shared:
                 master.grad = None if weight.grad is None else as_master(weight.grad, master)

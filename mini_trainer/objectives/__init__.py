@@ -1,5 +1,5 @@
-"""Objectives: what is learned from samples; families: what of a model reads a packed row.
+"""Objectives turn samples into losses; families run models on packed rows.
 
-In: samples, hidden states and a head. Out: micro-batches, summed losses, the number that they are divided by, and what
-a validation reports. objectives/specs.py is the table.
+In: samples, hidden states and a head. Out: micro-batches, summed losses, their divisors, and the metrics of
+validations. objectives/specs.py is the table.
 """

@@ -1,4 +1,4 @@
-"""Losses of classifiers, and what their predictions are worth, by scikit-learn.
+"""Losses of classifiers, and scikit-learn's metrics of their predictions.
 
 N targets, C classes (or values, for regression), K numbers of a target.
 """
@@ -86,7 +86,7 @@ def choose_class_weights(given: tuple[str, ...], task: DataTask, count_labels: C
             f" {', '.join(task.label_names)}"
         )
     if task.label_type == "single" and not any(n * weight for n, weight in zip(counts, weights, strict=True)):
-        raise ValueError(f"{flag}: every class that the data has counts 0, so nothing is trained")
+        raise ValueError(f"{flag}: every class in the data has weight 0, so there is nothing to train on")
     return weights
 
 
@@ -192,7 +192,7 @@ def score_values(targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]: 
 
 
 def describe_prediction(task: DataTask, target: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
-    """One prediction by names: the label, what was predicted, and its probabilities; of values the values."""
+    """One prediction by names: the label, the predicted label and its probabilities; for regression, the values."""
     if task.label_type == "regression":
         return {"label": target.tolist(), "predicted": logits.tolist()}
     names = np.array(task.label_names)

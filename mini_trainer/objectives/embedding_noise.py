@@ -13,7 +13,7 @@ OF_NOISE = (1,)  # keeps these seeds apart from those of dropout, which are draw
 
 
 class EmbeddingNoise:
-    """Uniform noise of at most alpha / sqrt(L x H) on what the embedding gives for a sequence of L tokens.
+    """Uniform noise of at most alpha / sqrt(L x H) on the embeddings of a sequence of L tokens.
 
     A function of the seed and the sample's position in the stream alone, so it is the same however a batch is divided.
     """
@@ -37,7 +37,7 @@ class EmbeddingNoise:
         lengths, draws = self.micro_batch.row.seq_lengths, self.micro_batch.draws
         assert embeddings.shape[:2] == (1, sum(lengths)), f"{tuple(embeddings.shape)}, of {sum(lengths)} tokens"
         noise, generator = torch.zeros_like(embeddings), torch.Generator(embeddings.device)
-        for part, draw in zip(noise[0].split(lengths), draws, strict=False):  # what fills a row up is no sample
+        for part, draw in zip(noise[0].split(lengths), draws, strict=False):  # a row's filling is not a sample
             generator.manual_seed(derive_noise_seed(self.seed, draw))
             largest = self.alpha / part.numel() ** 0.5
             part.uniform_(-largest, largest, generator=generator)

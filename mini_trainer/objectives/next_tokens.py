@@ -41,7 +41,7 @@ MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
 
 @dataclass
 class NextTokens(Targets):
-    """Each token's successor, where it is trained."""
+    """Each token's successor, if it is trained."""
 
     labels: Tensor = None  # (T,) int64; IGNORED where nothing is trained or the sequence ends
     weights: Tensor | None = None  # (T,) fp32, of each label's loss; None: all are 1
@@ -67,7 +67,7 @@ def pad_to(tensor: Tensor, length: int, value: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss(Loss):
-    """Cross-entropy of next tokens. Label smoothing concerns what is trained; validations measure without it."""
+    """Cross-entropy of next tokens. Label smoothing applies to training; validations measure without it."""
 
     smoothing: float = 0.0
     is_fused: bool = False

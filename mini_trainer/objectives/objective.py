@@ -1,7 +1,7 @@
-"""The door for objectives: what is learned from a micro-batch.
+"""The base class of objectives, which turn micro-batches into losses.
 
 An objective is a value, made once data, tokenizer and model files are known. It joins a model family, which reads the
-row, with targets, a loss and what a validation reports. T tokens in a packed row, L tokens of one sequence, N targets.
+row, with targets, a loss and metrics of validations. T tokens in a packed row, L tokens of one sequence, N targets.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """Settings of objectives and families. The defaults measure a model as it is."""
+    """Settings of objectives and families. The defaults measure a model unchanged."""
 
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
     vision: VisionOptions = field(default_factory=VisionOptions)
@@ -64,17 +64,17 @@ class Scores:
 
 
 class Loss(ABC):
-    """How targets are compared with what a model reads. Holds nothing of a model."""
+    """Compares targets with a model's outputs. Holds no part of a model."""
 
     looks_ahead: ClassVar[bool] = False  # whether `look_ahead` is called with all micro-batches before the first loss
 
     def prepare(self, reader: RowModel, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with what is computed without gradients before its forward pass. Default: nothing more."""
+        """The micro-batch with additions computed without gradients before its forward pass. Default: none."""
         return micro_batch
 
     @abstractmethod
     def predict(self, reader: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Any:
-        """Computes, from the row's final hidden states (1, T, H), what is compared with the targets."""
+        """Computes predictions from the row's final hidden states (1, T, H)."""
 
     def read(self, reader: RowModel, micro_batch: MicroBatch) -> Any:
         """The same, from the row itself."""
@@ -82,8 +82,8 @@ class Loss(ABC):
 
     @abstractmethod
     def sum(self, predicted: Any, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
-        """Compares what was `predicted` with the micro-batch's targets. `shared`: the sum over the global batch and
-        all ranks of what `look_ahead` gave."""
+        """Compares what was `predicted` with the micro-batch's targets. `shared`: the sum of `look_ahead` over the
+        global batch and all ranks."""
 
     @abstractmethod
     def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
@@ -139,13 +139,13 @@ class Objective(ABC):
         """How model cards and the console call it."""
         return self.name
 
-    gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
+    gives_predictions: ClassVar[bool] = False  # whether `Scores` has each target and its prediction
     # Sequences of a sample that train, from the first on; the others are only read ahead, forward. None: all train.
     num_trained_sequences: ClassVar[int | None] = None
 
     @property
     def reference(self) -> Reference | None:
-        """What it reads of a reference model, if it does."""
+        """The column that it reads of a reference model, if any."""
         return None
 
     @property
@@ -172,7 +172,7 @@ class Objective(ABC):
         """`metrics` of all its kinds of data."""
         return cls.metrics
 
-    # What it learns from.
+    # Samples.
 
     @abstractmethod
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
@@ -188,7 +188,7 @@ class Objective(ABC):
         what `LossSums.extra` names. `num_tokens`: of all samples that have targets."""
         return {TARGETS: num_targets, TOKENS: num_tokens}
 
-    # The loss, and what it says.
+    # The loss and its metrics.
 
     @abstractmethod
     def make_loss(self, *, is_fused: bool = False) -> Loss:
@@ -213,7 +213,7 @@ class Objective(ABC):
         """One of these rows as it is written to a file."""
         raise AssertionError(f"validations of {self.name} give no predictions")
 
-    # What follows from the above.
+    # Derived from the above.
 
     def pack(
         self,

@@ -93,7 +93,7 @@ def orpo(pairs: Pairs, strength: Strength) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss, and what it needs and takes by default."""
+    """A loss, its requirements and its defaults."""
 
     measure: Callable[[Pairs, Strength], Tensor]  # (P,)
     has_reference: bool = True

@@ -183,5 +183,5 @@ class AnswerLoss(TokenLoss):
 
 
 def count_once(loss: Tensor, num_ranks: int) -> Tensor:
-    """A loss that several ranks have computed: its gradient as it is, and each rank's share of its value."""
+    """A loss that several ranks have computed: its unchanged gradient, and each rank's share of its value."""
     return loss + (loss / num_ranks - loss).detach()

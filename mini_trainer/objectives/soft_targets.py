@@ -37,7 +37,7 @@ class SoftTargets:
 
 
 def read_records(records: Sequence[np.ndarray]) -> SoftTargets:
-    """The samples' records as tensors; what rounding has changed of the sum of probabilities is undone."""
+    """The samples' records as tensors; the rounding error of the sum of probabilities is corrected."""
     joined = np.concatenate(records)
     nll = np.concatenate([joined["nll"], joined["tail"][:, None]], axis=1).astype(np.float32)
     return SoftTargets(

@@ -63,11 +63,11 @@ class Terms:
 
 @dataclass
 class TaughtTargets(NextTokens):
-    """Next tokens, and what the teacher says of them."""
+    """Next tokens, and the teacher's distributions for them."""
 
     soft: SoftTargets | None = None  # from a file
-    seen: MicroBatch | None = None  # what a teacher reads instead: the same trained tokens after other prompts
-    teacher: TrainedTokens | None = None  # of a teacher that reads: what its logits are computed from
+    seen: MicroBatch | None = None  # the teacher's own rows: the same trained tokens after other prompts
+    teacher: TrainedTokens | None = None  # for a teacher that reads: the inputs of its logits
 
     def take_part(self, part: slice) -> "TaughtTargets":
         first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
@@ -94,8 +94,8 @@ def measure_taught_chunk(
     """VALUES and 1 with a teacher (rows, NUM_VALUES), the loss's derivatives by the logits (rows, V) in their type, and
     by the bias (V,).
 
-    Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared on what both have.
-    Rows with a weight of 0 of their own have no teacher.
+    Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared on their common
+    part. Rows with a weight of 0 of their own have no teacher.
     """
     dtype, weight, temperature = logits.dtype, terms.weight, terms.temperature
     logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -180,7 +180,7 @@ class TaughtChunk:
         return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, terms, needs_bias)
 
     def read_teacher(self, chunk: slice) -> Top | Tensor:
-        """The chunk's part of what a file says, or the teacher's logits."""
+        """The chunk's part of a file's scores, or the teacher's logits."""
         if self.targets.soft is not None:
             soft = self.targets.soft.slice(chunk)
             return Top(soft.ids.long(), soft.log_q, soft.log_q_target)
@@ -286,7 +286,7 @@ class Taught(CausalLM):
         return make_even_records(int(np.count_nonzero(labels[1:] != IGNORED)), self.top_k)
 
     def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
-        """With a second row of what a teacher reads beside the samples: idle for validation data, which has nothing."""
+        """With a second row for the teacher next to the samples: idle for validation data, which has none."""
         micro_batch = super().pack(samples, **options)
         if self.reads_beside:
             idle = self.make_idle_sample()

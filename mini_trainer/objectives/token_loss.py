@@ -22,7 +22,7 @@ CHUNK_BYTES, CHUNK_ROWS = 2**30, 2048
 class TrainedTokens:
     """N tokens: what their logits come from, softcap * tanh((hidden @ weight.T + bias) / softcap), and the right ones.
 
-    Without `softcap` the logits are as they are; with it: Gemma 2, arXiv 2408.00118, section 2.
+    Without `softcap` the logits are unchanged; with it: Gemma 2, arXiv 2408.00118, section 2.
     """
 
     hidden: Tensor  # (N, H)

@@ -19,7 +19,7 @@ from mini_trainer.options.learning import MOST_RANK
 SECONDS = 2.0  # for one pattern over all names; usual ones take milliseconds
 PLAIN = re.compile(r"[\w.-]*")  # names, on which matching cannot take long
 
-# How peft applies the patterns of an adapter's config: what it adds before and after them.
+# The prefixes and suffixes that peft adds to the patterns of an adapter's config.
 OF_PEFT = {
     **dict.fromkeys(("target_modules", "exclude_modules", "feedforward_modules"), ("", "")),
     "modules_to_save": (r"(^|.*\.)", r"($|\..*)"),
@@ -254,7 +254,7 @@ def check_init(init: Any, directory: Path, flag: str, *, reader: Reader, trains:
     if name == FROZEN_B:
         raise ValueError(
             f"{flag} {directory}: init_lora_weights {init!r} (MiCA) trains only one matrix of each adapter, but here"
-            " both would train: merge it, or train another adapter"
+            f" both would be trained: merge it, or train another adapter"
         )
     raise ValueError(
         f"{flag} {directory}: init_lora_weights {init!r} changed the base's weights when the adapter was created, so"

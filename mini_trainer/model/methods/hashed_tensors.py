@@ -32,7 +32,7 @@ def load_hashed(file: safe_open) -> dict[str, Tensor]:
     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     metadata, expected = file.metadata() or {}, hash_tensors(tensors)
     if metadata.get(KEY, json.loads(metadata.get(ABOUT, "{}")).get(KEY, expected)) != expected:
-        raise ValueError("damaged: its tensors have another hash than it records")
+        raise ValueError("damaged: the hash of its tensors differs from the recorded one")
     return tensors
 
 

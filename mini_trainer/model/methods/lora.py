@@ -94,7 +94,7 @@ class LoRA(Method):
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
         self.num_added = self.num_trained = 0
-        self.packed = ""  # name of what is in 4 bits
+        self.packed = ""  # name of the 4-bit layers
         self.unpacked = ""  # description of the blocks' frozen matrices that are not in 4 bits
         self.base: dict[str, str | None] = {}  # on rank 0: the adapters' base model
         self.merger: Merger | None = None
@@ -224,7 +224,7 @@ class LoRA(Method):
         num_layers = len(self.targets.layers) + len(self.targets.experts)
         whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""
         quantized = f", the blocks' {self.packed} are in NF4{self.unpacked}" if self.is_packed else ""
-        numbers = f"{self.num_trained:,} numbers train{quantized}"
+        numbers = f"{self.num_trained:,} trainable parameters{quantized}"
         return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:

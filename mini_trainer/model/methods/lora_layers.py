@@ -98,7 +98,7 @@ class Targets:
 
     layers: list[str] = field(default_factory=list)  # linear layers that get an adapter
     experts: list[str] = field(default_factory=list)  # parameters of fused experts that get an adapter
-    whole: list[str] = field(default_factory=list)  # modules that are trained fully
+    whole: list[str] = field(default_factory=list)  # modules to train in full
     new: frozenset[str] = frozenset()  # parameters of `whole` that the adapter to continue from does not hold
 
 

@@ -1,7 +1,7 @@
 """OSFT's bases: the directions that the tasks so far keep, which an export holds for the run of the next task.
 
 Letters as in osft.py; "earlier" directions are those of `--osft-bases`. A file holds, of each layer, `V_free` (s, r),
-an orthonormal basis of what is not kept, and `U_kept` (L, k) where the output side is kept too.
+an orthonormal basis of the directions that are not kept, and `U_kept` (L, k) where the output side is kept too.
 """
 
 import json
@@ -34,7 +34,7 @@ class Bases:
 
 @contextmanager
 def open_bases(path: Path) -> Iterator[tuple[safe_open, str]]:
-    """Yields the open file and its `--osft-basis`; ValueError, also in the block, if it is no file of bases."""
+    """Yields the open file and its `--osft-basis`; ValueError, also in the block, if it is not a file of bases."""
     try:
         check_regular(path)
         with safe_open(path, "pt") as file:

@@ -64,7 +64,7 @@ class Directions:
         return BASES[self.options.osft_basis]
 
     def assume(self) -> dict[str, int]:
-        """Number of directions to keep in each target, as far as it is known without weights."""
+        """Number of directions to keep in each target, if known without weights."""
         self.num_earlier = count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         ratio = self.options.osft_unfreeze_rank_ratio
         ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
@@ -113,7 +113,8 @@ class Directions:
         return call_on_rank0(world, lambda: self.count_by_energy(num_kept)) if self.of_inputs else num_kept
 
     def list_free_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of what is decomposed of each target that earlier tasks do not keep whole (see `restrict`)."""
+        """Shapes of the matrices to decompose, for each target that earlier tasks do not keep as a whole (see
+        `restrict`)."""
         free = {name: columns - self.num_earlier.get(name, 0) for name, columns in self.num_columns.items()}
         return {
             name: (number if self.of_inputs else self.shapes[name][0], number)
@@ -122,7 +123,7 @@ class Directions:
         }
 
     def read_matrix(self, name: str, readers: dict[str, Reader], dtype: torch.dtype) -> Tensor:
-        """The target's weight A, as it is computed with, or the covariance of its inputs. On rank 0."""
+        """The target's weight A, in the dtype of computation, or the covariance of its inputs. On rank 0."""
         if self.of_inputs:
             return self.statistics.covariance(name)
         module = self.targets[name]

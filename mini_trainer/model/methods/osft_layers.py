@@ -174,7 +174,7 @@ def make_U_high(
     U_high = own_rows(base).double() @ (V_high.double() * scale)
     if earlier is not None:
         earlier = own_rows(earlier)
-        for _ in range(2 if num_new > 0 else 0):  # the second time removes what rounding left
+        for _ in range(2 if num_new > 0 else 0):  # the second time removes the rounding error
             seen = earlier.double().T @ U_high
             dist.all_reduce(seen, group=mesh.get_group())
             U_high = U_high - earlier.double() @ seen

@@ -130,7 +130,7 @@ def prepare_subspaces(
     `dtype`; fp64 means covariances. Layers are distributed by size, one per rank at a time; rank 0 sends each matrix to
     the rank that decomposes it, receives the result, and writes it.
     """
-    # Find out what is missing in the cache.
+    # Find the decompositions missing from the cache.
     files: dict[str, Path] = {}
 
     def find_missing() -> list[str]:

@@ -1,4 +1,4 @@
-"""Which weights get weight decay: decided by what a parameter is, not by how many dimensions it has."""
+"""Which weights get weight decay: decided by a parameter's role, not by its number of dimensions."""
 
 import re
 
@@ -29,6 +29,6 @@ def is_decayed(module: nn.Module, key: str, param: nn.Parameter) -> bool:
         return False
     if isinstance(module, MATRICES):
         return True
-    # Every model of transformers has classes of its own for norms, with Norm in the name.
+    # Every transformers model has its own norm classes, with Norm in the name.
     is_norm = any("norm" in base.__name__.lower() for base in type(module).__mro__)
     return not is_norm and NEVER.search(key.lower()) is None

@@ -48,7 +48,7 @@ def count_flops(shape: torch.Size) -> int:
     return NUM_ITERATIONS * (4 * math.prod(shape) * min(shape) + 2 * min(shape) ** 3)
 
 
-# What the learning rate is multiplied by, for a matrix of so many outputs and inputs.
+# Factors of the learning rate, for a matrix with these numbers of outputs and inputs.
 SCALES = {
     # AdamW's updates have a root mean square of about 0.2 (Moonlight, arXiv 2502.16982, section 2.2).
     "match-rms-adamw": lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)),
@@ -66,7 +66,7 @@ class Unit:
     expert: int | None = None
 
     def local(self, tensor: DTensor) -> Tensor:
-        """This rank's rows of the parameter, or of what is sharded like it."""
+        """This rank's rows of the parameter, or of a tensor sharded like it."""
         own = tensor.to_local()
         return own if self.expert is None else own[self.expert]
 

@@ -16,7 +16,7 @@ from mini_trainer.options.doors import OPTIMIZERS
 
 
 class AdamW:
-    """The door for optimizers: how one is built, and what it costs. The defaults are those of AdamW in fp32.
+    """The base class of optimizers: how one is built, and its cost. The defaults are those of AdamW in fp32.
 
     It is torch's, fused, if the weights are fp32, else `CompactAdamW`.
     """
@@ -27,7 +27,7 @@ class AdamW:
         """ValueError if the optimizer does not know the model's family."""
 
     def find_matrices(self, model: nn.Module) -> Collection[str]:
-        """Names of the trained weights that it updates in another way than AdamW, whose learning rate theirs is."""
+        """Names of the trained weights that it does not update like AdamW; their rate is --learning-rate."""
         return ()
 
     def build(self, model: nn.Module, groups: list[dict], options: OptimizationOptions, *, seed: int) -> Optimizer:

@@ -97,7 +97,7 @@ class Rates:
 def choose_rates(model: nn.Module, options: OptimizationOptions, *, matrices: Collection[str]) -> dict[str, Rates]:
     """The rates of each trained parameter, by name. `matrices`: names of those that Muon updates.
 
-    ValueError if a pattern of --learning-rate-for is no parameter's, or no block trains.
+    ValueError if a pattern of --learning-rate-for matches no parameter, or no block is trained.
     """
     peak, adam = options.learning_rate, options.adam_learning_rate
     patterns = {pattern: values for pattern, *values in map(parse_rate, options.learning_rate_for)}

@@ -42,7 +42,7 @@ class ScoreIdentity:
     data: str  # digest of the data set
     teacher: str  # digest of its weights; a server's name of the model
     tokenizer: str
-    teacher_data: str | None  # digest of what the teacher read, if that is another data set
+    teacher_data: str | None  # digest of the teacher's data set, if it is a different one
     top_k: int
     temperature: float
     num_ids: int  # of the tokenizer
@@ -87,8 +87,8 @@ class ScoreWriter:
     def list_parts(self) -> list[tuple[int, int]]:
         """Ranges of the rows that are not written yet, each of as many as are computed and written together.
 
-        They do not depend on what is written already: a scoring that continues packs the rest as one that was not
-        killed, and gets the same bits.
+        They do not depend on what is written already: a resumed scoring packs the rest like an uninterrupted one, and
+        gets the same bits.
         """
         num_written = self.part.stat().st_size // self.item_size if self.begun.exists() and self.part.exists() else 0
         parts, first, before = [], 0, self.trained.before
@@ -131,7 +131,7 @@ class ScoreWriter:
 
 
 def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> None:
-    """ValueError that names what differs from the sidecar's."""
+    """ValueError that names the differences from the sidecar."""
     known = read_object(sidecar)
     unlisted = {SERVED} if None in (identity.served_weights, known.get(SERVED)) else set()
     other = [name for name, value in asdict(identity).items() if known.get(name) != value and name not in unlisted]
@@ -158,7 +158,7 @@ class ScoreFile:
         self.path = locate_scores(data.path, name)
         if not self.path.exists():
             raise ValueError(
-                f"{self.path}: there are no scores of {data.path}: mini-trainer score-data --data-path {data.path}"
+                f"{self.path}: no scores of {data.path}: mini-trainer score-data --data-path {data.path}"
                 f" --name {name} --model-name-or-path TEACHER makes them"
             )
         self.sidecar_path = self.path.with_name(f"{self.path.name}.json")

@@ -48,7 +48,7 @@ class Teacher(Protocol):
 
 
 class RowModel(ABC):
-    """Runs one model on packed rows. Not a module: it has no parameters of its own."""
+    """Runs one model on packed rows. Not a module: it has no parameters."""
 
     looks_ahead = False  # whether `look_ahead` is called with all micro-batches before the first `encode` of a step
 

@@ -82,7 +82,7 @@ class MicroBatch:
 
     def __init__(self, row: Row, targets: Targets, *, extras: Any = None, draws: list[int] | None = None):
         """`extras`: the family's additional inputs. `draws`: position in the run's sample stream of each sequence's
-        sample; None if nothing is trained."""
+        sample; None for an idle micro-batch."""
         self.row, self.targets, self.extras, self.draws = row, targets, extras, draws
 
     def with_row(self, row: Row) -> "MicroBatch":
