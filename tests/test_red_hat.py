@@ -162,7 +162,7 @@ def test_tokenized_data_is_known_by_its_columns_and_not_mixed_with_chats(tmp_pat
     tokens = write_rows(tmp_path / "tokens.jsonl", [dict(input_ids=[1], labels=[1], len=1)])
     chats = write_rows(tmp_path / "chats.jsonl", [dict(messages=[])])
     assert not names_tokenized(TrainingArgs(data_path=chats)) and not names_tokenized(TrainingArgs())
-    with pytest.raises(BadInputError, match=r"tokens\.jsonl: tokenized already, beside files that are not"):
+    with pytest.raises(BadInputError, match=r"tokens\.jsonl: already tokenized, but other files are not"):
         names_tokenized(TrainingArgs(data_path=[tokens, chats]))
 
 

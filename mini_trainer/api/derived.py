@@ -64,7 +64,8 @@ def derive_data(args: TrainingArgs) -> TrainingArgs:
 
 
 def choose_folder(args: TrainingArgs, paths: list[str]) -> Path:
-    """Where data sets are made: `data_output_dir`, or beside the run's directory, or inside of it if theirs are."""
+    """The directory of derived data sets: `data_output_dir`, or next to the run's directory, or inside it if the given
+    ones are."""
     output_dir = args.ckpt_output_dir if args.output_dir in (NOTHING, None) else args.output_dir
     if args.data_output_dir is not None:
         return Path(args.data_output_dir)

@@ -37,7 +37,7 @@ from mini_trainer.options.tools import ProcessDataOptions
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended, and its outputs."""
+    """The end of a run, and its outputs."""
 
     output_dir: Path
     code: int  # an `ExitCode`: 0 when the run is done; 3 or 10 when it was stopped and can be resumed

@@ -58,7 +58,7 @@ def names_tokenized(args: TrainingArgs) -> bool:
     given = list_given(args.data_path)
     tokenized = list(filter(is_tokenized, given))
     if tokenized and len(tokenized) < len(given):
-        raise make_bad_input(f"data_path: {', '.join(tokenized)}: tokenized already, beside files that are not")
+        raise make_bad_input(f"data_path: {', '.join(tokenized)}: already tokenized, but other files are not")
     return bool(given) and tokenized == given
 
 

@@ -95,7 +95,7 @@ def describe_kind(kind: str, experiments: Sequence[Experiment], summaries: Seque
 
 
 def describe_progress(experiment: Experiment) -> str:
-    """How far an experiment is that still runs; empty if it is complete."""
+    """Progress of an unfinished experiment; empty if it is complete."""
     done = sum(max(len(sequence.rows) - 1, 0) for sequence in experiment.sequences)
     total = sum(len(sequence.tasks) for sequence in experiment.sequences)
     return "" if done == total else f" ({done} of {total} trainings done)"

@@ -27,7 +27,7 @@ class HeldOut:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of the data: next to it if process-data has changed the model's."""
+        """The data's tokenizer: next to the data if process-data has changed the model's."""
         beside = [DataSetFiles(one.train).tokenizer for one in self.prepared if one.train is not None]
         changed = [path for path in beside if path.is_dir()]
         found = changed[0] if changed else find_model(self.settings.model, revision=None, trust_remote_code=False)

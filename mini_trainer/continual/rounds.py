@@ -47,7 +47,7 @@ def answer_prompts(
 
 def read_answers(path: Path, num_prompts: int) -> list[Line]:
     """The answers to so many prompts; ValueError names a damaged file and line."""
-    advice = "remove it, and generate.done beside it, to answer again"
+    advice = "remove it, and generate.done next to it, to answer again"
     lines = read_lines(path, {"index": int, "answer": str, "finish_reason": str | None}, advice=advice)
     for number, line in enumerate(lines, start=1):
         if not 0 <= line["index"] < num_prompts:

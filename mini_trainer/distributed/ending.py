@@ -1,4 +1,4 @@
-"""How a process ends: exit codes, why a run ended, and the final exit of every process."""
+"""The end of processes: exit codes, causes, and the final exit of every process."""
 
 import _thread
 import contextlib

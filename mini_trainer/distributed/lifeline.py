@@ -31,7 +31,7 @@ Message = dict[str, Any]  # one JSON line; its "kind" determines the other keys
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens, and who it is."""
+    """Rank 0's address and identity."""
 
     port: int
     token: str  # the other ranks must send it

@@ -137,7 +137,7 @@ def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) ->
 
 
 def score_many(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N, C) zeros and ones
-    """Where a target has any number of classes; accuracy is the share of targets with exactly the right ones."""
+    """Metrics for targets with any number of classes; accuracy is the share of targets with exactly the right ones."""
     from sklearn import metrics
 
     return {

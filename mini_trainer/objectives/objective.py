@@ -136,7 +136,7 @@ class Objective(ABC):
 
     @property
     def title(self) -> str:
-        """How model cards and the console call it."""
+        """Its name in model cards and on the console."""
         return self.name
 
     gives_predictions: ClassVar[bool] = False  # whether `Scores` has each target and its prediction

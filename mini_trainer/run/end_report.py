@@ -77,8 +77,8 @@ def describe_curves(output_dir: Path) -> str:
 
 
 def describe_continuing(resume: str, output_dir: str) -> str:
-    """How to continue a run that was stopped, by its own command without a --resume that would refuse to, and how to
-    use what it has learnt."""
+    """The commands that continue a stopped run and export its model; the first is its own, without a --resume that
+    would prevent it."""
     words = repeat_command()
     if resume not in ("auto", "strict"):
         words = [*drop_flag("--resume", words), "--resume", "auto"]

@@ -46,7 +46,7 @@ WAITING_BYTES = 2 << 30  # in CPU memory, gathered and not yet written; at most 
 
 @dataclass(frozen=True)
 class ExportParts:
-    """How an export's weights are produced, and its other contents."""
+    """The parts of an export: the source of its weights, and its other contents."""
 
     family: Family
     method: Method

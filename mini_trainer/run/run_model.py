@@ -148,7 +148,7 @@ def describe_schedule(inputs: RunInputs, o: OptimizationOptions, *, start: RunPo
 
 
 def describe_sharing(num_heads: int, num_sharing: int | None) -> list[str]:
-    """How the ranks of --context-parallel share a row; nothing without it."""
+    """Describes how the ranks of --context-parallel share a row; empty without it."""
     if num_sharing is None:
         return []
     from mini_trainer.model.context_parallel import describe_heads

@@ -150,7 +150,8 @@ class Uploads:
         if left:
             commands = "\n  ".join(self.place.describe_command(upload.export_dir, upload.kind) for upload in left)
             log.warning(
-                f"warning: exports that were not uploaded to {self.place.name}: {len(left)}. To upload them:\n  {commands}"
+                f"warning: exports that were not uploaded to {self.place.name}: {len(left)}. To upload"
+                f" them:\n  {commands}"
             )
 
     def tell(self, what: str, error: BaseException, export_dir: Path = Path("EXPORT"), kind: str = REGULAR) -> None:

@@ -172,7 +172,7 @@ NOTHING = ("", Writing())  # before a conversation's first leaf, and after its l
 
 
 def fit_writings(kinds: list[str], literals: list[str], gaps: list[str]) -> list[Writing]:
-    """How the template writes leaves of these kinds. `gaps`: the literals, with the remaining padding of padded
+    """The template's way of writing leaves of these kinds. `gaps`: the literals, with the remaining padding of padded
     texts."""
     written = [NOTHING, *((kind, Writing()) for kind in kinds), NOTHING]
     for k, (literal, gap) in enumerate(zip(literals, gaps, strict=True)):

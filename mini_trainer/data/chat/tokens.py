@@ -169,7 +169,7 @@ class ControlTokens:
         return hidden, texts
 
     def locate(self, rendered: str, hidden: str, texts: Sequence[str]) -> list[tuple[int, int]]:
-        """Where each of the texts is in a rendered row, of which `hidden` is the rendering with them hidden; with the
+        """The place of each text in a rendered row, of which `hidden` is the rendering with them hidden; with the
         spaces before it, which many vocabularies join with words.
 
         Raises ValueError if the template changes one of them.

@@ -147,7 +147,7 @@ AXOLOTL_RULES: dict[str, Rule] = {
 
 # The objectives of LLaMA-Factory's stages.
 LLAMA_FACTORY_OBJECTIVES = {"dpo": "preference", "kto": "kto", "rm": "reward"}
-HEAD = f"{DIFFERS}: the head has no bias and no dropout, and is exported with the model; there it is a file beside it"
+HEAD = f"{DIFFERS}: the head has no bias and no dropout, and is exported with the model; there it is a separate file"
 
 
 def convert_likelihood(to: Conversion, key: str, value: Any) -> str:
@@ -156,7 +156,7 @@ def convert_likelihood(to: Conversion, key: str, value: Any) -> str:
     if weight == 0:
         return NEEDLESS
     if to.objective == "kto":
-        raise Refusal("a likelihood beside KTO's loss is not here")
+        raise Refusal("a likelihood in addition to KTO's loss is not supported")
     weight += 1 if to.get("pref_loss") == "orpo" else 0
     return f"{set_option('preference_nll_weight')(to, key, weight)}; {MEANS_OF_MEANS}"
 
@@ -179,7 +179,7 @@ LOSS_RULES: dict[str, Rule] = {
     "orpo": noting(set_to(preference_loss="orpo"), MEANS_OF_MEANS),
     "simpo": set_to(preference_loss="simpo"),
 }
-OTHER_LOSS_REFUSED = refuse_any(f"the loss {{value!r}} is not here: {', '.join(LOSS_RULES)} are")
+OTHER_LOSS_REFUSED = refuse_any(f"the loss {{value!r}} is not supported: {', '.join(LOSS_RULES)} are")
 ADAPTER_DROPOUT = only_if(
     lambda to: to.objective not in ("preference", "kto"),
     set_option("lora_dropout"),

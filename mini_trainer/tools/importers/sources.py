@@ -25,7 +25,7 @@ def name_columns(**names: tuple[str, Sequence[str]]) -> dict[str, str]:
 def take_images(source: dict[str, Any], name: str | None) -> dict[str, Any]:
     """The option for rows with images, which are read beside files."""
     if "input_dataset" in source:
-        raise Refusal(f"images of {name}: are read beside files of rows; download it, and name its files")
+        raise Refusal(f"images of {name}: are read from the folder of a file of rows; download it, and name its files")
     return {"images": True}
 
 

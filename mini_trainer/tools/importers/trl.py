@@ -261,12 +261,12 @@ DPO_RULES: dict[str, Rule] = WITH_REFERENCE | {
     "f_alpha_divergence_coef": needless("it is an argument of f_divergence_type"),
     "discopop_tau": needless("it is an argument of a loss that is refused"),
     "use_weighting": refuse(OTHER_LOSS),
-    "reference_free": refuse("sums of log-probabilities without a reference are not here: simpo and orpo are"),
+    "reference_free": refuse("sums of log-probabilities without a reference are not supported: simpo and orpo are"),
 }
 KTO_RULES: dict[str, Rule] = WITH_REFERENCE | {
     "loss_type": by_value(
         {"kto": needless(f"objective kto; pairs need format: preference and feedback_from_pairs: true; {POINT}")},
-        other=refuse_any("the loss {value!r} on single answers is not here: kto is"),
+        other=refuse_any("the loss {value!r} on single answers is not supported: kto is"),
     ),
     "desirable_weight": set_option("desirable_weight"),
     "undesirable_weight": set_option("undesirable_weight"),
@@ -282,7 +282,7 @@ ORPO_RULES: dict[str, Rule] = BASE | {
 CPO_RULES: dict[str, Rule] = BASE | {
     "loss_type": by_value(
         {"simpo": set_to(preference_loss="simpo")},
-        other=refuse_any("CPO's loss {value!r}, without a reference, is not here: simpo is"),
+        other=refuse_any("CPO's loss {value!r}, without a reference, is not supported: simpo is"),
     ),
     "beta": set_option("preference_beta"),
     "simpo_gamma": set_option("preference_gamma"),
@@ -295,7 +295,7 @@ CPO_RULES: dict[str, Rule] = BASE | {
 REWARD_RULES: dict[str, Rule] = BASE | {
     "center_rewards_coefficient": set_option("reward_centering"),
     "lora_task_type": of_lora(
-        unless("SEQ_CLS", rule=say(f"{DIFFERS}: the new head trains beside the adapters, there it stays"))
+        unless("SEQ_CLS", rule=say(f"{DIFFERS}: the new head is trained with the adapters, there it is frozen"))
     ),
 }
 WITH_LOSS = {"learning_rate": 1e-6, "beta": 0.1}
