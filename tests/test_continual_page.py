@@ -244,7 +244,7 @@ def damage(path: Path) -> None:
         (lambda path: path.write_text("{}\n" * 40), "see scores"),
         (lambda path: path.write_text("3\n" * 40), "an object"),
         (lambda path: path.write_text(path.read_text() * 2), "80 answers"),
-        (lambda path: path.write_text("".join(path.read_text().splitlines(True)[::-1])), "differs from the measured one"),
+        (lambda path: path.write_text("".join(path.read_text().splitlines(True)[::-1])), "differs from the measured"),
     ],
 )
 def test_answers_that_are_not_those_that_were_scored_are_not_shown(spoil, told, tmp_path):

@@ -299,7 +299,7 @@ def test_stop_tokens_that_llama_cpp_leaves_out_or_adds_are_noted(tmp_path, capsy
     GenerationConfig(eos_token_id=stops).save_pretrained(path)
     fields = read_fields(export(path, tmp_path / "model.gguf"))
     said = capsys.readouterr().out
-    assert "takes for a stop token what is plain text here: '</s>'" in said
+    assert "treats these as stop tokens, which are plain text here: '</s>'" in said
     # llama.cpp finds </s> by itself, so both of its other places are free.
     assert [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("eot", "eom")] == [5, 6]
     assert f"left out: {tokenizer.convert_ids_to_tokens(7)!r}" in said

@@ -130,8 +130,8 @@ def upload_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
 # A name, the type of the error (None: the text is returned or logged), what leads to it, and the whole text.
 ROWS = [
     ("changed options", ValueError, lambda path, patch: change(allow=False),
-     "step_1 was made with other lora (False before, now True), seed (42 before, now 7): give the same ones, choose a"
-     " new --output-dir, or pass --allow-changed-options to resume anyway"),
+     "step_1 was made with other lora (False before, now True), seed (42 before, now 7): give what it was made with,"
+     " name a new --output-dir, or go on all the same with --allow-changed-options"),
     ("options that cannot change", ValueError, lambda path, patch: change(allow=True),
      "step_1 was made with other lora (False before, now True): its content depends on them, so not even"
      " --allow-changed-options can change them: give the same ones, or start from an export in a new --output-dir"),
@@ -186,8 +186,8 @@ ROWS = [
      " earlier"),
     ("unlikely settings", None, warn_of_oddities,
      "--batch-size 8: each step draws the 5 samples repeatedly\n"
-     "the run has only 5 optimizer updates, in which a model learns little: lower --batch-size 8, raise --max-epochs"
-     " for 30 updates or more, or raise --learning-rate 1e-05\n"
+     "the run has only 5 optimizer updates, in which a model learns little; 30 or more are usual:"
+     " --batch-size 1 or more data. Usual learning rates of full fine-tuning are 2e-6 to 2e-5, this run's is 1e-05\n"
      "--validation-data-path /data.arrow is also trained on: its loss says nothing about other data\n"
      "--batch-size 8: fewer samples a step than the 16 ranks: some of them will be idle\n"
      "--no-save-final-checkpoint: the trained model will not be exported\n"

@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(teacher_model=None, teacher_divergence="forward-kl"), "--teacher-data is read"),
+        (dict(teacher_model=None, teacher_divergence="forward-kl"), "--teacher-data needs --teacher-model"),
         (dict(teacher_data=("a", "b")), "--teacher-data: 2 for 1 "),
         (dict(context_parallel=2), "--teacher-data cannot be used with --context-parallel"),
         (dict(teacher_weight=(), teacher_divergence="forward-kl"), "--teacher-model, --teacher-data: "),

@@ -163,8 +163,8 @@ def test_the_flag_belongs_to_the_programs_that_read_option_files(capfd):
         (ContinualOptions, ["a", "b", "--compare", "--allow-env", "A"], "--compare"),
     ):
         assert reason in refuse(argv, capfd, options_class)
-    assert complete_options(TrainOptions, ["--allow-e"]) == ["--allow-env"]
-    assert complete_options(PlotOptions, ["--allow-e"]) == []
+    assert list(complete_options(TrainOptions, ["--allow-e"])) == ["--allow-env"]
+    assert complete_options(PlotOptions, ["--allow-e"]) == {}
 
 
 TRAIN = dict(model_name_or_path="${WHERE}/m", data_path="d", validation_data_path="v", max_steps=10)

@@ -551,7 +551,8 @@ def test_ctrl_c_while_a_run_is_read_is_one_message(tmp_path):
 def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     path = write_run(tmp_path / "a", num_steps=2)
     (tmp_path / "page.html").mkdir()
-    for output in (tmp_path / "gone" / "page.html", tmp_path / "page.html"):
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file" / "page.html", tmp_path / "page.html"):
         done = plot(path, "--output", output)
         assert done.returncode == 2 and f"--output {output}" in done.stderr and "Traceback" not in done.stderr
 

@@ -115,7 +115,7 @@ def test_the_nodes_with_a_problem_are_listed(tmp_path):
     first, *listed, more, advice = message.split("\n")
     assert first == "--output-dir: DIR has to be one directory for all nodes, to which each can write:"
     assert listed == [f"  n{i} (rank {i}): no such thing" for i in range(1, MOST_NODES + 1)]
-    assert more == "  and 2 more nodes" and "may lie on local disks" in advice
+    assert more == "  and 2 more nodes" and "may be on local disks" in advice
 
 
 # How srun has started them.

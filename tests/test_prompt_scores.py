@@ -174,7 +174,7 @@ ODD: dict[str, tuple[Change, str]] = {
     ),
     "without the token that is there": (
         change_positions(lambda entries, token_id: {key: entries[key] for key in entries if key != str(token_id)}),
-        "nothing of token",
+        "no log-probability of its token",
     ),
     "fewer tokens than asked for": (
         change_positions(lambda entries, _: dict(list(entries.items())[: TOP_K - 1])),

@@ -162,7 +162,7 @@ def test_all_problems_are_found_at_once(tmp_path):
     ("changes", "parameters", "named"),
     [
         ({"max_steps": None}, {"seed": [1, 2]}, ("--max-steps", "give max_steps, ")),
-        ({"validation_data_path": []}, {"seed": [1, 2]}, ("train: no validation data, ", "(all trials)")),
+        ({"validation_data_path": []}, {"seed": [1, 2]}, ("train: no validation data ", "(all trials)")),
         ({"batch_size": 0}, {"seed": [1, 2]}, ("--batch-size 0: ", "(all trials)")),
     ],
 )

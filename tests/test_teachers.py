@@ -624,7 +624,7 @@ def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
     for key, what in {"tokenizer_fingerprint": "tokenizer", "chat_template_fingerprint": "chat template"}.items():
         sidecar = json.loads(Path(f"{path}.meta.json").read_text())
         Path(f"{path}.meta.json").write_text(json.dumps(sidecar | {key: "0" * 64}))
-        with pytest.raises(ValueError, match=rf"data\.arrow: .*another {what} "):
+        with pytest.raises(ValueError, match=rf"data\.arrow: .*{what} other than "):
             score_here(world, models[1], path, name="other")
         Path(f"{path}.meta.json").write_text(json.dumps(sidecar))
 

@@ -123,8 +123,8 @@ def check_same_run(
         )
     if changes and not allow_changes:
         raise ValueError(
-            f"{checkpoint} was made with other {', '.join(changes.values())}: give the same ones, choose a new"
-            f" --output-dir, or pass --allow-changed-options to resume anyway"
+            f"{checkpoint} was made with other {', '.join(changes.values())}: give what it was made with, name a new"
+            f" --output-dir, or go on all the same with --allow-changed-options"
         )
     return list(changes.values())
 

@@ -87,7 +87,7 @@ class TextColumns(Columns):
         yield format_count("trained tokens", counts.num_loss_counted_tokens, counts.num_tokens)
         stops = counts.stops
         if stops["rows"]:
-            yield format_count("rows with a trained stop token", stops["trained"], stops["rows"])
+            yield format_count("rows with a trained stop", stops["trained"], stops["rows"])
         if stops["appended"]:
             yield format_count("stop tokens appended", stops["appended"])
 
