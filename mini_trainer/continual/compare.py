@@ -28,8 +28,8 @@ MEASURES = (
     Measure("learnt", "learnt", "Mean of each task right after its own training."),
     Measure("backward_transfer", "backward transfer", "Change of earlier tasks since their own training."),
     Measure("forward_transfer", "forward transfer", "Change of later tasks before their own training."),
-    Measure("forgetting", "forgetting", "Losses of earlier tasks from their best score.", higher_is_better=False),
-    Measure("forgotten", "probes forgotten", "Losses of the probes from the start.", higher_is_better=False),
+    Measure("forgetting", "forgetting", "Drop of earlier tasks from their best score.", higher_is_better=False),
+    Measure("forgotten", "probes forgotten", "Drop of the probes from the start.", higher_is_better=False),
 )
 
 

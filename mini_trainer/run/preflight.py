@@ -98,7 +98,7 @@ def leave_token(made: Path) -> str:
 
 def find_token(directory: Path, token: str) -> str | None:
     """Why this node does not see what rank 0 wrote, if so."""
-    notice = f"waiting for rank 0's file in {directory} is seen on {socket.gethostname()}"
+    notice = f"waiting for rank 0's file in {directory} to appear on {socket.gethostname()}"
     with late_notice(SECONDS_UNTIL_NOTICE, notice):
         if appears(directory / MADE / TOKEN, token, time.monotonic() + SECONDS_TO_APPEAR):
             return None

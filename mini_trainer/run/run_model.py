@@ -129,7 +129,7 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
     log.info(
         f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens{dropped}{sources}\n"
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.batching}"
-        f"{'; nothing is left to do to train' if num_steps is not None and start.step >= num_steps else ''}"
+        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )
 
 

@@ -68,7 +68,7 @@ def check_placeholders(config: PreTrainedConfig, family: Family, data: Mixture) 
         raise ValueError(
             f"{path}: row {number} contains the token id {token_id}, a placeholder for something other than text"
             f" ({placeholders[token_id]} in config.json of model type {config.model_type!r}). Only text can be"
-            f" trained here: remove rows with images, videos or audio, and their placeholders in texts"
+            f" trained on here: remove rows with images, videos or audio, and their placeholders in texts"
         )
 
 
