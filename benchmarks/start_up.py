@@ -38,6 +38,11 @@ PROGRAMS = [
         "mini_trainer/tools/sweep/__main__.py",
         "mini_trainer/tools/verify.py",
     ),
+    *(
+        "mini_trainer/tools/export_run.py",
+        "mini_trainer/tools/recipe.py",
+        "mini_trainer/tools/serve.py",
+    ),
 ]
 TOKENIZER = "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({model!r})"
 MODEL = """

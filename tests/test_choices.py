@@ -39,13 +39,16 @@ from mini_trainer.options.tools import (
     ContinualOptions,
     EvaluateOptions,
     ExportGgufOptions,
+    ExportRunOptions,
     GenerateOptions,
     ImportConfigOptions,
     MergeAdapterOptions,
     MergeModelsOptions,
     PlotOptions,
     ProcessDataOptions,
+    RecipeOptions,
     ScoreDataOptions,
+    ServeOptions,
     SweepOptions,
     VerifyOptions,
 )
@@ -56,6 +59,7 @@ from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.merge_adapter import merge_adapter
 from mini_trainer.tools.score_data import score
+from mini_trainer.tools.serve import serve
 from mini_trainer.use.exporters.gguf_file import TYPES
 
 open_run = functools.partial(open_inputs, device=torch.device("cpu"), world_size=1, start=RunPosition())
@@ -68,8 +72,12 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     ExportGgufOptions: export_gguf,
     ImportConfigOptions: import_config,
     ScoreDataOptions: lambda options: score(options, None),
+    ServeOptions: serve,
 }
-WITHOUT_CHOICES = {BoardOptions, ContinualOptions, MergeModelsOptions, PlotOptions, SweepOptions, VerifyOptions}
+WITHOUT_CHOICES = {
+    *(BoardOptions, ContinualOptions, ExportRunOptions, MergeModelsOptions, PlotOptions, RecipeOptions),
+    *(SweepOptions, VerifyOptions),
+}
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
 FORMATS = (*doors.TEXT_FORMATS, *doors.NAMED_FORMATS)
 # What the code has, by option; of options of several programs, for all of them.

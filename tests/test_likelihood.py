@@ -17,9 +17,9 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.continual.checking import find_harness_problems
 from mini_trainer.continual.settings import SetSettings
+from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.evaluation.likelihood import encode_choices, score_choices

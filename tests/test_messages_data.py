@@ -95,7 +95,7 @@ PREPARED = [
      in_file(ROW) | {"own.jinja": CLOSED_BY_THE_NEXT_TURN}, {"chat_template": "own.jinja"},
      "only 0 of 1 rows have a trained stop token such as '<|im_end|>', so the model would not learn to stop: the chat"
      " template writes none after a conversation's last turn. Pass --append-stop-token to append one there and train"
-     " it, or --allow-missing-stop-token to train without"),
+     " on it, or --allow-missing-stop-token to train without"),
 ]  # fmt: skip
 
 

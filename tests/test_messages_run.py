@@ -130,8 +130,8 @@ def upload_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
 # A name, the type of the error (None: the text is returned or logged), what leads to it, and the whole text.
 ROWS = [
     ("changed options", ValueError, lambda path, patch: change(allow=False),
-     "step_1 was made with other lora (False before, now True), seed (42 before, now 7): give what it was made with,"
-     " name a new --output-dir, or go on all the same with --allow-changed-options"),
+     "step_1 was made with other lora (False before, now True), seed (42 before, now 7): give the same ones,"
+     " choose a new --output-dir, or pass --allow-changed-options to resume anyway"),
     ("options that cannot change", ValueError, lambda path, patch: change(allow=True),
      "step_1 was made with other lora (False before, now True): its content depends on them, so not even"
      " --allow-changed-options can change them: give the same ones, or start from an export in a new --output-dir"),

@@ -344,6 +344,7 @@ FLAGS_OF_OTHERS = {
     *("dependency", "requeue", "open-mode", "parsable", "wrap", "signal", "batch", "full"),
     "vfs-cache-mode",  # rclone's
     *("reasoning", "template"),  # llama-server, ollama show
+    "served-model-name",  # vllm serve's
 }
 
 

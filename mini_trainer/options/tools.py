@@ -248,9 +248,9 @@ class ServeOptions:
     """Directory of a model, an export, an adapter or a run, or a name on the hub."""
     adapter: str | None = None
     """Directory of a LoRA adapter for the model, in peft's format."""
-    engine: Literal["auto", "vllm", "hf"] = "auto"
-    """vllm: vllm serve (pip install vllm); hf: transformers serve (pip install "transformers[serving]"). auto: vllm if
-    it is installed."""
+    engine: Literal["hf", "vllm"] | None = None
+    """Server: vllm serve (pip install vllm), or hf for transformers serve (pip install "transformers[serving]").
+    Default: vllm if it is installed."""
     host: str = "127.0.0.1"
     """Address to listen on. Anyone who reaches it can use the model: 0.0.0.0 means the whole network."""
     port: int = option(8000, at_least=1, at_most=65535)

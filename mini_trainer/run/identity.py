@@ -119,12 +119,12 @@ def check_same_run(
         raise ValueError(
             f"{checkpoint} was made with other {', '.join(fixed)}: its content depends on them, so not even"
             f" --allow-changed-options can change them: give the same ones, or start from an export in a new"
-            f" --output-dir"
+            " --output-dir"
         )
     if changes and not allow_changes:
         raise ValueError(
-            f"{checkpoint} was made with other {', '.join(changes.values())}: give what it was made with, name a new"
-            f" --output-dir, or go on all the same with --allow-changed-options"
+            f"{checkpoint} was made with other {', '.join(changes.values())}: give the same ones, choose a new"
+            " --output-dir, or pass --allow-changed-options to resume anyway"
         )
     return list(changes.values())
 

@@ -25,7 +25,7 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.options.option_files import describe_options
-from mini_trainer.options.problems.training import name_random_format
+from mini_trainer.options.problems.training import complete_rows
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.identity import unwrap
 
@@ -40,8 +40,8 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     rows = options.rows
     if not (rows.input_file or rows.input_dataset or rows.mock_data):
         return {}
-    options = replace_options(options, format=rows.format or name_random_format(options))
-    rows = options.rows
+    rows = complete_rows(rows, options.classification.objective)
+    options = replace_options(options, format=rows.format)
     model, trust = options.model, options.model.trust_remote_code
     model_dir = find_model(model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust)
     cache_dir = Path(options.data_cache_dir)

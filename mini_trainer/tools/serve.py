@@ -23,6 +23,7 @@ from mini_trainer.distributed.command import name_program
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import parse_named_values
+from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.packages import describe_missing, is_installed
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
@@ -33,6 +34,7 @@ NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
 
 def serve(options: ServeOptions) -> None:
     """Becomes the server; ValueError or OSError for what cannot be done."""
+    check_choices(options)
     engine = choose_engine(options.engine)
     check_port(options.host, options.port)
     found = find_answering_model(
@@ -55,9 +57,9 @@ def serve(options: ServeOptions) -> None:
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *words])
 
 
-def choose_engine(given: str) -> str:
+def choose_engine(given: str | None) -> str:
     """vllm or hf; ValueError if its packages are not installed."""
-    engine = given if given != "auto" else "vllm" if is_installed("vllm") else "hf"
+    engine = given or ("vllm" if is_installed("vllm") else "hf")
     problems = describe_missing("--engine vllm", ["vllm"]) if engine == "vllm" else describe_missing("serve", NEEDED)
     if problems:
         others = "" if engine == "vllm" else ' (pip install "transformers[serving]" has all, or pip install vllm)'

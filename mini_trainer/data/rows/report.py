@@ -313,6 +313,6 @@ def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_t
         )
     raise ValueError(
         f"only {found}, so the model would not learn to stop: the chat template writes none after a conversation's last"
-        " turn. Pass --append-stop-token to append one there and train it, or --allow-missing-stop-token to train"
-        " without"
+        " turn. Pass --append-stop-token to append one there and train on it, or --allow-missing-stop-token to"
+        " train without"
     )

@@ -2,8 +2,10 @@
 
 import math
 import re
+from dataclasses import replace
 
 from mini_trainer.options import (
+    RowOptions,
     TrainOptions,
     flag_name,
     list_data_sets,
@@ -64,7 +66,7 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
     if list_changed(options.rows):
         from mini_trainer.options.problems.rows import find_row_problems
 
-        problems += find_row_problems(options.rows)
+        problems += find_row_problems(complete_rows(options.rows, options.classification.objective))
     if not o.data_path and not rows:
         problems.append("no data is given: give --data-path, or rows with --input-file or --input-dataset")
     if o.data_path and rows:
@@ -116,13 +118,16 @@ def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
     needs = f"--objective {objective} needs rows of --format {wanted}{or_pairs}"
     if has_rows and rows.mock_data is not None and wanted not in RANDOM_FORMATS:
         return [f"{needs}: --mock-data has none"]
-    makes = "feedback" if rows.feedback_from_pairs else rows.format or name_random_format(options)
+    makes = "feedback" if rows.feedback_from_pairs else complete_rows(rows, objective).format
     return [needs] if has_rows and makes != wanted else []
 
 
-def name_random_format(options: TrainOptions) -> str | None:
-    """The format of --mock-data for the objective; None: texts, or rows that are not random."""
-    return None if options.rows.mock_data is None else OBJECTIVES[options.classification.objective].row_format
+def complete_rows(rows: RowOptions, objective: str) -> RowOptions:
+    """The options with the row format that the objective needs, unless one is given; None: any format of texts."""
+    wanted = OBJECTIVES[objective].row_format
+    if rows.format is not None or wanted is None:
+        return rows
+    return replace(rows, format="preference" if rows.feedback_from_pairs else wanted)
 
 
 def find_compute_problems(options: TrainOptions) -> list[str]:

@@ -93,7 +93,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
     sidecar = data.sources[0].sidecar
     if sidecar is not None and sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(
-            f"--data {path}: was made with another tokenizer than {found.name}'s: tokenize it with that model's"
+            f"--data {path}: was made with a tokenizer other than {found.name}'s: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"
         )
     objective = open_objective(data, found)
