@@ -24,10 +24,14 @@ import code_reference
 import option_reference
 
 OUT = ROOT / "build" / "docs"
-# Pages outside of docs/, and where the site has them.
-OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
+# Pages that the site has elsewhere.
+MOVED = {
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 NOTEBOOKS = Path("examples/notebooks")
-LEFT_OUT = {Path("docs/README.md")}  # GitHub's list of pages: the site has its navigation
 # The theme loads a script from a server that lets the search run in pages opened as files; the site has a copy.
 SHIM = OUT / "site" / "assets" / "iframe-worker.js"
 LOADED = re.compile(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="?(https?://[^"\s>]+)')
@@ -53,11 +57,9 @@ def main() -> None:
 def gather_pages(out: Path) -> None:
     """Writes all pages of the site, and the files they link to, to the directory `out`, which is emptied."""
     shutil.rmtree(out, ignore_errors=True)
-    sources = [ROOT / name for name in OUTSIDE] + sorted((ROOT / "docs").rglob("*.md"))
-    for source in sources:
+    for source in sorted({*(ROOT / name for name in MOVED), *(ROOT / "docs").rglob("*.md")}):
         path = source.relative_to(ROOT)
-        if path not in LEFT_OUT:
-            write(out / place(path), move_links(source.read_text(), path, copy=lambda file: copy_file(file, out)))
+        write(out / place(path), move_links(source.read_text(), path, copy=lambda file: copy_file(file, out)))
     for notebook in sorted((ROOT / NOTEBOOKS).glob("*.ipynb")):
         path = notebook.relative_to(ROOT)
         text = move_links(convert_notebook(notebook), path, copy=lambda file: copy_file(file, out))
@@ -70,8 +72,8 @@ def gather_pages(out: Path) -> None:
 
 def place(path: Path) -> Path:
     """Where the site has a file of the repository."""
-    if str(path) in OUTSIDE:
-        return Path(OUTSIDE[str(path)])
+    if str(path) in MOVED:
+        return Path(MOVED[str(path)])
     if path.parent == NOTEBOOKS:
         return Path("notebooks") / path.name
     return path.relative_to("docs") if path.parts[0] == "docs" else Path("files") / path
