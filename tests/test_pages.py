@@ -134,7 +134,7 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     page, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks" / "results"
     on_gpu = (results / "gpu.txt").read_text()
     on_cpu = (results / "train_step.txt").read_text().split("\npython ")
-    medium = next(text for text in on_cpu if "--methods ours padded grouped trl --shape medium" in text)
+    (medium,) = (text for text in on_cpu if "--methods ours padded grouped trl --shape medium" in text)
     for text, names in ((on_gpu, ("trl", "plain")), (on_cpu[1], ("trl", "padded")), (medium, ("trl", "padded"))):
         rows = [re.findall(rf"^ *\| {name} \|.*", text, flags=re.MULTILINE)[-1].split("|") for name in names]
         faster = [cells[8].strip() for cells in rows]  # than others, by what factor

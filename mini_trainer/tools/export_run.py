@@ -64,7 +64,8 @@ LEFT_OUT = {
     **flatten_options(ShardingOptions()),
     **flatten_options(HubOptions()),
     **dict.fromkeys(("validation_data_path", "callbacks", "track"), ()),
-    **dict.fromkeys(("upload_to", "keep_exports", "continue_from", "profile_steps", "config", "preset"), None),
+    **dict.fromkeys(("upload_to", "keep_exports", "continue_from", "profile_steps", "sample_prompts"), None),
+    **dict.fromkeys(("config", "preset"), None),
     **dict(validate_training_data=False, resume="auto", trust_remote_code=False),
 }
 KEPT = ("compute_dtype", "attention")  # of the computation
