@@ -70,7 +70,7 @@ def test_data_without_a_trained_token_is_refused(inputs, world, tmp_path):
         dict(data_path=(str(only_long),), subset="2", seed=0),
     ):
         message = train_refused(world, inputs, tmp_path / "run", **change)
-        assert f"--data-path {change['data_path'][-1]}: no token" in message
+        assert f"--data-path {change['data_path'][-1]}: its samples have no trained tokens" in message
     assert not (tmp_path / "run" / "training_params.json").exists()
 
 
@@ -106,7 +106,7 @@ def test_multi_label_counts_are_those_of_the_kept_rows(tmp_path):
 
 def test_class_weights_under_which_nothing_is_trained_are_refused():
     task = DataTask("sequence-classification", "single", ("a", "b"), 2)
-    with pytest.raises(ValueError, match=r"--class-weights 0 1: .*counts 0"):
+    with pytest.raises(ValueError, match=r"--class-weights 0 1: every class in the data has weight 0"):
         choose_class_weights(("0", "1"), task, lambda: (np.array([5.0, 0.0]), 5))
 
 

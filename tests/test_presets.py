@@ -20,10 +20,12 @@ from mini_trainer.model.method import Full
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import LossSums
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.options import PRESETS, TrainOptions, flatten_options, group_options
+from mini_trainer.options import PRESETS, RowOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.option_files import describe_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.problems.training import complete_rows
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts
@@ -84,12 +86,12 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         (dict(mock_data=9, format="messages"), "--format: "),
         (dict(input_file="r", messages_field="a", text_field="b"), "different formats"),
         (dict(input_file="r", text_field="b", format="messages"), "--text-field "),
-        (dict(input_file="r", objective="token-classification"), "--format classification"),
+        (dict(input_file="r", format="messages", objective="token-classification"), "--format classification"),
         (dict(mock_data=9, objective="sequence-classification"), "--format classification: --mock-data "),
         (dict(mock_data=9, mock_length=3, format="preference", objective="preference"), "--mock-length 3: "),
         (dict(mock_data=9, format="feedback", objective="reward"), "--objective reward needs "),
         (dict(mock_data=9, format="feedback"), "--format feedback "),
-        (dict(input_file="r", objective="preference"), "--objective preference needs "),
+        (dict(input_file="r", format="feedback", objective="preference"), "--objective preference needs "),
         (dict(input_file="r", format="preference"), "--objective preference or --objective reward"),
         (dict(data_path="d", preference_loss="ipo"), "--preference-loss: "),
         (dict(data_path="d", objective="reward", preference_beta=0.2, reward_centering=0.1), "--preference-beta: "),
@@ -232,3 +234,16 @@ def split_row(micro_batch) -> list:
     ids = [micro_batch.row.input_ids[0, start:end].numpy() for start, end in pairwise(bounds)]
     objective = CausalLM()
     return [objective.pack([objective.make_check_sample(part)]) for part in ids]
+
+
+def test_an_objective_implies_the_format_of_its_rows():
+    for objective, facts in OBJECTIVES.items():
+        assert complete_rows(RowOptions(input_file=("r",)), objective).format == facts.row_format
+    assert complete_rows(RowOptions(feedback_from_pairs=True), "kto").format == "preference"
+    given = dict(output_dir="o", model_name_or_path="m", input_file="r", max_steps=1)
+    for more in (
+        dict(objective="sequence-classification", label_field="kind"),
+        dict(objective="preference", chosen_field="good"),
+        dict(objective="kto", feedback_from_pairs=True),
+    ):
+        assert find_problems(group_options(TrainOptions, **given, **more)) == []

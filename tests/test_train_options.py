@@ -211,7 +211,7 @@ EFFECTS = {
     ),
     "osft_unfreeze_rank_ratio": (
         dict(osft=True, osft_unfreeze_rank_ratio=1.0),
-        lambda r, b: re.search(r"15,360 numbers .* 15,360\b", r.text) is not None,
+        lambda r, b: re.search(r"15,360 trainable parameters .* 15,360\b", r.text) is not None,
     ),
     "osft_target_patterns": (
         dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_target_patterns=("mlp",)),
