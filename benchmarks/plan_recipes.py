@@ -103,7 +103,7 @@ def plan_recipe(options: TrainOptions) -> Plan:
     with contextlib.redirect_stdout(io.StringIO()) as text:
         plan_run(options)
     report = text.getvalue()
-    params, trained = re.search(r"([\d,]+) parameters, ([\d,]+) numbers train", report).groups()
+    params, trained = re.search(r"([\d,]+) parameters, ([\d,]+) of them trainable", report).groups()
     problems = tuple(
         line for line in re.findall(r"(?m)^  - (.*)", report) if not any(word in line for word in NOT_HERE)
     )

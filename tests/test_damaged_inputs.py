@@ -71,7 +71,7 @@ def test_data_without_a_trained_token_is_refused(inputs, world, tmp_path):
     ):
         message = train_refused(world, inputs, tmp_path / "run", **change)
         assert re.search(
-            f"--data-path {change['data_path'][-1]}: its (8 kept )?samples have no trained tokens", message
+            f"--data-path {change['data_path'][-1]}: its (\\d+ kept )?samples have no trained tokens", message
         )
     assert not (tmp_path / "run" / "training_params.json").exists()
 

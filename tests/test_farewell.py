@@ -70,7 +70,8 @@ def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
     done = run_printed_forked("to continue:", stopped.stderr)
     assert done.returncode == 0, done.stderr
     check_done(done.stderr, tmp_path / "a run")
-    assert run_printed_forked("try it:", done.stderr).returncode == 0
+    tried = run_printed("try it:", done.stderr, stdin="hello\n")
+    assert tried.returncode == 0 and "Traceback" not in tried.stderr, tried.stderr
     drawn = run_printed("curves:", done.stderr)
     assert drawn.returncode == 0 and (tmp_path / "a run/curves.html").is_file(), drawn.stderr
 
@@ -111,7 +112,7 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
     shown = [f"{tmp_path}/run/hf_format/best"] * export_best
     assert [line.rpartition(": ")[2] for line in said[1:-2]] == [*shown, str(last)]
     assert not export_best or f"step {best}:" in said[1]
-    assert said[-2].endswith(f" --model {tmp_path / 'run/hf_format' / ('best' if export_best else 'latest')}")
+    assert said[-2].endswith(f" chat {tmp_path / 'run/hf_format' / ('best' if export_best else 'latest')}")
 
 
 def test_a_quiet_run_says_nothing_more(world, tmp_path, caplog):

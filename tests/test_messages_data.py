@@ -42,7 +42,8 @@ def in_file(*rows: dict) -> dict[str, str]:
 PREPARED = [
     ("rows of no format", ValueError, in_file(UNKNOWN, {"n": float("nan")}, UNKNOWN), {},
      f"3 of 3 rows cannot be used:\n  in.jsonl:1: unrecognised format: its keys are ['dialog', 'tools'], {FORMATS};"
-     " --messages-field and the like take other names\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
+     " other names: --messages-field, or for a chat of a question and an answer --format alpaca --prompt-field question"
+     " --completion-field answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
      f" number{FIX}"),
     ("a weight of what is not trained", ValueError, in_file({"messages": [USER | {"weight": 0.5}, ANSWER]}), {},
      f"{ONE}in.jsonl:1: message 1 (user) has 'weight': 0.5 but is not trained; add 'train': true, or remove the"
@@ -61,8 +62,8 @@ PREPARED = [
      f"{ONE}in.csv:2: 'messages' is a list of messages as Python prints it, not JSON: write it with json.dumps{FIX}"),
     ("a list in an object", ValueError, {"in.json": json.dumps({"data": [ROW]})}, {},
      f"{ONE}in.json:1: unrecognised format: its keys are ['data'], {FORMATS}; it is an object around a list of"
-     " objects, under 'data': if these are the rows, write the list alone; --messages-field and the like take other"
-     f" names{FIX}"),
+     " objects, under 'data': if these are the rows, write the list alone; other names: --messages-field, or for a chat"
+     f" of a question and an answer --format alpaca --p ...{FIX}"),
     ("a quote without end", ValueError, {"in.csv": 'prompt,completion\n"a,b\n'}, {},
      "in.csv: damaged, or not in the format of its ending: a quote in line 2 opens a cell that does not end"),
     ("several formats", ValueError, {"rows/a.jsonl": json.dumps(ROW), "rows/b.txt": "b"}, {"input_file": "rows"},

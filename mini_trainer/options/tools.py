@@ -245,7 +245,7 @@ class ServeOptions:
     takes_words: ClassVar = True  # its required option has no flag
 
     model: str
-    """Directory of a model, an export, an adapter or a run, or a name on the hub."""
+    """Directory of a model, an export, an adapter (with vLLM) or a run, or a name on the hub."""
     adapter: str | None = None
     """Directory of a LoRA adapter for the model, in peft's format."""
     engine: Literal["hf", "vllm"] | None = None

@@ -64,7 +64,7 @@ def describe_trial(model: Path, exports: Exports) -> list[str]:
         return []
     saw_chats = inputs.tokenizer.chat_template is not None and not (inputs.roles and inputs.roles <= PLAIN_ROLES)
     if inputs.objective.pipeline_tag == "text-generation" and saw_chats:
-        return [f"try it: {name_program('generate')} --model {quote(model)}"]
+        return [f"try it: {name_program('chat')} {quote(model)}"]
     data = (inputs.validation_data or inputs.data).sources[0].path
     target = exports.output_dir / "evaluation"
     command = name_program("evaluate")

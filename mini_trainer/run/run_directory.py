@@ -28,7 +28,8 @@ from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
 from mini_trainer.run.disk_check import check_disk
 from mini_trainer.run.due import count_validations
-from mini_trainer.run.exports import EXPORTS_DIR, Exports
+from mini_trainer.run.exports import Exports
+from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
 from mini_trainer.run.identity import (
     check_continues,
     check_same_run,
@@ -89,9 +90,18 @@ class RunDirectory:
         self.log = TrainingLog([])
         self.callbacks: Callbacks | None = None
         if self.checkpoint is None:
-            log.info(f"starting from step 0 in {self.path}")
+            log.info(f"starting from step 0 in {self.path}{call_on_rank0(world, self._describe_lost)}")
         else:
             log.info(f"resuming from {self.checkpoint.path}: {self.start}")
+
+    def _describe_lost(self) -> str:
+        """What a start that was killed before its first checkpoint had done."""
+        metrics = self.path / METRICS_FILE
+        if not (metrics.is_file() and metrics.stat().st_size):
+            return ""
+        minutes = self.options.checkpoint_every_minutes
+        every = "" if minutes is None else f", which --checkpoint-every-minutes {minutes:g} writes"
+        return f": an earlier start was ended before its first checkpoint{every}; its steps are repeated"
 
     def claim(self, inputs: RunInputs, optimization: OptimizationOptions) -> None:
         """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""

@@ -6,6 +6,7 @@ Errors are collected, so that all of them are reported at once.
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -137,6 +139,7 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
     """The options with rank 0's local data sets in place of rows and URLs. All ranks call this."""
     if not call_on_rank0(world, lambda: names_raw_data(options)):
         return options
+    call_on_rank0(world, lambda: check_output_dir(Path(options.output_dir)))  # before the work of tokenizing
     from mini_trainer.run import raw_rows
 
     return raw_rows.make_data_local(options, world, control)
@@ -265,8 +268,7 @@ def open_model(o: ModelOptions, data: OpenedData, family: Family, method: Method
     if "completion" in list_roles(data.sidecars) and tokenizer.chat_template is not None:
         log.warning(
             "warning: the data has prompts and completions as plain text, without the model's chat template, so chats"
-            " with the trained model do not begin like its training data (process_data.py --as-chat converts them to"
-            " chats)"
+            " with the trained model do not begin like its training data (--format alpaca makes chats of them)"
         )
     family = family.complete(config, tokenizer, trust_remote_code=trust)
     return OpenedModel(family, directory, config, generation, tokenizer, trust_remote_code=trust)

@@ -48,7 +48,7 @@ from mini_trainer.options import (
 )
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
 from mini_trainer.run.exports import Exports
-from mini_trainer.run.file_names import PARAMS_FILE
+from mini_trainer.run.file_names import EXPORTS_DIR, PARAMS_FILE
 from mini_trainer.run.identity import OF_METHOD
 from mini_trainer.run.input_identity import identify_run
 from mini_trainer.run.inputs import RunInputs
@@ -92,12 +92,21 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     if verifies:
         call_on_each_node(world, inputs.verify)
     call_on_rank0(world, lambda: check_made_with(checkpoint, inputs, trained.optimization))
+    if (later := call_on_rank0(world, lambda: find_later(run, start))) is not None:
+        return f"{later}: is already a model of a later step than the newest checkpoint's, {start.step:,}"
     exports = Exports(trained.exports, trained.hub, inputs, world, control, TrainingLog([]))
     if call_on_rank0(world, lambda: exports.find(start)):
         return f"{exports.path_of(start)}: is already the model of step {start.step:,}"
     step_options = StepOptions(trained.data, trained.compute, trained.sharding, trained.optimization)
     exports.write(load_state(checkpointer, checkpoint, inputs, step_options, world), start)
     return f"wrote the model of step {start.step:,} to {exports.path_of(start)}"
+
+
+def find_later(run: Path, start: RunPosition) -> Path | None:
+    """The newest export if it has seen more samples than the checkpoint."""
+    exports = {int(path.name.removeprefix("samples_")): path for path in (run / EXPORTS_DIR).glob("samples_*")}
+    newest = max(exports, default=0)
+    return exports[newest] if newest > start.num_samples else None
 
 
 def restore_options(checkpoint: Checkpoint, run: Path, *, trust_remote_code: bool) -> TrainOptions:

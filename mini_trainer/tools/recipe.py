@@ -75,7 +75,7 @@ def list_table(recipes: list[Recipe]) -> None:
 
 def make_row(recipe: Recipe) -> tuple[str, ...]:
     hours = recipe.seconds_per_sample * NUM_SAMPLES * NUM_EPOCHS / 3600
-    return (recipe.name, recipe.machine, recipe.memory, f"{hours:.1f}", recipe.trained)
+    return (recipe.name, recipe.machine, recipe.memory, f"{hours:.2f}", recipe.trained)
 
 
 if __name__ == "__main__":

@@ -93,18 +93,13 @@ def name_for_vllm(found: FoundModel) -> tuple[str, list[str]]:
 
 
 def name_for_transformers(found: FoundModel) -> tuple[str, list[str]]:
-    """The model's name on the server, and the words that start it; ValueError for an adapter of another base."""
-    if found.adapter is None:
-        return found.directory, ["serve", found.directory]
-    from mini_trainer.model.methods.adapter_files import find_base
-
-    base, _ = find_base(found.adapter, flag="--adapter")
-    if base != found.base_name:
+    """The model's name on the server, and the words that start it; ValueError for an adapter."""
+    if found.adapter is not None:
         raise ValueError(
-            f"--adapter {found.adapter}: transformers serve loads it with {base}, which its config names, and not with"
-            f" {found.base_name}: merge it with mini-trainer merge-adapter, or use --engine vllm"
+            f"transformers serve takes no adapters, such as {found.adapter}: {name_program('merge-adapter')} --adapter"
+            f" {shlex.quote(str(found.adapter))} --output-dir MERGED writes a model to serve; vLLM takes adapters"
         )
-    return str(found.adapter), ["serve", str(found.adapter)]
+    return found.directory, ["serve", found.directory]
 
 
 def list_common(options: ServeOptions) -> list[str]:

@@ -114,7 +114,14 @@ def read_text_row(
     try:
         example = read_example(fields, chunk.format, is_given=is_given, takes_images=folders is not None)
     except UnknownFormat as error:
-        raise error if paths.given else ValueError(f"{error}; --messages-field and the like take other names") from None
+        raise (
+            error
+            if paths.given
+            else ValueError(
+                f"{error}; other names: --messages-field, or for a chat of a question and an answer --format alpaca"
+                " --prompt-field question --completion-field answer"
+            )
+        ) from None
     if folders is not None and isinstance(example, Chat):
         return [replace(example, images=tuple(folders.find_path(value, chunk.file) for value in found))]
     if found:

@@ -261,8 +261,8 @@ def describe_completions(totals: Totals) -> list[str]:
     if not totals.trained_by_role["completion"]:
         return []
     return [
-        "prompts and completions are trained as plain text, without the model's chat template (--format completion"
-        " --as-chat makes chats of them)"
+        "prompts and completions are trained as plain text, without the model's chat template (--format alpaca in"
+        " place of completion makes chats of them)"
     ]
 
 

@@ -261,6 +261,8 @@ def check_weights(path: Path) -> None:
                if others else "")
         )  # fmt: skip
     for name in names:
+        if (path / name).exists() and not os.access(path / name, os.R_OK):
+            raise ValueError(f"{path / name}: cannot be read: permission denied")  # safetensors says that it is missing
         try:
             with safe_open(path / name, framework="numpy"):  # reads the header and checks it against the file's size
                 pass
