@@ -123,7 +123,7 @@ def test_tests_that_cannot_be_measured_are_refused_before_the_first_task(tmp_pat
 
 @pytest.mark.parametrize("kind", ["rows", "own-answers"])
 def test_a_replays_teacher_is_there_where_something_is_replayed(kind, tmp_path: Path):
-    """As in docs/tasks/continual.md: train's divergence is of no use to a task that replays nothing."""
+    """The example of docs/tasks/continual.md: without replay, train's divergence has no effect."""
     settings = make_inputs(tmp_path)
     settings["replay"] = {"kind": kind, "share": 0.1, "teacher_weight": 0.5}
     settings["train"] |= {"teacher_divergence": "masked-kl", "teacher_temperature": 2.0}

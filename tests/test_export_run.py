@@ -66,7 +66,7 @@ def test_the_export_is_the_one_that_the_run_would_have_written(method, inputs, w
     shutil.rmtree(tmp_path / "later" / "checkpoints" / "step_3")
     assert "samples_24: is already a model of a later step" in export(world, tmp_path / "later")
     assert (tmp_path / "later" / "hf_format" / "latest").resolve().name == "samples_24"
-    # The run goes on as if nothing had been.
+    # The run continues as if nothing had happened.
     train_here(world, **inputs | OPTIONS | METHODS[method] | every_step | dict(output_dir=str(stopped)))
     check_same_files(tmp_path / "run" / "hf_format" / "samples_24", exports / "samples_24")
 

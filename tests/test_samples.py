@@ -51,7 +51,7 @@ def read_samples(output_dir: Path) -> list[dict]:
 
 @torch.no_grad()
 def continue_plainly(model_dir: Path | str, ids: list[int], num_tokens: int) -> list[int]:
-    """By transformers' own model, one sequence, without a cache."""
+    """The answer of transformers' own model to one sequence, without a cache."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
     row = torch.tensor([ids])
     for _ in range(num_tokens):

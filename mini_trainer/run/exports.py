@@ -130,9 +130,8 @@ class Exports:
         num_kept = self.options.keep_exports
         if num_kept is None:
             return
-        names = [path.name.removeprefix("samples_") for path in self.directory.glob("samples_*")]
-        numbers = [int(name) for name in names if name.isdecimal()]
-        for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
+        numbers = list_numbers(self.directory)
+        for number in [number for number in numbers if number <= position.num_samples][:-num_kept]:
             for export in (f"{AVERAGE_PREFIX}samples_{number}", f"samples_{number}"):
                 if (self.directory / export).exists():  # not every export has an average
                     remove_directory(self.directory / export)
@@ -151,3 +150,9 @@ class Exports:
     def finish_uploads(self, *, is_done: bool) -> None:
         for uploads in self.uploads:
             uploads.close(is_done=is_done)
+
+
+def list_numbers(directory: Path) -> list[int]:
+    """The numbers of samples in the names of a directory's exports, ascending."""
+    names = (path.name.removeprefix("samples_") for path in directory.glob("samples_*"))
+    return sorted(int(name) for name in names if name.isdecimal())

@@ -47,7 +47,7 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
-from mini_trainer.run.exports import Exports
+from mini_trainer.run.exports import Exports, list_numbers
 from mini_trainer.run.file_names import EXPORTS_DIR, PARAMS_FILE
 from mini_trainer.run.identity import OF_METHOD
 from mini_trainer.run.input_identity import identify_run
@@ -81,10 +81,12 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     checkpoint = checkpointer.choose("auto")
     if checkpoint is None:
         raise ValueError(f"{run}: has no checkpoint to export from: start its command again")
+    start = RunPosition(**checkpoint.state["position"])
+    if (later := call_on_rank0(world, lambda: find_later(run, start))) is not None:
+        return f"{later}: is already a model of a later step than the newest checkpoint's, {start.step:,}"
     trained = restore_options(checkpoint, run, trust_remote_code=options.trust_remote_code)
     world = divide_world(world, trained.sharding)
     trained = make_data_local(trained, world, control)
-    start = RunPosition(**checkpoint.state["position"])
     inputs = open_inputs(trained, device=world.device, world_size=world.world_size, start=start)
     inputs.errors.raise_all()
     verifies = not trained.skip_verification
@@ -92,8 +94,6 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     if verifies:
         call_on_each_node(world, inputs.verify)
     call_on_rank0(world, lambda: check_made_with(checkpoint, inputs, trained.optimization))
-    if (later := call_on_rank0(world, lambda: find_later(run, start))) is not None:
-        return f"{later}: is already a model of a later step than the newest checkpoint's, {start.step:,}"
     exports = Exports(trained.exports, trained.hub, inputs, world, control, TrainingLog([]))
     if call_on_rank0(world, lambda: exports.find(start)):
         return f"{exports.path_of(start)}: is already the model of step {start.step:,}"
@@ -104,9 +104,8 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
 
 def find_later(run: Path, start: RunPosition) -> Path | None:
     """The newest export if it has seen more samples than the checkpoint."""
-    exports = {int(path.name.removeprefix("samples_")): path for path in (run / EXPORTS_DIR).glob("samples_*")}
-    newest = max(exports, default=0)
-    return exports[newest] if newest > start.num_samples else None
+    newest = max(list_numbers(run / EXPORTS_DIR), default=0)
+    return run / EXPORTS_DIR / f"samples_{newest}" if newest > start.num_samples else None
 
 
 def restore_options(checkpoint: Checkpoint, run: Path, *, trust_remote_code: bool) -> TrainOptions:

@@ -1,8 +1,10 @@
 """Prints options for a known model and machine, as a file for train.py --config, or lists what there is.
 
-python -m mini_trainer recipe
-python -m mini_trainer recipe qwen3-8b
-python -m mini_trainer recipe qwen3-8b/lora-1x80gb > recipe.yaml
+    python -m mini_trainer recipe
+    python -m mini_trainer recipe qwen3-8b
+    python -m mini_trainer recipe qwen3-8b/lora-1x80gb > recipe.yaml
+
+The files are those of options/recipes.py.
 """
 
 from mini_trainer.options.command_line import parse_options

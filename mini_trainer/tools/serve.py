@@ -1,7 +1,9 @@
 """Serves a model on this machine, with an OpenAI-compatible API: becomes `vllm serve` or `transformers serve`.
 
-python -m mini_trainer serve runs/chats
-python -m mini_trainer serve Qwen/Qwen3-0.6B --adapter runs/lora/hf_format/latest --port 8001
+    python -m mini_trainer serve runs/chats
+    python -m mini_trainer serve Qwen/Qwen3-0.6B --adapter runs/lora/hf_format/latest --port 8001
+
+What cannot be served is refused first: the server's own errors come after a model is loaded.
 """
 
 from mini_trainer.options.command_line import parse_options
@@ -28,7 +30,6 @@ from mini_trainer.options.problems.packages import describe_missing, is_installe
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
 ADAPTER = "adapter"  # name of an adapter on vLLM's server
-TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
 NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
 
 
@@ -46,14 +47,13 @@ def serve(options: ServeOptions) -> None:
     check_answering(found)
     if not options.skip_verification:
         found.verify()
-    name, words = (name_for_vllm if engine == "vllm" else name_for_transformers)(found)
+    program, module, name_words = SERVERS[engine]
+    name, words = name_words(found)
     words += list_common(options)
     url = f"http://{'127.0.0.1' if options.host == '0.0.0.0' else options.host}:{options.port}/v1"
     chat = [*shlex.split(name_program("chat")), name, "--engine", "openai", "--base-url", url]
-    program = "vllm" if engine == "vllm" else "transformers"
     say(f"serving {name} at {url} by {shlex.join([program, *words])}\nchat: {shlex.join(chat)}")
     os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' list of models is an internal error
-    module = VLLM if engine == "vllm" else TRANSFORMERS
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *words])
 
 
@@ -100,6 +100,13 @@ def name_for_transformers(found: FoundModel) -> tuple[str, list[str]]:
             f" {shlex.quote(str(found.adapter))} --output-dir MERGED writes a model to serve; vLLM takes adapters"
         )
     return found.directory, ["serve", found.directory]
+
+
+# Program, its module, and the function that names the model and starts its words, by --engine.
+SERVERS = {
+    "vllm": ("vllm", "vllm.entrypoints.cli.main", name_for_vllm),
+    "hf": ("transformers", "transformers.cli.transformers", name_for_transformers),
+}
 
 
 def list_common(options: ServeOptions) -> list[str]:
