@@ -97,6 +97,7 @@ class OSFT(Method):
                 build_plain=build_plain,
                 objective=objective,
                 world=world,
+                patterns=self.options.osft_target_patterns,
             )
 
     def choose_layers(self, meta: MetaModel) -> None:

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.gathering import gather_all
+from mini_trainer.model.methods import osft_calibration
 from mini_trainer.model.methods.osft_calibration import Statistics, prepare_statistics
 from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer
 from mini_trainer.model.methods.osft_subspaces import (
@@ -433,7 +434,7 @@ def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, w
 # -- directions from activations ---------------------------------------------------------------------------------------
 
 
-def watch(path, world, data, *, statistics_file=None, seed=0):
+def watch(path, world, data, *, statistics_file=None, seed=0, patterns=()):
     """Statistics of the model at `path` on `data`."""
     return prepare_statistics(
         statistics_file,
@@ -442,6 +443,7 @@ def watch(path, world, data, *, statistics_file=None, seed=0):
         build_plain=lambda: build(path, world),
         objective=CausalLM(),
         world=world,
+        patterns=patterns,
     )
 
 
@@ -464,6 +466,35 @@ def test_statistics_are_the_covariances_of_what_the_layers_see(family, world, tm
         torch.testing.assert_close(statistics.covariance(name), inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-5)
     assert len(statistics.similarities) == 2
     assert np.mean([statistics.importance(block) for block in statistics.similarities]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2"])
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_statistics_that_do_not_fit_into_memory_take_several_passes(room, family, world, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger=osft_calibration.log.name)
+    path = save_model(FAMILIES[family], tmp_path / "model")
+    data = TokenizedData(write_samples(tmp_path / "data.arrow", make_samples(12, vocab_size=VOCAB_SIZE)))
+    whole = watch(path, world, data)
+    assert "passes" not in caplog.text
+    monkeypatch.setattr(osft_calibration, "find_room", lambda world: room)
+    parts = watch(path, world, data)
+    num_passes = int(re.search(r"statistics in (\d+) passes", caplog.text)[1])
+    assert num_passes == len(whole.covariances) if room == 0 else 1 < num_passes < len(whole.covariances)
+    assert parts.inputs == whole.inputs and parts.similarities == whole.similarities
+    assert all(torch.equal(parts.covariances[name], whole.covariances[name]) for name in whole.covariances)
+    monkeypatch.setattr(osft_calibration, "available_memory", lambda: 1000)
+    with pytest.raises(RunError, match=r"OSFT by activations needs 0\.0 GiB more of rank 0's CPU memory"):
+        watch(path, world, data)
+
+
+def test_only_targets_have_statistics_but_a_file_has_all_layers(world, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path / "model")
+    data = TokenizedData(write_samples(tmp_path / "data.arrow", make_samples(12, vocab_size=VOCAB_SIZE)))
+    some = watch(path, world, data, patterns=("down_proj", "v_proj"))
+    assert {name.rpartition(".")[2] for name in some.inputs} == {"down_proj", "v_proj"}
+    every = watch(path, world, data, patterns=("down_proj",), statistics_file=tmp_path / "statistics")
+    assert {name.rpartition(".")[2] for name in every.inputs} > {"q_proj", "up_proj", "down_proj"}
+    assert all(torch.equal(some.covariance(name), every.covariance(name)) for name in some.inputs)
 
 
 @pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2"])

@@ -3,6 +3,7 @@
 Based on gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
+import functools
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.memory import GIB, available_memory, memory_limit, resident_memory
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import iterate_owners
 from mini_trainer.model.methods.hashed_tensors import load_hashed, read_about, save_hashed
@@ -146,11 +148,13 @@ def prepare_statistics(
     build_plain: Callable[[], PackedModel],
     objective: Objective,
     world: World,
+    patterns: tuple[str, ...] = (),
 ) -> Statistics:
     """Statistics of earlier tasks from the file `path`, from `data`, or both; empty except on rank 0.
 
     `data` is added to the file only once: the file records the hashes of its data. `build_plain` builds the model that
-    the data is run through; only the seed and the token cap of `options` matter.
+    the data is run through; only the seed and the token cap of `options` matter. The file has all layers; without one
+    only those whose names contain one of `patterns` are recorded.
     """
     # Read the file, and check whether it includes this data.
     statistics = Statistics()
@@ -177,7 +181,9 @@ def prepare_statistics(
             world=world,
         )
     )
-    found = gather_statistics(model, batch, data_hash=data_hash, world=world)
+    found = gather_statistics(
+        model, batch, patterns=() if path is not None else patterns, data_hash=data_hash, world=world
+    )
     log.info(f"OSFT: statistics of {len(batch.sample_ids)} samples of {data.path}, {batch.lengths.sum():,} tokens")
 
     def add() -> None:
@@ -191,66 +197,108 @@ def prepare_statistics(
 
 
 @torch.no_grad()
-def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str, world: World) -> Statistics:
-    """Runs each rank's micro-batches of `batch` forward once, recording every linear layer and block.
+def gather_statistics(
+    packed_model: PackedModel, batch: Batch, *, patterns: tuple[str, ...], data_hash: str, world: World
+) -> Statistics:
+    """Runs each rank's micro-batches of `batch` forward, recording every targeted linear layer and every block.
 
-    All tokens count, trained or not, except those of filler micro-batches of idle ranks. Sums are in fp64.
+    All tokens count, trained or not, except those of filler micro-batches of idle ranks. Sums are in fp64. Covariances
+    that do not fit into memory together are recorded in several passes, between which rank 0's CPU memory holds them.
     """
-    # Define hooks that accumulate every layer's input covariance and every block's cosine similarity.
-    device = world.device
-    names = {module: name for name, module in packed_model.model.named_modules()}
-    block_modules = find_blocks(packed_model.model)
-    layers, blocks = set(find_targets(packed_model.model, block_modules, ())), {names[block] for block in block_modules}
-    covariances: dict[str, Tensor] = {}
-    inputs: dict[str, str] = {}
-    similarities = {block: torch.zeros((), dtype=torch.float64, device=device) for block in sorted(blocks)}
-    counting, last_name, last_input = True, "", None
-
-    def record_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        nonlocal last_name, last_input
-        name, x = names[module], args[0]
-        if x is not last_input:
-            last_name, last_input = name, x
-        inputs[name] = last_name
-        if name not in covariances and name == last_name:
-            covariances[name] = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float64, device=device)
-        if counting and name == last_name:
-            flat = x.reshape(-1, x.shape[-1]).double()  # (T, in)
-            covariances[name].addmm_(flat.T, flat)
-
-    def record_block(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
-        before = args[0] if args else kwargs["hidden_states"]
-        after = output if isinstance(output, Tensor) else output[0]
-        if counting:
-            cosines = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-            similarities[names[module]] += cosines.sum(dtype=torch.float64)
-
-    # Run one forward pass.
-    handles = []
-    for module, name in names.items():
-        if name in layers:
-            handles.append(module.register_forward_pre_hook(record_input))
-        if name in blocks:
-            handles.append(module.register_forward_hook(record_block, with_kwargs=True))
     packed_model.eval()
-    num_tokens = torch.zeros((), dtype=torch.float64, device=device)
-    for micro_batch, row in zip(batch.micro_batches, batch.table, strict=True):
-        counting = len(row[world.rank]) > 0
-        num_tokens += micro_batch.row.input_ids.numel() if counting else 0
-        packed_model.hidden_states(micro_batch.to(device))
-    for handle in handles:
-        handle.remove()
-
-    # Average over all ranks.
+    counts = [len(row[world.rank]) > 0 for row in batch.table]
+    sizes = [one.row.input_ids.numel() for one, counting in zip(batch.micro_batches, counts, strict=True) if counting]
+    num_tokens = torch.tensor(sum(sizes), dtype=torch.float64, device=world.device)
     dist.all_reduce(num_tokens)
-    statistics = Statistics(data_hashes=[data_hash])
-    for name in list(covariances):
-        total = covariances.pop(name)
-        dist.all_reduce(total)
-        if dist.get_rank() == 0:
-            statistics.covariances[name] = (total / num_tokens).cpu()
-    for name, total in similarities.items():
+    statistics, recorded, num_passes, is_whole = Statistics(data_hashes=[data_hash]), set(), 0, False
+    while not is_whole:
+        recorder = Recorder(packed_model, patterns, recorded=recorded, room=find_room(world))
+        with recorder.watch():
+            for micro_batch, recorder.counting in zip(batch.micro_batches, counts, strict=True):
+                packed_model.hidden_states(micro_batch.to(world.device))
+        num_passes, is_whole, recorded = num_passes + 1, not recorder.left_out, recorded | set(recorder.covariances)
+        call_on_rank0(world, functools.partial(check_room, recorder.left_out))
+        for name in list(recorder.covariances):
+            total = recorder.covariances.pop(name)
+            dist.all_reduce(total)
+            if dist.get_rank() == 0:
+                statistics.covariances[name] = (total / num_tokens).cpu()
+    for name, total in recorder.similarities.items():
         dist.all_reduce(total)
         statistics.similarities[name] = (total / num_tokens).item()
-    statistics.inputs = inputs
+    statistics.inputs = recorder.inputs
+    if num_passes > 1:
+        log.info(f"OSFT: statistics in {num_passes} passes, each over as many layers as fit into memory")
     return statistics
+
+
+class Recorder:
+    """Sums up, in one pass over the data, the covariances of as many layers' inputs as there is room for, and every
+    block's cosine similarity."""
+
+    def __init__(self, packed_model: PackedModel, patterns: tuple[str, ...], *, recorded: set[str], room: int):
+        """`recorded`: covariances of earlier passes; `room`: bytes for those of this one. There is always one."""
+        model = packed_model.model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.blocks = find_blocks(model)
+        self.layers = find_targets(model, self.blocks, patterns)
+        self.recorded, self.room, self.counting = recorded, room, True
+        self.covariances: dict[str, Tensor] = {}  # (in, in) fp64: sum of x x^T
+        self.left_out: dict[str, int] = {}  # bytes of covariances for a later pass
+        self.inputs: dict[str, str] = {}  # as in `Statistics`
+        self.similarities = {self.names[block]: 0.0 for block in self.blocks}
+        self.last_name, self.last_input = "", None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        handles = [layer.register_forward_pre_hook(self.record_input) for layer in self.layers.values()]
+        handles += [block.register_forward_hook(self.record_block, with_kwargs=True) for block in self.blocks]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def record_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        name, x = self.names[module], args[0]
+        if x is not self.last_input:
+            self.last_name, self.last_input = name, x
+        self.inputs[name] = self.last_name
+        if name == self.last_name and name not in self.recorded:
+            self.add(name, x.reshape(-1, x.shape[-1]))
+
+    def add(self, name: str, rows: Tensor) -> None:  # (T, in)
+        size = 8 * rows.shape[-1] ** 2
+        if name not in self.covariances:
+            if self.covariances and size > self.room:
+                self.left_out[name] = size
+                return
+            self.room -= size
+            self.covariances[name] = rows.new_zeros(rows.shape[-1], rows.shape[-1], dtype=torch.float64)
+        if self.counting:
+            rows = rows.double()
+            self.covariances[name].addmm_(rows.T, rows)
+
+    def record_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output if isinstance(output, Tensor) else output[0]
+        cosines = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+        self.similarities[self.names[module]] += self.counting * cosines.sum(dtype=torch.float64)
+
+
+def find_room(world: World) -> int:
+    """Bytes of covariances for one pass: half of the memory that is free, on the rank with the least."""
+    is_cuda = world.device.type == "cuda"
+    used = torch.cuda.memory_allocated(world.device) if is_cuda else resident_memory()
+    room = torch.tensor((memory_limit(None, world.device) - used) // 2, device=world.device)
+    dist.all_reduce(room, op=dist.ReduceOp.MIN)
+    return int(room)
+
+
+def check_room(left_out: dict[str, int]) -> None:
+    """On rank 0, which holds all covariances: ValueError if those of later passes do not fit."""
+    needed, available = sum(left_out.values()), available_memory()
+    if needed > available:
+        raise ValueError(
+            f"OSFT by activations needs {needed / GIB:,.1f} GiB more of rank 0's CPU memory, for the covariances of"
+            f" {len(left_out):,} layers' inputs, and has {available / GIB:,.1f} GiB: choose fewer layers by"
+            " --osft-target-patterns, or --osft-basis weights"
+        )
