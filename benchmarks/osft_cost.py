@@ -12,10 +12,12 @@ own, which other work on the machine moves little.
 prints the same bytes, of plain fine-tuning's, for the layers of well-known models and for these as a whole, from the
 shapes of the tensors alone.
 
-    python benchmarks/osft_cost.py --decompositions "Qwen2.5 1.5B" "Llama 3.1 8B"
+    python benchmarks/osft_cost.py --decompositions "SmolLM2 135M" "Qwen2.5 1.5B"
 
 times one decomposition of each kind of layer, of random numbers: what the first start on a model costs, divided by the
-number of ranks; later ones read it from the cache.
+number of ranks; later ones read it from the cache. Beside it the thin SVD in fp32 that mini_trainer of Red Hat AI
+Innovation takes at every start, and what both leave in memory or on disk. Times of other models are estimated from
+those of the largest matrices that were timed, as s^2 (L + s) for a matrix of L rows and s columns.
 
     OMP_NUM_THREADS=1 python benchmarks/osft_cost.py --square --ratios 0.25 0.5
 
@@ -54,6 +56,8 @@ from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import Batch
 
 MODELS = {
+    "SmolLM2 135M": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                         num_key_value_heads=3, vocab_size=49152, tied=True),
     "Qwen2.5 1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
                          num_key_value_heads=2, vocab_size=151936, tied=True),
     "Llama 3.1 8B": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -98,16 +102,54 @@ def list_layers(shape: dict) -> dict[str, tuple[int, tuple[int, int]]]:
     return {"q, o": (2, (hidden, hidden)), "k, v": (2, (key_value, hidden)), "MLP": (3, (inner, hidden))}
 
 
-def print_decompositions(names: list[str], world: World) -> None:
-    print("| layer | seconds | of the model, by one process |\n|---|---|---|")
-    for name in names:
-        depth, total = MODELS[name]["num_hidden_layers"], 0.0
-        for kind, (number, (out, into)) in list_layers(MODELS[name]).items():
-            matrix = torch.randn(max(out, into), min(out, into), device=world.device)
-            seconds = time_call(lambda matrix=matrix: make_subspace(matrix, device=world.device), world.device)
-            total += depth * number * seconds
-            print(f"| {name}: {kind}, {out} × {into} | {seconds:.1f} | {depth * number} × |")
-        print(f"| **{name}** | | {total / 60:.1f} min |")
+def list_matrices(shape: dict, *, of_inputs: bool) -> dict[tuple[int, int], int]:
+    """(L, s) of the matrices to decompose -> their number in the model: weights, or covariances of distinct inputs."""
+    depth, hidden, inner = shape["num_hidden_layers"], shape["hidden_size"], shape["intermediate_size"]
+    if of_inputs:  # of query, key and value; of the output projection; of gate and up; of down
+        return {(hidden, hidden): 3 * depth, (inner, inner): depth}
+    return {(max(sizes), min(sizes)): depth * number for number, sizes in list_layers(shape).values()}
+
+
+WAYS = {
+    "by weights": (False, lambda matrix: make_subspace(matrix, device=matrix.device)),
+    "by activations": (True, lambda matrix: make_subspace(matrix.double(), device=matrix.device)),
+    "SVD in fp32": (False, lambda matrix: torch.linalg.svd(matrix, full_matrices=False)),
+}
+
+
+def print_decompositions(timed: list[str], world: World) -> None:
+    seconds: dict[str, dict[tuple[int, int], float]] = {way: {} for way in WAYS}
+    for name in timed:
+        for way, (of_inputs, decompose) in WAYS.items():
+            for size in list_matrices(MODELS[name], of_inputs=of_inputs).keys() - seconds[way].keys():
+                matrix = torch.randn(size, device=world.device)
+                matrix = matrix.T @ matrix if of_inputs else matrix
+                seconds[way][size] = time_call(lambda matrix=matrix, run=decompose: run(matrix), world.device)
+    print(f"| first start, by one process | {' | '.join(WAYS)} | cache, by weights | by activations |"
+          " covariances, in rank 0's memory | U, S, V of the SVD |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    for name, shape in MODELS.items():
+        times = []
+        for way, (of_inputs, _) in WAYS.items():
+            matrices = list_matrices(shape, of_inputs=of_inputs)
+            total = sum(number * find_seconds(size, seconds[way]) for size, number in matrices.items())
+            times.append(f"{total / 60:,.1f} min" + ("" if name in timed else " (estimated)"))
+        weights, inputs = (list_matrices(shape, of_inputs=of_inputs) for of_inputs in (False, True))
+        cached = sum(4 * number * (s * s * (2 if s == L else 1)) for (L, s), number in weights.items())
+        bases, covariances = (size * sum(n * s * s for (_, s), n in inputs.items()) for size in (4, 8))
+        factors = sum(4 * number * (L * s + s + s * s) for (L, s), number in weights.items())
+        sizes = " | ".join(f"{size / 1e9:,.1f} GB" for size in (cached, bases, covariances, factors))
+        print(f"| {name} | {' | '.join(times)} | {sizes} |")
+
+
+def find_seconds(size: tuple[int, int], seconds: dict[tuple[int, int], float]) -> float:
+    """Measured, or estimated from the largest measured matrix."""
+    largest = max(seconds, key=count_work)
+    return seconds.get(size, seconds[largest] * count_work(size) / count_work(largest))
+
+
+def count_work(size: tuple[int, int]) -> int:
+    num_rows, num_columns = size
+    return num_columns**2 * (num_rows + num_columns)
 
 
 def print_shapes(ratios: list[float]) -> None:

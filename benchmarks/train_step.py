@@ -4,6 +4,7 @@
     python benchmarks/train_step.py --data-path gsm8k.arrow --shape qwen2.5-1.5b --batch-size 256 \
         --max-tokens-per-gpu 8192 --micro-batch-size 16 --compile ours trl              # one CUDA device
     … --shape qwen2.5-7b --activation-checkpointing full --methods ours trl
+    … --model smollm2 --data-path gsm8k.arrow                                           # real weights
 
 The same random weights, learning rate, AdamW, clipping, compute dtype and global batches for all; `METHODS` says what
 each does. Each method runs in a process of its own, one after the other, round after round; the first step of each
@@ -44,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 ROOT = paths.ROOT
 from harness import build_state, describe_versions, make_options, write_random_data
@@ -94,6 +95,10 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary, 
 BETAS, EPS, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 1.0
 NUM_HELD_OUT = 4
 LEAK = 1e-3  # relative change of the others' hidden states above which samples are said to see each other
+
+
+def read_config(args: argparse.Namespace) -> PretrainedConfig:
+    return make_config(args.shape) if args.model is None else AutoConfig.from_pretrained(args.model)
 
 
 def make_config(shape: str) -> Qwen2Config:
@@ -458,7 +463,7 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
 def open_data(args: argparse.Namespace) -> Mixture:
     data = Mixture([TokenizedData(args.data_path)])
     data.fit_to(args.max_tokens_per_gpu, drop_overlong=True)
-    data.vocab_size = make_config(args.shape).vocab_size
+    data.vocab_size = read_config(args).vocab_size
     return data
 
 
@@ -534,6 +539,7 @@ def print_table(
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--model", help="a directory with weights, instead of a shape")
     parser.add_argument("--data-path", help="data set of process_data.py; without, random tokens")
     parser.add_argument("--lengths", choices=DISTRIBUTIONS, default="gsm8k", help="of the random tokens")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if "+" not in m])
@@ -566,14 +572,15 @@ def main() -> None:
         return print(json.dumps(run_worker(args)))
     device = find_device()
     on_cuda = device.type == "cuda"
-    config = make_config(args.shape)
+    config = read_config(args)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     flops = count_flops(model)
     peak = peak_flops(device, torch.bfloat16) if on_cuda else measure_matmul()
     with tempfile.TemporaryDirectory() as directory:
-        args.model_dir = str(Path(directory) / "model")
-        save_random_model(args.shape, args.model_dir)
+        args.model_dir = args.model or str(Path(directory) / "model")
+        if args.model is None:
+            save_random_model(args.shape, args.model_dir)
         if args.data_path is None:
             args.data_path = str(Path(directory) / "data.arrow")
             write_random_data(Path(args.data_path), draw_lengths(args.lengths, 2000)[0])
@@ -598,7 +605,7 @@ def main() -> None:
         print(f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}")
         print(f"{torch.cuda.get_device_name() if on_cuda else 'CPU'}; torch threads {torch.get_num_threads()};"
               f" {describe_versions('torch', 'transformers', 'trl')}")  # fmt: skip
-        print(f"{args.shape}: {model.num_parameters():,} parameters, vocabulary {config.vocab_size:,};"
+        print(f"{args.model or args.shape}: {model.num_parameters():,} parameters, vocabulary {config.vocab_size:,};"
               f" {'bf16 compute, fp32 weights' if on_cuda else 'fp32'}, activation checkpointing"
               f" {args.activation_checkpointing}; {args.batch_size} samples a step; lengths {lengths.mean():.0f} on"
               f" average, {np.percentile(lengths, 5):.0f} to {np.percentile(lengths, 95):.0f} in 9 of 10,"

@@ -160,6 +160,31 @@ def test_replayed_rows_have_their_share_and_no_held_out_question(tmp_path: Path)
     assert all(line["teacher_kl"] is not None for line in metrics)
 
 
+@pytest.mark.long
+def test_what_the_start_model_knows_is_replayed_from_the_first_task_on(tmp_path: Path):
+    settings = make_inputs(tmp_path)
+    known = tmp_path / "known.jsonl"
+    write_lines(known, [chat(f"what is {i}?", f"a number, {i}") for i in range(8)])
+    settings["replay"] = {"kind": "rows", "share": 0.25, "known": str(known), "teacher_weight": 0.5}
+    root = run(settings, tmp_path)
+    first, second = (read_options(root / "order_1_seed_42" / name) for name in ("1_twice", "2_shout"))
+    assert first["data_weights"] == [0.75, 0.25] and first["teacher_weight"] == [0.0, 0.5]
+    assert second["data_weights"] == [0.75, 0.125, 0.125]
+    assert first["data_path"][1] == second["data_path"][1]
+    assert len(TokenizedData(Path(first["data_path"][1])).lengths) == 8
+
+
+def test_a_test_question_among_what_is_known_is_refused_before_the_first_task(tmp_path: Path):
+    settings = make_inputs(tmp_path)
+    settings["tasks"] = settings["tasks"][:1]
+    known = tmp_path / "known.jsonl"
+    write_lines(known, [chat("what is 7?", "a number"), read_lines(Path(settings["tasks"][0]["test"]))[0]])
+    settings["replay"] = {"kind": "rows", "known": str(known)}
+    with pytest.raises(ValueError, match=r"replay: 1 rows of .*known.jsonl hold questions of a test"):
+        run(settings, tmp_path)
+    assert not list((tmp_path / "runs").rglob("train.log"))
+
+
 def test_own_answers_are_those_that_pass(tmp_path: Path):
     prompts = [chat("2 + 2?", "4"), chat("3 + 3?", "6"), chat("4 + 4?", "8")]
     write_lines(tmp_path / "prompts.jsonl", prompts)

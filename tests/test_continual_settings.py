@@ -108,7 +108,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (GOOD | {"replay": {"kind": "own-answers", "num_prompts": 0}}, "replay: num_prompts 0: must be at least 1"),
     (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": TAUGHT}, "train of a, b has a teacher_weight"),
-    (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect"),
+    (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect with one task; give known"),
+    (GOOD | {"replay": {"kind": "rows", "known": "s3://x/y.jsonl"}}, "replay: known: s3://x/y.jsonl: must be local"),
     (GOOD | {"replay": {"kind": "own-answers"}, "generate": {"top_p": 0.5}}, "generate: --top-p, --top-k, "),
     # Self-distillation.
     (GOOD | {"self_distillation": {"round": 3}}, "self_distillation: unknown option 'round'"),
@@ -221,7 +222,6 @@ CHANGES = {
     "settings.train.learning_rate: None before, 0.1 now": {"train": {"max_epochs": 1, "batch_size": 4,
                                                                       "learning_rate": 0.1}},
     "settings.seeds[0]: 42 before, 43 now": {"seeds": [43]},
-    "settings.seeds: [42] before, [42, 43] now": {"seeds": [42, 43]},
     "settings.orders: 1 before, 2 now": {"orders": 2},
     "settings.probes: [{": {"probes": []},
     "settings.measure: 'all' before, 'seen' now": {"measure": "seen"},
@@ -260,8 +260,28 @@ def test_tasks_come_last_if_they_are_added_and_cannot_be_removed(good: dict[str,
     assert settle(good | {"orders": 2}, tmp_path) == [[["a", "b"], ["b", "a"]]]
     assert settle(more | {"orders": 2}, tmp_path) == [[["a", "b", "c"], ["b", "a", "c"]]]
     for settings in (good, more | {"tasks": more["tasks"][::-1]}):
-        with pytest.raises(ValueError, match="only tasks"):
+        with pytest.raises(ValueError, match="only seeds and tasks"):
             settle(settings | {"orders": 2}, tmp_path)
+
+
+def test_seeds_can_be_added_also_to_one_method_and_not_removed(good: dict[str, Any], tmp_path: Path):
+    settle(good | {"methods": {"one": {}, "two": {"seeds": [1]}}}, tmp_path)
+    settle(good | {"methods": {"one": {}, "two": {"seeds": [1, 2, 3]}}}, tmp_path)
+    for seeds in ([1, 2], [3, 2, 1]):
+        with pytest.raises(ValueError, match=r"out/two .*\n  settings.seeds"):
+            settle(good | {"methods": {"one": {}, "two": {"seeds": seeds}}}, tmp_path)
+
+
+def test_what_is_known_is_recorded(good: dict[str, Any], tmp_path: Path):
+    known = tmp_path / "known.jsonl"
+    settings = good | {"replay": {"kind": "rows", "known": str(known)}}
+    with pytest.raises(ValueError, match=r"replay: known: .*known.jsonl does not exist"):
+        settle(settings, tmp_path)
+    known.write_text("one")
+    settle(settings, tmp_path)
+    known.write_text("two")
+    with pytest.raises(ValueError, match=f"files.{known}: '"):
+        settle(settings, tmp_path)
 
 
 def test_methods_can_be_added(good: dict[str, Any], tmp_path: Path):
@@ -292,6 +312,7 @@ def test_directories_of_something_else_are_refused(name: str, good: dict[str, An
         ({"model": 1}, "model"),
         ({"settings": []}, "settings"),
         ({"settings": {"tasks": ["a"]}}, "settings.tasks"),
+        ({"settings": {"tasks": [{"name": "a"}, {"name": "b"}], "seeds": 42}}, "settings.seeds"),
     ],
 )
 def test_a_changed_record_is_refused_by_key(changes: Any, keys: str, good: dict[str, Any], tmp_path: Path):

@@ -2,6 +2,7 @@
 models that do not exist yet; and by reading tests as evaluate does."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from mini_trainer.continual.data import Prepared, read_questions
 from mini_trainer.continual.held_out import HeldOut
@@ -17,13 +18,18 @@ from mini_trainer.use.evaluation.tasks import open_task
 UNSTARTED = "unstarted"  # stands for the output directory of a run; nothing is written there
 
 
-def check_experiments(several: list[ContinualSettings], prepared: dict[str, Prepared], held_out: HeldOut) -> None:
+def check_experiments(
+    several: list[ContinualSettings], prepared: dict[str, Prepared], held_out: HeldOut, known: list[Path | None]
+) -> None:
     """ValueError with all problems that runs of train, and their data, would have."""
     problems = find_test_problems(several[0], prepared)  # which all methods share
-    for settings in several:
+    for settings, own in zip(several, known, strict=True):
         where = f"methods: {settings.label}: " if len(several) > 1 else ""
+        if own is not None and (num_held_out := held_out.count_rows(own)):
+            problems.append(f"{where}{describe_held_out(num_held_out, settings.replay.known)}")
         for task in settings.tasks:
-            found = [*find_data_problems(settings, task, prepared, held_out), *find_problems(settings, task, prepared)]
+            found = find_data_problems(settings, task, prepared, held_out)
+            found += find_problems(settings, task, prepared, own)
             problems += [f"{where}tasks: {task.name}: {problem}" for problem in found]
     if problems:
         raise ValueError("\n  ".join(dict.fromkeys(problems)))
@@ -68,7 +74,8 @@ def find_data_problems(
     """Problems with a task's rows, as replay and self-distillation read them."""
     replay, rounds, data = settings.replay, settings.self_distillation, prepared[task.name].train
     if replay is not None and replay.kind == "rows" and not task.input_file and held_out.count_rows(data):
-        return [describe_held_out(held_out.count_rows(data), data, task)]
+        advice = f", or give input_file for task {task.name}, whose rows can be left out"
+        return [describe_held_out(held_out.count_rows(data), data) + advice]
     if rounds is None and (replay is None or replay.kind == "rows"):
         return []
     try:
@@ -88,20 +95,24 @@ def lacks_user(question: Prompt) -> bool:
     return question.messages is not None and all(message["role"] != "user" for message in question.messages)
 
 
-def find_problems(settings: ContinualSettings, task: Task, prepared: dict[str, Prepared]) -> list[str]:
+def find_problems(
+    settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], known: Path | None
+) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
     from mini_trainer.run.plan.parts import Findings  # with torch: seconds to import
     from mini_trainer.run.plan.planner import choose_step_options, find_target, look_at_run
 
     findings = Findings()
-    options = group_options(TrainOptions, **choose_options(settings, task, prepared))
+    options = group_options(TrainOptions, **choose_options(settings, task, prepared, known))
     step_options = choose_step_options(options)
     target = find_target(options.plan, step_options, settings.num_processes, findings, is_here=False)
     look_at_run(options, target, findings)
     return [f"train: {problem}" for problem in findings.problems]
 
 
-def choose_options(settings: ContinualSettings, task: Task, prepared: dict[str, Prepared]) -> Values:
+def choose_options(
+    settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], known: Path | None
+) -> Values:
     """The task's options of train with the start model and, where rows are replayed, all other tasks' data."""
     own, values = prepared[task.name], complete_options(settings, task)[0]
     others = [prepared[other.name].train for other in settings.tasks if other is not task]
@@ -115,4 +126,4 @@ def choose_options(settings: ContinualSettings, task: Task, prepared: dict[str, 
         if settings.replay is not None or settings.self_distillation is not None:
             values.pop(name, None)
     replayed = others if settings.replay is not None and settings.replay.kind == "rows" else []
-    return mix(values, own.train, replayed, settings.replay)
+    return mix(values, own.train, [*filter(None, [known]), *replayed], settings.replay)

@@ -17,6 +17,7 @@ class Context:
     runner: Runner
     prepared: dict[str, Prepared]  # by task or probe
     held_out: HeldOut  # of all sequences
+    known: Path | None  # data that is replayed with every task
     folder: Path
     seed: int
 

@@ -60,6 +60,13 @@ def prepare(one: SetSettings, settings: ContinualSettings, folder: Path, runner:
     return Prepared(train=train, validation=validation, held_out=held_out, test=test)
 
 
+def prepare_known(settings: ContinualSettings, runner: Runner) -> Path | None:
+    """The data set of what the start model knows, which is replayed with every task."""
+    if settings.replay is None or settings.replay.known is None:
+        return None
+    return open_set(SetSettings(name="replayed"), "known", settings.replay.known, settings, settings.root, runner)
+
+
 def open_set(one: SetSettings, kind: str, path: str, settings: ContinualSettings, folder: Path, runner: Runner) -> Path:
     """A data set of process-data under the set's name, from such a set or from rows."""
     files = DataSetFiles(Path(path).absolute())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mini_trainer.continual.compare import describe_comparison
 from mini_trainer.continual.context import Context
-from mini_trainer.continual.data import Prepared, prepare
+from mini_trainer.continual.data import Prepared, prepare, prepare_known
 from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
 from mini_trainer.continual.measuring import describe_row, measure
@@ -22,6 +22,7 @@ from mini_trainer.run.file_names import PARAMS_FILE
 from mini_trainer.run.stages import Record, hash_files, list_changes, write_record
 
 RECORD, PAGE = "continual.json", "results.html"
+ADDED_TO = {"tasks", "seeds"}  # settings that may grow at their end
 
 
 def find_root(several: list[ContinualSettings]) -> Path:
@@ -47,9 +48,10 @@ def run_methods(several: list[ContinualSettings], root: Path, runner: Runner) ->
     sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
     prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
     held_out = HeldOut(prepared.values(), several[0])
-    check_experiments(several, prepared, held_out)
-    for settings, own in zip(several, orders, strict=True):
-        run_experiment(settings, own, prepared, held_out, runner)
+    known = [prepare_known(settings, runner) for settings in several]
+    check_experiments(several, prepared, held_out, known)
+    for settings, own, replayed in zip(several, orders, known, strict=True):
+        run_experiment(settings, own, prepared, held_out, replayed, runner)
     if len(several) > 1:
         directories = [settings.root for settings in several]
         experiments = [read_experiment(directory) for directory in directories]
@@ -62,6 +64,7 @@ def run_experiment(
     orders: list[list[str]],
     prepared: dict[str, Prepared],
     held_out: HeldOut,
+    known: Path | None,
     runner: Runner,
 ) -> None:
     """Trains on all orders with all seeds."""
@@ -80,6 +83,7 @@ def run_experiment(
                 runner=runner,
                 prepared=prepared,
                 held_out=held_out,
+                known=known,
                 folder=settings.root / f"order_{i + 1}_seed_{seed}",
                 seed=seed,
             )
@@ -134,11 +138,15 @@ def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[s
     """The orders of the tasks of each experiment. Several also have a record of their common settings."""
     paths = [settings.root / RECORD for settings in several]
     inputs = {"files": hash_inputs(several[0]), "model": hash_model(several[0].model)}
+    own_inputs = [inputs | {"files": inputs["files"] | hash_known(settings)} for settings in several]
     if not any(path.exists() for path in (*paths, root / RECORD)):
         refuse_foreign(root, [path.parent for path in paths])
     if len(several) > 1:
         settle(several[0], root / RECORD, describe_settings(several[0], left_out=OF_METHODS) | inputs)
-    found = [settle(one, path, describe_settings(one) | inputs) for one, path in zip(several, paths, strict=True)]
+    found = [
+        settle(one, path, describe_settings(one) | own)
+        for one, path, own in zip(several, paths, own_inputs, strict=True)
+    ]
     for settings, orders in zip(several, found, strict=True):
         for order in orders:
             check_statistics(settings, order)
@@ -154,8 +162,8 @@ def refuse_foreign(root: Path, experiments: list[Path]) -> None:
 
 
 def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[str]]:
-    """The orders of the tasks. Records the settings, and refuses ones that differ from the directory's; tasks may be
-    added at the end, and come last in every order."""
+    """The orders of the tasks. Records the settings, and refuses ones that differ from the directory's; seeds and tasks
+    may be added at the end, and such tasks come last in every order."""
     names = [task.name for task in settings.tasks]
     if not path.exists():
         orders = draw_orders(names, settings.orders)
@@ -165,14 +173,15 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
     orders = before.pop("orders")
     num_before = len(before["settings"]["tasks"])
     kept = json.loads(json.dumps(now))
-    kept["settings"]["tasks"] = kept["settings"]["tasks"][:num_before]
+    for name in ADDED_TO & before["settings"].keys():
+        kept["settings"][name] = kept["settings"][name][: len(before["settings"][name])]
     kept["files"] = {name: hashed for name, hashed in kept["files"].items() if name in before["files"]}
     changes = list_changes(before, kept)
     if changes:
         listed = "".join(f"\n  {change}" for change in changes)
         raise ValueError(
             f"{path.parent} belongs to an experiment with other settings:{listed}\nundo the changes, or choose another"
-            " output_dir; only tasks at the end can be added"
+            " output_dir; only seeds and tasks at the end can be added"
         )
     orders = [order + names[num_before:] for order in orders]
     write_record(path, now | {"orders": orders})
@@ -184,12 +193,13 @@ def read_record(path: Path) -> Record:
     advice = "; restore it, or choose another output_dir"
     kinds = {"settings": dict, "files": dict, "model": str, "orders": list}
     record = read_fields(path, kinds, written_by="mini-trainer continual", advice=advice)
-    tasks = record["settings"].get("tasks")
+    tasks, seeds = (record["settings"].get(name) for name in ("tasks", "seeds"))
     is_whole = isinstance(tasks, list) and all(isinstance(task, dict) for task in tasks)
     names = sorted(str(task.get("name")) for task in tasks) if is_whole else []
     has_orders = all(isinstance(order, list) and sorted(map(str, order)) == names for order in record["orders"])
-    if not is_whole or not has_orders:
-        wrong = "orders" if is_whole else "settings.tasks"
+    has_seeds = seeds is None or isinstance(seeds, list)  # those of methods are in their own records
+    if not (is_whole and has_orders and has_seeds):
+        wrong = "settings.tasks" if not is_whole else "settings.seeds" if not has_seeds else "orders"
         raise ValueError(f"{path}: not as mini-trainer continual writes it (see {wrong}){advice}")
     return record
 
@@ -216,6 +226,14 @@ def hash_inputs(settings: ContinualSettings) -> dict[str, str]:
                 raise ValueError(f"{'tasks' if is_task else 'probes'}: {one.name}: {key}: {name} does not exist")
             paths.append(Path(name))
     return hash_files(paths)
+
+
+def hash_known(settings: ContinualSettings) -> dict[str, str]:
+    """The hash of the data that the method replays with every task."""
+    known = None if settings.replay is None else settings.replay.known
+    if known is not None and not Path(known).exists():
+        raise ValueError(f"replay: known: {known} does not exist")
+    return {} if known is None else hash_files([Path(known)])
 
 
 def hash_model(name: str) -> str:

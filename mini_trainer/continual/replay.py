@@ -29,10 +29,12 @@ ROWS, REPLAYED = "rows.jsonl", "replayed"  # in the folder of an earlier task: i
 
 
 def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder: Path) -> list[Path]:
-    """Data sets to replay, one of each earlier task that has any; the model's answers are those before the new task."""
-    replay, found = context.settings.replay, []
+    """Data sets to replay: of what the start model knows, and of each earlier task that has any; the model's answers
+    are those before the new task."""
+    replay = context.settings.replay
     if replay is None:
         return []
+    found = [] if context.known is None else [context.known]
     for task in earlier:
         place = folder / "replay" / task.name
         if replay.kind == "rows":
@@ -51,7 +53,7 @@ def choose_rows(context: Context, task: Task, folder: Path) -> Path:
     if num_held_out == 0:
         return data
     if not task.input_file:
-        raise ValueError(describe_held_out(num_held_out, data, task))
+        raise ValueError(describe_held_out(num_held_out, data))
     context.runner.say(folder, f"{num_held_out:,} rows with held-out questions are not replayed")
     rows = folder / ROWS
     if not rows.is_file():
@@ -59,11 +61,8 @@ def choose_rows(context: Context, task: Task, folder: Path) -> Path:
     return tokenize_own(context, task, rows, folder, name=REPLAYED)
 
 
-def describe_held_out(count: int, data: Path, task: Task) -> str:
-    return (
-        f"replay: {count:,} rows of {data} hold questions of a test or held-out set: remove them, or give input_file"
-        f" for task {task.name}, whose rows can be left out"
-    )
+def describe_held_out(count: int, data: Path | str) -> str:
+    return f"replay: {count:,} rows of {data} hold questions of a test or held-out set: remove them"
 
 
 def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | None:

