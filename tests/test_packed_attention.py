@@ -73,6 +73,21 @@ def test_kernels_are_asked_for_what_sdpa_computes(kernels, extras, window):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_cpus_attend_to_short_sequences_in_fp32(monkeypatch):
+    """Rounded to bfloat16 once, at the end; longer ones are close to that."""
+    rounded = [tensor.bfloat16().detach().requires_grad_() for tensor in make_tensors()]
+    results = []
+    for tensors, short in ((rounded, 128), ([one.float() for one in rounded], 128), (rounded, 0)):
+        monkeypatch.setattr(packed_attention, "SHORT", short)
+        output = attend_sdpa(*tensors, make_row(), Rule(scaling=0.3))
+        assert output.dtype == tensors[0].dtype
+        results.append((output, *torch.autograd.grad(output.float().sum(), tensors)))
+    for short, exact, plain in zip(*results, strict=True):
+        assert torch.equal(short, exact.bfloat16())
+        torch.testing.assert_close(plain.float(), exact.float(), rtol=2e-2, atol=2e-2)
+    assert not torch.equal(results[0][1], results[2][1])
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma2_softcaps"])
 def test_a_run_trains_to_the_same_numbers(kernels, family, world, tmp_path):
     """The whole way: the start-up check, and two steps with recomputation."""

@@ -33,6 +33,7 @@ FUNCTIONS: Doors[Callable[..., Tensor]] = Doors(
     }
 )
 BY_NAME = frozenset({"varlen_fa3"})  # not chosen by "auto", since no GPU has measured them yet
+SHORT = 128  # tokens up to which CPUs attend in fp32 for bfloat16, whose backward pass takes 2 to 3 times as long there
 OWN = "own"  # the model's own attention, one sequence at a time, if no backend supports its features
 UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile skips their loop over sequences
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
@@ -136,10 +137,12 @@ def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule)
         is_plain = own is None and (rule.window is None or length <= rule.window)
         mask = None if is_plain else make_mask(length, rule, q.device, own)
         is_causal = mask is None and not rule.is_two_sided
+        if length <= SHORT and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+            q, k, v = q.float(), k.float(), v.float()
         output = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scaling, dropout_p=rule.dropout, enable_gqa=True
         )
-        outputs.append(output.transpose(1, 2))
+        outputs.append(output.transpose(1, 2).to(query.dtype))
     return torch.cat(outputs, dim=1)  # contiguous, since some models take views of it
 
 
