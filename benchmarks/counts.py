@@ -35,6 +35,7 @@ from make_tiny_model import train_tokenizer
 from op_recording import OpRecorder, WaitRecorder
 
 from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.model import attention
 from mini_trainer.options import TrainOptions
 from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.plan.planner import choose_step_options
@@ -150,6 +151,7 @@ def save_models(directory: Path) -> None:
 
 def run_worker(directory: Path, names: list[str]) -> None:
     """One rank; rank 0 writes the counts of these cases, or of all, to counts.json."""
+    attention.SHORT = 0  # as on a GPU
     setup_logging("ERROR")
     world = init_world()
     costs = {name: measure_case(name, world, directory) for name in names or CASES}

@@ -51,14 +51,20 @@ def take_half(values: np.ndarray, half: int) -> np.ndarray:
 def measure(experiment: Experiment, *, half: int) -> Point:
     """The point on one half of the questions, 0 or 1."""
     rng = np.random.default_rng(0)
-    method, _, rate = experiment.name.rpartition("_")
+    method, rate = split_name(experiment)
     drawn = draw(rng, len(experiment.sequences))
     learnt = resample(rng, [after(one, TASK) for one in experiment.sequences], drawn, half)
     drops = [
         resample(rng, [before(one, name) - after(one, name) for one in experiment.sequences], drawn, half)
         for name in PROBES
     ]
-    return Point(method, f"{float(rate[0] + 'e-' + rate[2:]):.0e}".replace("e-0", "e-"), learnt, np.mean(drops, axis=0))
+    return Point(method, rate, learnt, np.mean(drops, axis=0))
+
+
+def split_name(experiment: Experiment) -> tuple[str, str]:
+    """Method and learning rate: full_1e4 is full at 1e-4."""
+    method, _, rate = experiment.name.rpartition("_")
+    return method, rate.replace("e", "e-")
 
 
 def before(sequence: Sequence, name: str) -> np.ndarray:
@@ -187,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     found = {path.parent: read_experiment(path.parent) for root in args.roots for path in root.glob("*/results.json")}
     found = {root: experiment for root, experiment in found.items() if experiment.sequences}
-    experiments = sorted(found.values(), key=lambda one: one.name)
+    experiments = sorted(found.values(), key=lambda one: (split_name(one)[0], float(split_name(one)[1])))
     kl = find_divergences(found, args.kl) if args.kl else {}
     print("\n".join(["All questions; learnt and forgotten on one half:\n", *write_table(experiments, kl)]))
     print("\n".join(["\nThe rate chosen on the other half:\n", *write_chosen(experiments)]))

@@ -148,10 +148,23 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     num_refused = int(re.search(r"^templates refused whole: (\d+)", masks, flags=re.MULTILINE).group(1))
     num_rows = re.search(r"^([\d,]+) kept, 0 wrong", masks, flags=re.MULTILINE).group(1)
     assert f"0 of {num_rows} rows wrong, {num_refused} of {num_templates} cases refused" in page
+    learnt, forgotten = read_chosen((results / "forgetting.txt").read_text())
+    for numbers in (learnt, forgotten):
+        assert f"| {' | '.join(numbers)} |\n" in page
     soak = re.search(
         r"^\| all \| (\d+) \|.* (\d+) \| 0 \| 0 \|$", (results / "soak.txt").read_text(), flags=re.MULTILINE
     )
     assert f"{soak[2]} of {soak[2]} runs, {soak[1]} random kills" in page
+
+
+def read_chosen(text: str) -> tuple[list[str], list[str]]:
+    """What full fine-tuning, LoRA and OSFT learnt and forgot at their chosen rates, in results/forgetting.txt."""
+    chosen = text.split("chosen rate")[1]
+    rows = [
+        re.search(rf"^\| {name} \|.*", chosen, flags=re.MULTILINE)[0].split("|") for name in ("full", "lora", "osft")
+    ]
+    learnt, forgotten = ([cells[i].split()[0] for cells in rows] for i in (3, 4))
+    return learnt, forgotten
 
 
 def test_every_metric_is_explained():
