@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mini_trainer.continual.matrix import Experiment, Sequence, read_experiment
 
+OURS = "osft"
 TASK, PROBES, OWN = "facts", ("knowledge", "arithmetic", "instructions"), "own_answers"
+CHOOSE, REPORT, ALL = slice(0, None, 2), slice(1, None, 2), slice(None)  # questions
 NUM_RESAMPLES, NUM_TEXTS, MAX_TOKENS = 10_000, 40, 256
 
 
@@ -44,18 +46,13 @@ class Point:
         return float(self.learnt[0] - self.forgotten[0])
 
 
-def take_half(values: np.ndarray, half: int) -> np.ndarray:
-    return values[half::2]
-
-
-def measure(experiment: Experiment, *, half: int) -> Point:
-    """The point on one half of the questions, 0 or 1."""
-    rng = np.random.default_rng(0)
-    method, rate = split_name(experiment)
-    drawn = draw(rng, len(experiment.sequences))
-    learnt = resample(rng, [after(one, TASK) for one in experiment.sequences], drawn, half)
+def measure(experiment: Experiment, questions: slice = REPORT) -> Point:
+    """The point on these questions; resamples of all experiments draw the same ones."""
+    rng, (method, rate) = np.random.default_rng(0), split_name(experiment)
+    seeds = draw(np.random.default_rng(1), len(experiment.sequences))
+    learnt = resample(rng, [after(one, TASK)[questions] for one in experiment.sequences], seeds)
     drops = [
-        resample(rng, [before(one, name) - after(one, name) for one in experiment.sequences], drawn, half)
+        resample(rng, [(before(one, name) - after(one, name))[questions] for one in experiment.sequences], seeds)
         for name in PROBES
     ]
     return Point(method, rate, learnt, np.mean(drops, axis=0))
@@ -80,9 +77,9 @@ def draw(rng: np.random.Generator, size: int) -> np.ndarray:
     return np.concatenate([np.arange(size)[None], rng.integers(0, size, (NUM_RESAMPLES, size))])
 
 
-def resample(rng: np.random.Generator, by_seed: list[np.ndarray], seeds: np.ndarray, half: int) -> np.ndarray:
-    """(1 + resamples,): means over drawn seeds (1 + resamples, n) and questions of the half."""
-    values = np.stack([take_half(one, half) for one in by_seed])
+def resample(rng: np.random.Generator, by_seed: list[np.ndarray], seeds: np.ndarray) -> np.ndarray:
+    """(1 + resamples,): means over drawn seeds (1 + resamples, n) and drawn questions."""
+    values = np.stack(by_seed)
     counts = np.stack([(seeds == i).mean(axis=1) for i in range(len(by_seed))], axis=1)
     questions = draw(rng, values.shape[1])
     found = np.empty(len(seeds))
@@ -103,9 +100,12 @@ def write_table(experiments: list[Experiment], kl: dict[str, float]) -> Iterator
     yield "| --- " * len(titles) + "|"
     first = experiments[0].sequences[0].rows[0]
     start = [f"{first['score'][name].mean:.2f}" for name in PROBES]
-    yield f"| before | | | {first['score'][TASK].mean:.2f} | | {' | '.join(start)} | {first['loss'][OWN].mean:.2f} |"
+    yield (
+        f"| before | | | {first['score'][TASK].mean:.2f} | | {' | '.join(start)} | {first['loss'][OWN].mean:.2f} |"
+        + (" 0 |" if kl else "")
+    )
     for experiment in experiments:
-        point = measure(experiment, half=1)
+        point = measure(experiment)
         ends = [sequence.rows[-1] for sequence in experiment.sequences]
         probes = " | ".join(f"{np.mean([end['score'][name].mean for end in ends]):.2f}" for name in PROBES)
         loss = np.mean([end["loss"][OWN].mean for end in ends])
@@ -120,13 +120,16 @@ def write_chosen(experiments: list[Experiment]) -> Iterator[str]:
     """The best rate of each method by one half of the questions, and its numbers on the other."""
     best: dict[str, tuple[float, Experiment]] = {}
     for experiment in experiments:
-        point = measure(experiment, half=0)
+        point = measure(experiment, CHOOSE)
         if point.method not in best or point.merit > best[point.method][0]:
             best[point.method] = (point.merit, experiment)
-    yield "| method | chosen rate | learnt | forgotten |\n| --- | --- | --- | --- |"
+    yield f"| method | chosen rate | learnt | forgotten | more than {OURS} learnt, all questions | forgotten |"
+    yield "| --- " * 6 + "|"
+    ours = measure(best[OURS][1], ALL)
     for _, experiment in best.values():
-        point = measure(experiment, half=1)
-        yield f"| {point.method} | {point.rate} | {write_interval(point.learnt)} | {write_interval(point.forgotten)} |"
+        point, whole = measure(experiment), measure(experiment, ALL)
+        numbers = (point.learnt, point.forgotten, whole.learnt - ours.learnt, whole.forgotten - ours.forgotten)
+        yield f"| {point.method} | {point.rate} | {' | '.join(map(write_interval, numbers))} |"
 
 
 @torch.no_grad()
@@ -166,7 +169,7 @@ def plot(experiments: list[Experiment], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     by_method: dict[str, list[Point]] = {}
     for experiment in experiments:
-        point = measure(experiment, half=1)
+        point = measure(experiment)
         by_method.setdefault(point.method, []).append(point)
     colors = pyplot.get_cmap("tab10")
     for i, (method, points) in enumerate(by_method.items()):
