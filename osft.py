@@ -108,6 +108,7 @@ class OSFT(Method):
     ) -> None:
         warn_of_experts(meta.model, trains=self.options.osft_train_others)
         num_kept = self.directions.compute(self.statistics, readers, meta.compute_dtype, world=world, progress=progress)
+        self.statistics = self.directions.statistics = Statistics()  # gigabytes, which nothing needs any more
         self.replace_layers(meta, num_kept)
 
     def lay_out(self, meta: MetaModel) -> None:
