@@ -1,8 +1,8 @@
 """Which directions of a real model's layers are free in OSFT, and how much of them is rounding noise of 4-bit weights.
 
-    OMP_NUM_THREADS=1 python benchmarks/osft_spectrum.py --model smollm2 --data known.arrow
+    OMP_NUM_THREADS=1 python benchmarks/osft_spectrum.py --model smollm2 --statistics osft_statistics.safetensors
 
-Singular values of every linear layer of the blocks, and, with data that the model knows, the energies of its inputs.
+Singular values of every linear layer of the blocks, and, with the statistics of a run, the energies of its inputs.
 Printed by kind of layer, medians over blocks: the share of the squared singular values (of the inputs' energy) in the
 free directions for R = 0.25 and 0.5, and the share of these squared singular values that is rounding noise of GGUF's
 Q4_1: blocks of 32 weights in 16 steps of d from least to largest, so an error of d^2 / 12 each, the same in all
@@ -12,18 +12,18 @@ directions.
 import argparse
 import statistics
 from collections import defaultdict
+from pathlib import Path
 
 import paths  # noqa: F401
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.model.methods.osft_calibration import read_statistics
 
 RATIOS, BLOCK, NUM_STEPS = (0.25, 0.5), 32, 15
 
 
-@torch.no_grad()
 def measure_noise(weight: Tensor) -> float:
     """The mean squared rounding error of a weight (out, in)."""
     blocks = weight.reshape(-1, BLOCK)
@@ -35,31 +35,22 @@ def share_below(squares: Tensor, ratio: float) -> float:
     return float(squares[-round(len(squares) * ratio) :].sum() / squares.sum())
 
 
-@torch.no_grad()
-def gather_energies(model: torch.nn.Module, data: TokenizedData, names: list[str]) -> dict[str, Tensor]:
+def find_energies(path: str) -> dict[str, Tensor]:
     """Energies of each layer's inputs in the directions of their covariance, descending."""
-    sums: dict[str, Tensor] = {}
-
-    def record(name: str, x: Tensor) -> None:
-        rows = x.reshape(-1, x.shape[-1]).double()
-        sums[name] = sums.get(name, 0) + rows.T @ rows
-
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: record(name, args[0]))
-    for row in range(len(data.lengths)):
-        ids = torch.tensor(data.read(row)["input_ids"].astype("int64"))
-        model(ids[None], use_cache=False)
-    return {name: torch.linalg.eigvalsh(total).flip(0).clamp(min=0) for name, total in sums.items()}
+    statistics = read_statistics(Path(path))
+    found = {name: torch.linalg.eigvalsh(one).flip(0).clamp(min=0) for name, one in statistics.covariances.items()}
+    return {name: found[shared] for name, shared in statistics.inputs.items()}
 
 
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--data", help="data set of process_data.py")
+    parser.add_argument("--statistics", help="file of train --osft-statistics")
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     layers = {name: one for name, one in model.model.named_modules(prefix="model") if isinstance(one, torch.nn.Linear)}
-    energies = gather_energies(model, TokenizedData(args.data), list(layers)) if args.data else {}
+    energies = find_energies(args.statistics) if args.statistics else {}
     found = defaultdict(list)
     for name, layer in layers.items():
         squares, noise = torch.linalg.svdvals(layer.weight.double()).square(), measure_noise(layer.weight)

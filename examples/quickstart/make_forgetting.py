@@ -16,15 +16,13 @@ All that is written by hand is in questions.json.
 
 import json
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from make_continual import make_chat, run, write_rows
 
-ROOT = Path(__file__).parents[2]
 TEXTS = json.loads((Path(__file__).parent / "questions.json").read_text())
 FIRST, LAST = TEXTS["first_names"], TEXTS["last_names"]
 
@@ -115,10 +113,6 @@ class ForgettingOptions:
     """Seed of facts, tasks and requests."""
 
 
-def make_chat(question: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
 def make_facts(rng: random.Random, *, num_people: int) -> Iterator[tuple[list[str], str, str]]:
     """Each fact's four questions, its answer, and the word that the answer is about."""
     names = [f"{first} {last}" for first, last in zip(FIRST, rng.sample(LAST, len(LAST)), strict=True)]
@@ -156,12 +150,6 @@ def draw(make: Callable[[random.Random], dict], rng: random.Random, num: int) ->
         row = make(rng)
         found[row["messages"][0]["content"]] = row
     return list(found.values())
-
-
-def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    rows = list(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"wrote {len(rows):,} rows to {path}")
 
 
 def write_tasks(options: ForgettingOptions, directory: Path) -> None:
@@ -225,18 +213,14 @@ def write_own_answers(options: ForgettingOptions, directory: Path) -> None:
     requests = requests[: options.num_requests]
     asked, answers = directory / "requests.jsonl", directory / "answers.jsonl"
     write_rows(asked, [{"messages": [{"role": "user", "content": request}]} for request in requests])
-    run("generate.py", "--model", options.model, "--prompts", asked, "--output", answers, "--max-new-tokens", 96)
+    run("generate.py", {"model": options.model, "prompts": asked, "output": answers, "max_new_tokens": 96})
     said = [json.loads(line) for line in answers.read_text().splitlines()]
     rows = [make_chat(requests[line["index"]], line["answer"]) for line in said if line["finish_reason"] == "stop"]
     half = len(rows) // 2
     write_rows(directory / "own_answers.jsonl", rows[:half])
     write_rows(known := directory / "known.jsonl", rows[half:])
     data = known.with_suffix(".arrow")
-    run("process_data.py", "--input-file", known, "--output-file", data, "--model-name-or-path", options.model)
-
-
-def run(program: str, *words: object) -> None:
-    subprocess.run([sys.executable, str(ROOT / program), *map(str, words)], check=True)
+    run("process_data.py", {"input_file": known, "output_file": data, "model_name_or_path": options.model})
 
 
 if __name__ == "__main__":
