@@ -196,6 +196,8 @@ def main() -> None:
     args = parser.parse_args()
     found = {path.parent: read_experiment(path.parent) for root in args.roots for path in root.glob("*/results.json")}
     found = {root: experiment for root, experiment in found.items() if experiment.sequences}
+    if not found:
+        parser.error(f"{', '.join(map(str, args.roots))}: no METHOD/results.json of an experiment that ended")
     experiments = sorted(found.values(), key=lambda one: (split_name(one)[0], float(split_name(one)[1])))
     kl = find_divergences(found, args.kl) if args.kl else {}
     print("\n".join(["All questions; learnt and forgotten on one half:\n", *write_table(experiments, kl)]))

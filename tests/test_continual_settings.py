@@ -232,6 +232,7 @@ CHANGES = {
 @pytest.mark.parametrize("message", CHANGES)
 def test_changed_settings_are_refused_by_key(message: str, good: dict[str, Any], tmp_path: Path):
     assert settle(good, tmp_path) == settle(good, tmp_path) == [[["a", "b"]]]
+    (tmp_path / "out" / "start").mkdir()
     before = (tmp_path / "out" / "continual.json").read_text()
     with pytest.raises(ValueError, match=r"out .*other settings") as refused:
         settle(good | CHANGES[message], tmp_path)
@@ -244,6 +245,7 @@ def test_changed_settings_are_refused_by_key(message: str, good: dict[str, Any],
 def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[str, Any], tmp_path: Path):
     settings = good if methods is None else good | {"methods": methods}
     settle(settings, tmp_path)
+    (tmp_path / "out" / "start").mkdir()
     if name.endswith("safetensors"):
         save_file({"weight": torch.ones(2)}, tmp_path / name)
     else:
@@ -255,10 +257,25 @@ def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[s
     assert (f"files.{tmp_path / name}: '" if "M/" not in name else "model: '") in str(refused.value)
 
 
+@pytest.mark.parametrize("methods", [None, {"one": {}, "two": {}}], ids=["one", "methods"])
+def test_settings_and_rows_can_be_mended_until_a_model_is_measured(methods: Any, good: dict[str, Any], tmp_path: Path):
+    """Rows that process-data refuses are what a first start ends with."""
+    settings = good if methods is None else good | {"methods": methods}
+    settle(settings, tmp_path)
+    (tokenized := tmp_path / "out" / "data" / "a").mkdir(parents=True)
+    (tmp_path / "a.jsonl").write_text('{"other": 1}')
+    settle(settings | {"train": {"max_epochs": 2, "batch_size": 4}}, tmp_path)
+    assert not tokenized.exists()
+    (tmp_path / "out" / ("one/order_1_seed_42" if methods else "order_1_seed_42")).mkdir(parents=True)
+    with pytest.raises(ValueError, match="other settings"):
+        settle(settings, tmp_path)
+
+
 def test_tasks_come_last_if_they_are_added_and_cannot_be_removed(good: dict[str, Any], tmp_path: Path):
     more = good | {"tasks": [*good["tasks"], good["tasks"][0] | {"name": "c", "input_file": f"{tmp_path}/c.jsonl"}]}
     assert settle(good | {"orders": 2}, tmp_path) == [[["a", "b"], ["b", "a"]]]
     assert settle(more | {"orders": 2}, tmp_path) == [[["a", "b", "c"], ["b", "a", "c"]]]
+    (tmp_path / "out" / "start").mkdir()
     for settings in (good, more | {"tasks": more["tasks"][::-1]}):
         with pytest.raises(ValueError, match="only seeds and tasks"):
             settle(settings | {"orders": 2}, tmp_path)
@@ -267,6 +284,7 @@ def test_tasks_come_last_if_they_are_added_and_cannot_be_removed(good: dict[str,
 def test_seeds_can_be_added_also_to_one_method_and_not_removed(good: dict[str, Any], tmp_path: Path):
     settle(good | {"methods": {"one": {}, "two": {"seeds": [1]}}}, tmp_path)
     settle(good | {"methods": {"one": {}, "two": {"seeds": [1, 2, 3]}}}, tmp_path)
+    (tmp_path / "out" / "two" / "order_1_seed_1").mkdir()
     for seeds in ([1, 2], [3, 2, 1]):
         with pytest.raises(ValueError, match=r"out/two .*\n  settings.seeds"):
             settle(good | {"methods": {"one": {}, "two": {"seeds": seeds}}}, tmp_path)
@@ -279,6 +297,7 @@ def test_what_is_known_is_recorded(good: dict[str, Any], tmp_path: Path):
         settle(settings, tmp_path)
     known.write_text("one")
     settle(settings, tmp_path)
+    (tmp_path / "out" / "start").mkdir()
     known.write_text("two")
     with pytest.raises(ValueError, match=f"files.{known}: '"):
         settle(settings, tmp_path)
@@ -288,6 +307,7 @@ def test_methods_can_be_added(good: dict[str, Any], tmp_path: Path):
     methods = {"one": {}, "two": {"train": {"learning_rate": 0.1}}}
     settle(good | {"methods": methods}, tmp_path)
     assert len(settle(good | {"methods": methods | {"three": {}}}, tmp_path)) == 3
+    (tmp_path / "out" / "two" / "order_1_seed_42").mkdir()
     with pytest.raises(ValueError, match=r"out/two .*\n  settings.train.learning_rate: 0.1 before, 0.2 now"):
         settle(good | {"methods": methods | {"two": {"train": {"learning_rate": 0.2}}}}, tmp_path)
 

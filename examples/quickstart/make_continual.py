@@ -154,7 +154,8 @@ def make_start_model(options: ContinualDataOptions, directory: Path) -> None:
 
 def run(program: str, options: dict[str, object]) -> None:
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    subprocess.run([sys.executable, str(ROOT / program), *words], check=True)
+    if code := subprocess.run([sys.executable, str(ROOT / program), *words]).returncode:
+        sys.exit(code)  # the program has said why
 
 
 if __name__ == "__main__":

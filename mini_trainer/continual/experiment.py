@@ -1,6 +1,7 @@
 """An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings."""
 
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from mini_trainer.run.stages import Record, hash_files, list_changes, write_reco
 
 RECORD, PAGE = "continual.json", "results.html"
 ADDED_TO = {"tasks", "seeds"}  # settings that may grow at their end
+OF_DATA = ("data", "known")  # folders of tokenized rows
 
 
 def find_root(several: list[ContinualSettings]) -> Path:
@@ -138,7 +140,8 @@ def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[s
     """The orders of the tasks of each experiment. Several also have a record of their common settings."""
     paths = [settings.root / RECORD for settings in several]
     inputs = {"files": hash_inputs(several[0]), "model": hash_model(several[0].model)}
-    own_inputs = [inputs | {"files": inputs["files"] | hash_known(settings)} for settings in several]
+    known = [hash_known(one, where=f"methods: {one.label}: " if len(several) > 1 else "") for one in several]
+    own_inputs = [inputs | {"files": inputs["files"] | own} for own in known]
     if not any(path.exists() for path in (*paths, root / RECORD)):
         refuse_foreign(root, [path.parent for path in paths])
     if len(several) > 1:
@@ -177,6 +180,11 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
         kept["settings"][name] = kept["settings"][name][: len(before["settings"][name])]
     kept["files"] = {name: hashed for name, hashed in kept["files"].items() if name in before["files"]}
     changes = list_changes(before, kept)
+    if changes and not has_begun(path.parent):
+        for name in OF_DATA:
+            shutil.rmtree(path.parent / name, ignore_errors=True)
+        path.unlink()
+        return settle(settings, path, now)
     if changes:
         listed = "".join(f"\n  {change}" for change in changes)
         raise ValueError(
@@ -186,6 +194,12 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
     orders = [order + names[num_before:] for order in orders]
     write_record(path, now | {"orders": orders})
     return orders
+
+
+def has_begun(directory: Path) -> bool:
+    """Whether a model has been measured or trained there; before that, an error in the settings or rows can be mended
+    in place."""
+    return any(any(directory.glob(pattern)) for pattern in ("start", "order_*", "*/order_*"))
 
 
 def read_record(path: Path) -> Record:
@@ -228,11 +242,11 @@ def hash_inputs(settings: ContinualSettings) -> dict[str, str]:
     return hash_files(paths)
 
 
-def hash_known(settings: ContinualSettings) -> dict[str, str]:
+def hash_known(settings: ContinualSettings, *, where: str) -> dict[str, str]:
     """The hash of the data that the method replays with every task."""
     known = None if settings.replay is None else settings.replay.known
     if known is not None and not Path(known).exists():
-        raise ValueError(f"replay: known: {known} does not exist")
+        raise ValueError(f"{where}replay: known: {known} does not exist")
     return {} if known is None else hash_files([Path(known)])
 
 
