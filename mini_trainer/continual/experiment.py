@@ -1,7 +1,6 @@
 """An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings."""
 
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from mini_trainer.continual.running import Runner
 from mini_trainer.continual.sequence import run_sequence
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, draw_orders
 from mini_trainer.continual.settings_file import OF_METHODS, SHARED_FOLDERS, check_statistics
-from mini_trainer.data.stores.disk import read_fields
+from mini_trainer.data.stores.disk import read_fields, remove
 from mini_trainer.distributed.messages import say
 from mini_trainer.run.file_names import PARAMS_FILE
 from mini_trainer.run.stages import Record, hash_files, list_changes, write_record
@@ -182,7 +181,7 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
     changes = list_changes(before, kept)
     if changes and not has_begun(path.parent):
         for name in OF_DATA:
-            shutil.rmtree(path.parent / name, ignore_errors=True)
+            remove(path.parent / name)
         path.unlink()
         return settle(settings, path, now)
     if changes:

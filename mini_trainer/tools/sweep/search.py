@@ -29,7 +29,7 @@ from mini_trainer.tools.sweep.results import (
 from mini_trainer.tools.sweep.running import Pool
 from mini_trainer.tools.sweep.settings import SweepSettings, Values, describe_settings, describe_values, list_files
 from mini_trainer.tools.sweep.study import Study, is_number
-from mini_trainer.tools.sweep.tasks import WHOLE, Task, holding_tasks
+from mini_trainer.tools.sweep.tasks import TASKS, WHOLE, Task, holding_tasks
 
 RECORD, STORAGE = "sweep.json", "study.journal"
 WRITTEN = (STORAGE, PARAMS_FILE, "trial_0", RESULTS, CURVES, BEST)  # are not written over without a record
@@ -89,7 +89,12 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
         can_grow = settings.search == "random" == before["settings"].get("search") and isinstance(num_before, int)
         if can_grow and settings.num_trials > num_before:
             kept["settings"]["num_trials"] = num_before
-        if changes := list_changes(before, kept):
+        changes = list_changes(before, kept)
+        if changes and not has_begun(settings.root):
+            for found in (*(settings.root / name for name in WRITTEN), *settings.root.glob("trial_*"), path):
+                remove(found)
+            return settle(settings, drawn, is_first=is_first)
+        if changes:
             raise ValueError(
                 f"{settings.root} belongs to a sweep with other settings:\n  " + "\n  ".join(changes) + "\nundo the"
                 " changes, or choose another output_dir; only num_trials of search: random can be raised"
@@ -97,6 +102,12 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
     elif is_first and (found := [name for name in WRITTEN if (settings.root / name).exists()]):
         raise ValueError(f"output_dir: {settings.root} has {found[0]} of something else; choose another directory")
     write_record(path, now)
+
+
+def has_begun(root: Path) -> bool:
+    """Whether a trial has started to train there, or tasks share it; before that, an error in the settings or rows can
+    be mended in place."""
+    return (root / TASKS).exists() or any(root.glob(f"trial_*/run/{PARAMS_FILE}"))
 
 
 class Sweep:
