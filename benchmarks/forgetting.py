@@ -14,7 +14,7 @@ trained. It loads every export with transformers.
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +132,28 @@ def write_chosen(experiments: list[Experiment]) -> Iterator[str]:
         yield f"| {point.method} | {point.rate} | {' | '.join(map(write_interval, numbers))} |"
 
 
+def write_seeds(experiments: list[Experiment]) -> Iterator[str]:
+    """What each seed of a method learnt and forgot."""
+    for experiment in experiments:
+        if len(experiment.sequences) > 1:
+            points = [measure(replace(experiment, sequences=(one,)), ALL) for one in experiment.sequences]
+            learnt, forgotten = (
+                ", ".join(f"{getattr(point, name)[0]:.2f}" for point in points) for name in ("learnt", "forgotten")
+            )
+            yield f"{experiment.name}: learnt {learnt}; forgotten {forgotten}"
+
+
+def write_pairs(experiments: list[Experiment], pairs: list[list[str]]) -> Iterator[str]:
+    """What one method learnt and forgot more than the other, on the same questions."""
+    points = {experiment.name: measure(experiment, ALL) for experiment in experiments}
+    for one, other in ((points[one], points[other]) for one, other in pairs):
+        yield (
+            f"{one.method} {one.rate} - {other.method} {other.rate}:"
+            f" learnt {write_interval(one.learnt - other.learnt)},"
+            f" forgotten {write_interval(one.forgotten - other.forgotten)}"
+        )
+
+
 @torch.no_grad()
 def find_divergences(experiments: dict[Path, Experiment], start: str) -> dict[str, float]:
     """Each experiment's mean KL(start || model) per token of general text, in nats, over its seeds."""
@@ -193,6 +215,7 @@ def main() -> None:
     parser.add_argument("roots", nargs="+", type=Path, help="output_dir of one or more experiments with methods")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--kl", metavar="START", help="the start model: adds KL(start || model)")
+    parser.add_argument("--pair", nargs=2, action="append", default=[], help="two names of methods to compare")
     args = parser.parse_args()
     found = {path.parent: read_experiment(path.parent) for root in args.roots for path in root.glob("*/results.json")}
     found = {root: experiment for root, experiment in found.items() if experiment.sequences}
@@ -202,6 +225,9 @@ def main() -> None:
     kl = find_divergences(found, args.kl) if args.kl else {}
     print("\n".join(["All questions; learnt and forgotten on one half:\n", *write_table(experiments, kl)]))
     print("\n".join(["\nThe rate chosen on the other half:\n", *write_chosen(experiments)]))
+    print("\n".join(["\nBy seed, all questions:", *write_seeds(experiments)]))
+    if args.pair:
+        print("\n".join(["\nDifferences, all questions:", *write_pairs(experiments, args.pair)]))
     if args.picture:
         plot(experiments, args.picture)
 

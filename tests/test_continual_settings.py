@@ -258,7 +258,7 @@ def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[s
 
 
 @pytest.mark.parametrize("methods", [None, {"one": {}, "two": {}}], ids=["one", "methods"])
-def test_settings_and_rows_can_be_mended_until_a_model_is_measured(methods: Any, good: dict[str, Any], tmp_path: Path):
+def test_settings_and_rows_can_be_fixed_until_a_model_is_measured(methods: Any, good: dict[str, Any], tmp_path: Path):
     """Rows that process-data refuses are what a first start ends with."""
     settings = good if methods is None else good | {"methods": methods}
     settle(settings, tmp_path)

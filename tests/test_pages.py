@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -148,8 +149,7 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     num_refused = int(re.search(r"^templates refused whole: (\d+)", masks, flags=re.MULTILINE).group(1))
     num_rows = re.search(r"^([\d,]+) kept, 0 wrong", masks, flags=re.MULTILINE).group(1)
     assert f"0 of {num_rows} rows wrong, {num_refused} of {num_templates} cases refused" in page
-    learnt, forgotten = read_chosen((results / "forgetting.txt").read_text())
-    for numbers in (learnt, forgotten):
+    for numbers in read_front((results / "forgetting.txt").read_text()):
         assert f"| {' | '.join(numbers)} |\n" in page
     soak = re.search(
         r"^\| all \| (\d+) \|.* (\d+) \| 0 \| 0 \|$", (results / "soak.txt").read_text(), flags=re.MULTILINE
@@ -157,14 +157,12 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     assert f"{soak[2]} of {soak[2]} runs, {soak[1]} random kills" in page
 
 
-def read_chosen(text: str) -> tuple[list[str], list[str]]:
-    """What full fine-tuning, LoRA and OSFT learnt and forgot at their chosen rates, in results/forgetting.txt."""
-    chosen = text.split("chosen rate")[1]
-    rows = [
-        re.search(rf"^\| {name} \|.*", chosen, flags=re.MULTILINE)[0].split("|") for name in ("full", "lora", "osft")
-    ]
-    learnt, forgotten = ([cells[i].split()[0] for cells in rows] for i in (3, 4))
-    return learnt, forgotten
+def read_front(text: str) -> Iterator[list[str]]:
+    """What full fine-tuning, LoRA and OSFT learnt, then what they forgot, at each of three rates; of
+    results/forgetting.txt."""
+    for column in (4, 5):
+        cells = [re.findall(rf"^\| {name} \|.*", text, flags=re.MULTILINE)[:3] for name in ("full", "lora", "osft")]
+        yield [", ".join(row.split("|")[column].split()[0] for row in rows) for rows in cells]
 
 
 def test_every_metric_is_explained():

@@ -237,13 +237,13 @@ def check_changes(given: dict, root: Path, folder: Path) -> None:
     assert foreign.read_text() == "{}"
 
 
-def test_all_trials_failing_is_an_error_that_can_be_mended(given, tmp_path):
+def test_all_trials_failing_is_an_error_that_can_be_fixed(given, tmp_path):
     given = given | {"output_dir": str(tmp_path / "sweep"), "parameters": {"max_tokens_per_gpu": [8, 9]}}
     given["train"] = {name: value for name, value in given["train"].items() if name != "max_tokens_per_gpu"}
     with pytest.raises(RunError, match="2 trials failed") as failed:
         run(given, tmp_path)
     assert failed.value.code == ExitCode.FAILED
-    given["parameters"] = {"max_tokens_per_gpu": [8, 1000]}  # can be mended in place, since nothing has been trained
+    given["parameters"] = {"max_tokens_per_gpu": [8, 1000]}  # can be fixed in place, since nothing has been trained
     assert [one["state"] for one in read_results(run(given, tmp_path))] == ["complete", "failed"]
     with pytest.raises(ValueError, match="other settings"):
         run(given | {"parameters": {"max_tokens_per_gpu": [9, 1000]}}, tmp_path)

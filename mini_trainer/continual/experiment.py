@@ -196,7 +196,7 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
 
 
 def has_begun(directory: Path) -> bool:
-    """Whether a model has been measured or trained there; before that, an error in the settings or rows can be mended
+    """Whether a model has been measured or trained there; before that, an error in the settings or rows can be fixed
     in place."""
     return any(any(directory.glob(pattern)) for pattern in ("start", "order_*", "*/order_*"))
 

@@ -216,8 +216,8 @@ class OSFTOptions:
     osft_cache_dir: str = option("~/.cache/mini_trainer/osft", is_path=True)
     """Cache directory for decompositions, by the hash of the weights."""
     osft_basis: Literal["weights", "activations"] = "weights"
-    """Directions to keep: the weights' singular vectors, or the principal directions of the layers' inputs on earlier
-    tasks' data."""
+    """Directions to keep: the weights' singular vectors, for which no data are needed, or the principal directions of
+    the layers' inputs on earlier tasks' data, with which less is forgotten."""
     osft_calibration_data: str | None = option(None, is_path=True, names_data=True)
     """Tokenized data set of earlier tasks; a sample of it is read once."""
     osft_statistics: str | None = option(None, is_path=True)

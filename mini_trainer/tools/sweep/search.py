@@ -106,7 +106,7 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
 
 def has_begun(root: Path) -> bool:
     """Whether a trial has started to train there, or tasks share it; before that, an error in the settings or rows can
-    be mended in place."""
+    be fixed in place."""
     return (root / TASKS).exists() or any(root.glob(f"trial_*/run/{PARAMS_FILE}"))
 
 
