@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -149,7 +148,8 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     num_refused = int(re.search(r"^templates refused whole: (\d+)", masks, flags=re.MULTILINE).group(1))
     num_rows = re.search(r"^([\d,]+) kept, 0 wrong", masks, flags=re.MULTILINE).group(1)
     assert f"0 of {num_rows} rows wrong, {num_refused} of {num_templates} cases refused" in page
-    for numbers in read_front((results / "forgetting.txt").read_text()):
+    learnt, forgotten = read_sequence((results / "forgetting_sequence.txt").read_text())
+    for numbers in (learnt, forgotten):
         assert f"| {' | '.join(numbers)} |\n" in page
     soak = re.search(
         r"^\| all \| (\d+) \|.* (\d+) \| 0 \| 0 \|$", (results / "soak.txt").read_text(), flags=re.MULTILINE
@@ -157,12 +157,12 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     assert f"{soak[2]} of {soak[2]} runs, {soak[1]} random kills" in page
 
 
-def read_front(text: str) -> Iterator[list[str]]:
-    """What full fine-tuning, LoRA and OSFT learnt, then what they forgot, at each of three rates; of
-    results/forgetting.txt."""
-    for column in (4, 5):
-        cells = [re.findall(rf"^\| {name} \|.*", text, flags=re.MULTILINE)[:3] for name in ("full", "lora", "osft")]
-        yield [", ".join(row.split("|")[column].split()[0] for row in rows) for rows in cells]
+def read_sequence(text: str) -> tuple[list[str], list[str]]:
+    """What full fine-tuning, LoRA and OSFT knew of their tasks, after each and at the end, and what they lost."""
+    rows = [re.search(rf"^{name} .*", text, flags=re.MULTILINE)[0] for name in ("full", "lora", "osft")]
+    columns = [re.split(r"  +", row) for row in rows]  # name, average, learnt, backward and forward, forgetting, probes
+    learnt, average, forgotten = ([f"{float(cells[i].split()[0]):.2f}" for cells in columns] for i in (2, 1, 6))
+    return [f"{before} → {after}" for before, after in zip(learnt, average, strict=True)], forgotten
 
 
 def test_every_metric_is_explained():
