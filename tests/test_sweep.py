@@ -350,6 +350,8 @@ def test_only_trials_of_a_random_search_can_be_added(given, tmp_path):
 
     settle_with(num_trials=2)
     settle_with(num_trials=3)
+    (tmp_path / "trial_0" / "run").mkdir(parents=True)
+    (tmp_path / "trial_0" / "run" / "training_params.json").touch()
     with pytest.raises(ValueError, match=r"settings\.num_trials: 3 before, 2 now"):
         settle_with(num_trials=2)
     with pytest.raises(ValueError, match=r"settings\.seed: 0 before, 1 now"):
