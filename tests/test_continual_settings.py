@@ -312,7 +312,9 @@ def test_methods_can_be_added(good: dict[str, Any], tmp_path: Path):
         settle(good | {"methods": methods | {"two": {"train": {"learning_rate": 0.2}}}}, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["data/x.arrow", "training_params.json", "results.html", "order_1_seed_42/x"])
+@pytest.mark.parametrize(
+    "name", ["data/x.arrow", "known/x.jsonl", "training_params.json", "results.html", "order_1_seed_42/x"]
+)
 def test_directories_of_something_else_are_refused(name: str, good: dict[str, Any], tmp_path: Path):
     (path := tmp_path / "out" / name).parent.mkdir(parents=True)
     path.touch()

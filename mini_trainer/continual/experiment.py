@@ -157,7 +157,7 @@ def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[s
 
 def refuse_foreign(root: Path, experiments: list[Path]) -> None:
     """ValueError if a directory without a record has files where an experiment would write its own."""
-    names = (PARAMS_FILE, FILE, PAGE, *SHARED_FOLDERS, "order_1_seed_*")
+    names = {PARAMS_FILE, FILE, PAGE, *OF_DATA, *SHARED_FOLDERS, "order_1_seed_*"}
     found = [path for one in {root, *experiments} for name in names for path in one.glob(name)]
     if found:
         raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")

@@ -90,15 +90,14 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
         if can_grow and settings.num_trials > num_before:
             kept["settings"]["num_trials"] = num_before
         changes = list_changes(before, kept)
-        if changes and not has_begun(settings.root):
-            for found in (*(settings.root / name for name in WRITTEN), *settings.root.glob("trial_*"), path):
-                remove(found)
-            return settle(settings, drawn, is_first=is_first)
-        if changes:
+        if changes and has_begun(settings.root):
             raise ValueError(
                 f"{settings.root} belongs to a sweep with other settings:\n  " + "\n  ".join(changes) + "\nundo the"
                 " changes, or choose another output_dir; only num_trials of search: random can be raised"
             )
+        if changes:
+            for found in (settings.root / STORAGE, settings.root / RESULTS, *settings.root.glob("trial_*")):
+                remove(found)
     elif is_first and (found := [name for name in WRITTEN if (settings.root / name).exists()]):
         raise ValueError(f"output_dir: {settings.root} has {found[0]} of something else; choose another directory")
     write_record(path, now)
