@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from forked import run_forked
-from processes import ENV, ROOT, flags, free_port, list_children, name_node
+from processes import ENV, ROOT, count_steps, flags, free_port, list_children, name_node
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
@@ -55,12 +55,6 @@ def test_each_start_in_one_store_waits_for_its_own_ranks(order):
 
 def read_rows(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
-
-
-def count_steps(output_dir: Path) -> int:
-    """The lines that a run has written so far; what follows the last one is still being written."""
-    path = output_dir / "training_metrics_0.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def read_world_sizes(output_dir: Path) -> list[int]:

@@ -11,7 +11,7 @@ from breadth import wide
 from forked import ForkedJob
 from hand_made import pack_samples
 from in_process import train_forked, train_on
-from processes import flags
+from processes import count_steps, flags
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import HYBRIDS, VOCAB_SIZE, build, check, compile_by, save_model, save_tokenizer
@@ -194,15 +194,14 @@ def test_neither_ranks_nor_a_kill_change_a_run(paths, world, tmp_path):
     options = make_run(paths["short convolution"], tmp_path, max_steps=12)
     train_on(1, world, **options, output_dir=tmp_path / "on_1")
     killed = tmp_path / "killed_on_2"
-    metrics = killed / "training_metrics_0.jsonl"
     job = ForkedJob(2, ["train.py", *flags(**options, output_dir=killed)], killed)
     try:
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        while count_steps(killed) < 3:
             assert job.process.poll() is None, job.log.read_text()
             time.sleep(0.01)
     finally:
         job.kill()
-    assert metrics.read_text().count("\n") < 12
+    assert count_steps(killed) < 12
     assert "resum" in train_forked(2, **options, output_dir=killed)
     check_close(killed, tmp_path / "on_1")
 

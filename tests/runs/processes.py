@@ -168,3 +168,9 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def count_steps(output_dir: Path) -> int:
+    """The lines that a run has written so far; what follows the last one is still being written."""
+    path = output_dir / "training_metrics_0.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
