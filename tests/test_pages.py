@@ -158,8 +158,8 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
 
 
 def read_sequence(text: str) -> tuple[list[str], list[str]]:
-    """What full fine-tuning, LoRA and OSFT knew of their tasks, after each and at the end, and what they lost."""
-    rows = [re.search(rf"^{name} .*", text, flags=re.MULTILINE)[0] for name in ("full", "lora", "osft")]
+    """What each method knew of their tasks, after each and at the end, and what they lost."""
+    rows = [re.search(rf"^{name} .*", text, flags=re.MULTILINE)[0] for name in ("full", "lora", "replay", "osft")]
     columns = [re.split(r"  +", row) for row in rows]  # name, average, learnt, backward and forward, forgetting, probes
     learnt, average, forgotten = ([f"{float(cells[i].split()[0]):.2f}" for cells in columns] for i in (2, 1, 6))
     return [f"{before} → {after}" for before, after in zip(learnt, average, strict=True)], forgotten
