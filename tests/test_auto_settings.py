@@ -206,6 +206,16 @@ def test_memory_that_was_freed_before_counts_when_it_is_taken_again():
     assert (counter.num_live, counter.num_peak) == (0, 4000)
 
 
+def test_only_what_is_made_counts():
+    weight = torch.ones(10, 5)  # already part of the process's memory when a probe begins
+    with MemoryCounter() as counter:
+        weight.t().mul_(2.0)
+        assert counter.num_live == counter.num_peak == 0
+        made = [(weight.t() @ weight).view(-1), torch.tensor([1.0, 2.0])]
+        assert counter.num_live == sum(tensor.nbytes for tensor in made)
+        assert counter.count(weight) is weight and counter.num_live == (50 + 25 + 2) * 4
+
+
 @pytest.mark.parametrize(
     ("given", "left", "expected"),
     [

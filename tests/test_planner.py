@@ -169,13 +169,14 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
         offload_activations=options.compute.offload_activations,
         dtype=getattr(torch, options.compute.compute_dtype),
         weights_dtype=getattr(torch, options.optimization.master_weights),
-        reshard_after_forward=options.sharding.reshard_after_forward,
+        **vars(options.sharding),
         method=choose_method(options),
         objective=choose(options),
     )
     optimizer = build_optimizer(model, options.optimization)
     counter = MemoryCounter()
-    for tensor in [*model.parameters(), *model.buffers()]:
+    copies = [] if model.whole is None else model.whole.copies
+    for tensor in [*model.parameters(), *model.buffers(), *copies]:
         counter.count(tensor)
     with counter:
         for _ in range(2):

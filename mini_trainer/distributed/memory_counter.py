@@ -47,15 +47,18 @@ class MemoryCounter(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        given = {storage_of(value)._cdata for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
+        is_new = function is torch.ops.aten.lift_fresh.default  # by which torch.tensor hands on what it made
+        result = function(*args, **kwargs)
         for value in tree_iter(result):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and (is_new or storage_of(value)._cdata not in given):  # a view is not new
                 self.count(value)
         return result
 
     def count(self, tensor: Tensor, kind: str | None = None) -> Tensor:
         """Counts the tensor's memory unless already counted; a `kind` replaces its kind. Returns the tensor."""
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = storage_of(tensor)
         is_known = storage._cdata in self._storages
         if not is_known or kind is not None:
             self._set(storage._cdata, storage.nbytes(), kind or memory.current_kind)
@@ -86,3 +89,8 @@ class MemoryCounter(TorchDispatchMode):
         size, kind = self._storages[address]
         self.live[kind] -= size
         self.num_live -= size if kind != OFFLOADED else 0
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor, or of this rank's shard of it."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
