@@ -31,7 +31,7 @@ METHODS = {
 def repeat(before: Path, again: Path, folder: Path) -> int:
     """Starts the option files of an experiment in their order, in another directory; returns how many there were."""
     for path in before.rglob("*"):
-        if path.name in WRITTEN_BETWEEN or path.is_symlink():
+        if path.name in WRITTEN_BETWEEN or (path.is_symlink() and path.is_file()):  # not hf_format/latest
             (copy := again / path.relative_to(before)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
     done, statistics = sorted(before.rglob("*.done"), key=lambda path: path.stat().st_mtime_ns), None
