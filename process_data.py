@@ -238,7 +238,8 @@ def identify_parts(count: int, prepared: Prepared, options: ProcessDataOptions) 
         "special tokens": [prepared.tokenizer.all_special_tokens, load_stop_token_ids(prepared.model_dir)],
         "images": identify_images(options.rows, prepared.model_dir),
         "number of parts": count,
-        "versions": [FORMAT_VERSION, describe_versions()],
+        "format of parts": FORMAT_VERSION,
+        "versions": describe_versions(),
     }
     return json.loads(json.dumps(found))  # as it is read back
 

@@ -6,7 +6,9 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,14 +26,15 @@ from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.parts import (
+    SCHEMA,
     JoinedElsewhere,
     Part,
     count_bytes,
     divide,
     list_parts,
     name_directory,
-    read_results,
 )
+from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.process import find_task
 from mini_trainer.options import replace_options
@@ -226,17 +229,69 @@ def test_damaged_parts_are_refused_and_made_again_alone(made, tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.arrow", "out.arrow.meta.json"]
 
 
-def test_a_part_that_runs_code_is_refused(made, tmp_path):
+class Harmful:
+    """An object whose pickle runs a program."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self):
+        return subprocess.check_call, (["touch", str(self.witness)],)
+
+
+def replace_rows(part: Part, write: Callable[[Path], object], *, with_hash: bool) -> None:
+    """Lets `write` replace the part's results, and its manifest's hash if wanted."""
+    content = json.loads(part.manifest.read_text())
+    write(part.rows)
+    if with_hash:
+        part.manifest.write_text(json.dumps(content | {"file": hash_file(part.rows)}))
+
+
+@pytest.mark.parametrize("with_hash", [False, True])
+def test_a_part_replaced_by_a_pickle_runs_no_code(with_hash, made, tmp_path):
+    """Of the same length, which the manifest has; also where its hash was replaced with it."""
+    part, witness = Part(name_directory(tmp_path / "out.arrow"), 1, COUNT), tmp_path / "made by a part"
+    harmful = pickle.dumps(Harmful(witness)).ljust(part.rows.stat().st_size, b" ")
+    pickle.loads(harmful)
+    witness.unlink()  # it would have run
+    replace_rows(part, lambda rows: rows.write_bytes(harmful), with_hash=with_hash)
+    with pytest.raises(ValueError, match=r"part 1/3: \S*\.rows is damaged .*--shard 1/3 again"):
+        process_data(replace_options(made, shard="2/3"))
+    assert not witness.exists() and not (tmp_path / "out.arrow").exists()
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"Popen": {"args": ["touch", "x"]}},
+        {"Totals": {"num_shown": 1, "unknown": 2}},
+        {"Counter": [[["a list"], 1]]},
+        {"Remark": {}, "tuple": []},
+    ],
+)
+def test_a_part_with_other_counts_than_its_own_classes_is_refused(counts, made, tmp_path):
     part = Part(name_directory(tmp_path / "out.arrow"), 1, COUNT)
+    with pa.ipc.open_stream(part.rows.read_bytes()) as batches:
+        (row, *_) = batches.read_all().to_pylist()
 
-    class Harmful:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "made by a part"),)
+    def write(rows: Path) -> None:
+        batch = pa.RecordBatch.from_pylist([row | {"counts": json.dumps([[["batch", counts]], [], 0])}], schema=SCHEMA)
+        with pa.OSFile(str(rows), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            writer.write_batch(batch)
 
-    part.rows.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(ValueError, match=r"part 1/3: \S*\.rows .*posix\.mkdir"):
-        list(read_results([part]))
-    assert not (tmp_path / "made by a part").exists()
+    replace_rows(part, write, with_hash=True)
+    with pytest.raises(ValueError, match=r"part 1/3: \S*\.rows is damaged .*--shard 1/3 again"):
+        process_data(replace_options(made, shard="2/3"))
+
+
+def test_parts_of_an_older_format_are_refused_by_its_number(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("mini_trainer.process_data.FORMAT_VERSION", 3)
+    process_data(replace_options(made, shard="2/3"))
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match=r"part 2/3 .*another configuration: format of parts was 3, is 4: .*--shard 2/3"
+    ):
+        process_data(replace_options(made, join=True))
 
 
 def test_an_input_that_changes_while_it_is_read_is_noticed(made, tmp_path, monkeypatch):

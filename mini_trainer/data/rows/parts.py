@@ -1,20 +1,20 @@
 """Parts of a data set: several processes each tokenize some of the rows, and one joins the results.
 
-    OUTPUT.parts/part_3_of_8.rows         the results of the part's chunks, in order
+    OUTPUT.parts/part_3_of_8.rows         an Arrow stream with a row for the result of each of its chunks, in order
     OUTPUT.parts/part_3_of_8.meta.json    how they were made, and the hash of that file; a part with it is complete
 
 A part holds the results that a worker hands to the process that writes, so a join repeats the writing of a run on one
-machine. Chunks are the same in both, as sections of files have chunks of their own (data/rows/files.py).
+machine. Chunks are the same in both, as sections of files have chunks of their own (data/rows/files.py). Bytes and JSON
+are all that a part can hold: whoever changes one, with its hash, changes data, and runs no code.
 """
 
-import io
 import json
-import pickle
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,37 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.rows.files import HashingReader, Sections, Source, list_sections, to_stream
-from mini_trainer.data.rows.lines import BLOCK_BYTES
+from mini_trainer.data.chat.token_spans import (
+    Pictures,
+    Remark,
+    TokenizedChat,
+    TokenizedFeedback,
+    TokenizedPair,
+    TrainedSpan,
+)
+from mini_trainer.data.rows.files import Sections, Source, list_sections, to_stream
+from mini_trainer.data.rows.labelled_tokens import TokenizedText
+from mini_trainer.data.rows.report import Totals, ValueTotals
 from mini_trainer.data.rows.rows import ChunkResult
 from mini_trainer.data.rows.split import SideResult
-from mini_trainer.data.rows.writer import EncodedSamples
+from mini_trainer.data.rows.writer import EncodedSamples, TokenizedSample
 from mini_trainer.data.stores.disk import hash_file, remove, sync_file, written_aside
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.lock import SECONDS_PER_BEAT, RunLock
 from mini_trainer.options import flag_name
 
-FORMAT_VERSION = 3
-OUR_ROOM = "mini_trainer.data."  # whose classes results may hold
+FORMAT_VERSION = 4
+# A row is the result of a chunk; `counts` is JSON: each side's kind of samples and totals, the reasons, the bytes read.
+SCHEMA = pa.schema(
+    [("samples", pa.list_(pa.large_binary())), ("rejected", pa.large_binary()), ("counts", pa.large_string())]
+)
+# Classes whose objects the counts can hold, by name.
+RECORDS = {
+    one.__name__: one
+    for one in (Totals, ValueTotals, TokenizedSample, TokenizedChat, TokenizedPair, TokenizedFeedback, TokenizedText,
+                TrainedSpan, Pictures, Remark)
+}  # fmt: skip
+MAPPINGS = {"dict": dict, "Counter": Counter}
 MANIFEST = re.compile(r"part_[0-9]+_of_([0-9]+)\.meta\.json")
 
 
@@ -141,22 +160,63 @@ def write_part(part: Part, results: Iterable[ChunkResult], describe: Callable[[]
     """Writes the results, and then the manifest with what `describe` returns."""
     part.directory.mkdir(parents=True, exist_ok=True)
     with written_aside(part.rows, part.manifest) as (rows, manifest):
-        with open(rows, "wb") as file:
+        with pa.OSFile(str(rows), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for result in results:
-                pickle.dump(pack_result(result), file, protocol=5)
+                writer.write_batch(pack_result(result))
         sync_file(rows)
         manifest.write_text(json.dumps(describe() | {"file": hash_file(rows)}, indent=2) + "\n")
         sync_file(manifest)
 
 
-def pack_result(result: ChunkResult) -> tuple[Any, ...]:
-    sides = [(*pack_samples(side.samples), side.totals) for side in result.sides]
-    return sides, result.rejected, result.reasons, result.num_bytes
+def pack_result(result: ChunkResult) -> pa.RecordBatch:
+    packed = [pack_samples(side.samples) for side in result.sides]
+    sides = [[kind, to_json(side.totals)] for (kind, _), side in zip(packed, result.sides, strict=True)]
+    row = {
+        "samples": [data for _, data in packed],
+        "rejected": result.rejected,
+        "counts": json.dumps([sides, result.reasons, result.num_bytes]),
+    }
+    return pa.RecordBatch.from_pylist([row], schema=SCHEMA)
 
 
-def unpack_result(packed: tuple[Any, ...]) -> ChunkResult:
-    sides, *others = packed
-    return ChunkResult([SideResult(unpack_samples(kind, data), totals) for kind, data, totals in sides], *others)
+def unpack_result(batch: pa.RecordBatch) -> ChunkResult:
+    (row,) = batch.to_pylist()
+    sides, reasons, num_bytes = json.loads(row["counts"])
+    unpacked = [
+        SideResult(unpack_samples(kind, data), from_json(totals))
+        for (kind, totals), data in zip(sides, row["samples"], strict=True)
+    ]
+    return ChunkResult(unpacked, row["rejected"], [(place, reason) for place, reason in reasons], num_bytes)
+
+
+def to_json(value: Any) -> Any:
+    """JSON for counts: objects, tuples and mappings become {name of the class: content}."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [to_json(item) for item in value]
+        case tuple():
+            return {"tuple": [to_json(item) for item in value]}
+        case dict():  # the keys of some are numbers or remarks
+            return {type(value).__name__: [[to_json(key), to_json(item)] for key, item in value.items()]}
+    assert RECORDS.get(type(value).__name__) is type(value), f"counts hold a {type(value)}"
+    return {type(value).__name__: {field.name: to_json(getattr(value, field.name)) for field in fields(value)}}
+
+
+def from_json(value: Any) -> Any:
+    """The counts that `to_json` took; KeyError for an unknown class, TypeError or ValueError for other content."""
+    match value:
+        case list():
+            return [from_json(item) for item in value]
+        case dict():
+            ((name, content),) = value.items()
+            if name == "tuple":
+                return tuple(from_json(content))
+            if name in MAPPINGS:
+                return MAPPINGS[name]({from_json(key): from_json(item) for key, item in content})
+            return RECORDS[name](**{key: from_json(item) for key, item in content.items()})
+    return value
 
 
 def pack_samples(samples: EncodedSamples | np.ndarray) -> tuple[str, bytes]:
@@ -181,30 +241,19 @@ def unpack_samples(kind: str, data: bytes) -> EncodedSamples | np.ndarray:
     raise AssertionError(f"samples of kind {kind}")
 
 
-class ResultUnpickler(pickle.Unpickler):
-    """Unpickles results, and no other objects: a file that someone else has changed runs no code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = None
-        if module.startswith(OUR_ROOM) or (module, name) == ("collections", "Counter"):
-            found = super().find_class(module, name)
-        if not isinstance(found, type):
-            raise pickle.UnpicklingError(f"it holds {module}.{name}")
-        return found
-
-
 def read_results(parts: Sequence[Part]) -> Iterator[ChunkResult]:
-    """Yields the results of all parts, in order; ValueError naming a part that is not as it was written."""
+    """Yields the results of all parts, in order; ValueError naming a part that is not as it was written. Each is
+    verified before it is read."""
     for part in parts:
-        with HashingReader(open(part.rows, "rb", buffering=0)) as raw:
-            stream = io.BufferedReader(raw, BLOCK_BYTES)
-            try:
-                while stream.peek(1):
-                    yield unpack_result(ResultUnpickler(stream).load())
-            except (pickle.UnpicklingError, EOFError, ValueError, pa.ArrowException) as error:
-                raise make_damaged_error(part, str(error)) from None
-            if raw.digest.hexdigest() != part.content["file"]["sha256"]:
-                raise make_damaged_error(part, "its hash is not that of its manifest")
+        if hash_file(part.rows) != part.content["file"]:
+            raise make_damaged_error(part, "its hash is not that of its manifest")
+        try:
+            with pa.OSFile(str(part.rows)) as file, pa.ipc.open_stream(file) as batches:
+                for batch in batches:
+                    batch.validate(full=True)
+                    yield unpack_result(batch)
+        except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError, pa.ArrowException) as error:
+            raise make_damaged_error(part, f"{type(error).__name__}: {error}") from None
 
 
 def make_damaged_error(part: Part, reason: str) -> ValueError:
@@ -231,7 +280,11 @@ def find_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     for their_source, our_source in zip(theirs["sources"], ours["sources"], strict=False):
         if their_source != our_source:
             return f"the input {our_source[0]} has changed (name, size or time)"
-    return next((f"{name} differs" for name, value in ours.items() if theirs.get(name) != value), None)
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            is_number = isinstance(value, int)
+            return f"{name} was {theirs.get(name, 'another')}, is {value}" if is_number else f"{name} differs"
+    return None
 
 
 def describe_read(sources: Sequence[Source], divided: Sequence[Source]) -> list[list[Any]]:
