@@ -255,6 +255,9 @@ class ServeOptions:
     """Address to listen on. Anyone who reaches it can use the model: 0.0.0.0 means the whole network."""
     port: int = option(8000, at_least=1, at_most=65535)
     """Port to listen on."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may reach transformers serve, as in a request's Host header, without the port. Default:
+    localhost, 127.0.0.1 and [::1] on a loopback address, and any name elsewhere."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of computation; auto: the stored weights' data type."""
     engine_args: tuple[str, ...] = ()
@@ -262,7 +265,8 @@ class ServeOptions:
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
-    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    """Run code that comes with the model, in vLLM only; for a model on the hub only with a commit as
+    --model-revision."""
     skip_verification: bool = False
     """Use the model without comparing its files to the hashes recorded when they were written."""
 

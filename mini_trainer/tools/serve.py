@@ -1,4 +1,5 @@
-"""Serves a model on this machine, with an OpenAI-compatible API: becomes `vllm serve` or `transformers serve`.
+"""Serves a model on this machine, with an OpenAI-compatible API, by `vllm serve` or by `transformers serve` behind a
+front (tools/server_front.py).
 
     python -m mini_trainer serve runs/chats
     python -m mini_trainer serve Qwen/Qwen3-0.6B --adapter runs/lora/hf_format/latest --port 8001
@@ -17,26 +18,33 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from mini_trainer.distributed.command import name_program
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
-from mini_trainer.options import parse_named_values
+from mini_trainer.options import flag_name, parse_named_values
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.problems.packages import describe_missing, is_installed
+from mini_trainer.tools.server_front import choose_hosts, run_behind_front
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
 ADAPTER = "adapter"  # name of an adapter on vLLM's server
+PROGRAMS = {"vllm": "vllm", "hf": "transformers"}  # by --engine
 NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
 
 
 def serve(options: ServeOptions) -> None:
-    """Becomes the server; ValueError or OSError for what cannot be done."""
+    """Runs the server; ValueError or OSError for what cannot be done."""
     check_choices(options)
     engine = choose_engine(options.engine)
+    arguments = read_engine_args(options.engine_args)
+    check_engine(engine, options)
     check_port(options.host, options.port)
     found = find_answering_model(
         options.model,
@@ -47,14 +55,39 @@ def serve(options: ServeOptions) -> None:
     check_answering(found)
     if not options.skip_verification:
         found.verify()
-    program, module, name_words = SERVERS[engine]
-    name, words = name_words(found)
-    words += list_common(options)
-    url = f"http://{'127.0.0.1' if options.host == '0.0.0.0' else options.host}:{options.port}/v1"
+    name, words = name_for_vllm(found) if engine == "vllm" else name_for_transformers(found)
+    words += list_common(options, arguments)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}/v1"
     chat = [*shlex.split(name_program("chat")), name, "--engine", "openai", "--base-url", url]
-    say(f"serving {name} at {url} by {shlex.join([program, *words])}\nchat: {shlex.join(chat)}")
+    say(f"serving {name} at {url} by {shlex.join([PROGRAMS[engine], *words])}\nchat: {shlex.join(chat)}")
+    if engine == "vllm":
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *words])
     os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' list of models is an internal error
-    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *words])
+    hosts = choose_hosts(options.host, options.allowed_hosts)
+    run_behind_front(words, hosts=hosts, allows_origins=bool(arguments.get("enable_cors")))
+
+
+def read_engine_args(given: Sequence[str]) -> dict[str, Any]:
+    """The server's own arguments by name. ValueError for one that an option of ours decides, and checks."""
+    arguments = parse_named_values(given)
+    own = {field.name for field in fields(ServeOptions)}
+    if name := next((name for name in arguments if name in own), None):
+        raise ValueError(f"--engine-args {name}: has an option of its own, {flag_name(name)}")
+    return arguments
+
+
+def check_engine(engine: str, options: ServeOptions) -> None:
+    """ValueError for an option that this server cannot have."""
+    if engine == "hf" and options.trust_remote_code:
+        raise ValueError(
+            "--trust-remote-code: transformers serve is not made for models with code of their own; vLLM serves them:"
+            " pip install vllm, and --engine vllm"
+        )
+    if engine == "vllm" and options.allowed_hosts:
+        raise ValueError(
+            "--allowed-hosts has no effect with --engine vllm, whose server does not read a request's Host"
+        )
 
 
 def choose_engine(given: str | None) -> str:
@@ -102,18 +135,11 @@ def name_for_transformers(found: FoundModel) -> tuple[str, list[str]]:
     return found.directory, ["serve", found.directory]
 
 
-# Program, its module, and the function that names the model and starts its words, by --engine.
-SERVERS = {
-    "vllm": ("vllm", "vllm.entrypoints.cli.main", name_for_vllm),
-    "hf": ("transformers", "transformers.cli.transformers", name_for_transformers),
-}
-
-
-def list_common(options: ServeOptions) -> list[str]:
-    """Words that both servers know."""
+def list_common(options: ServeOptions, arguments: Mapping[str, Any]) -> list[str]:
+    """Words that both servers know, and the server's own arguments."""
     words = ["--host", options.host, "--port", str(options.port), "--dtype", options.dtype]
     words += ["--trust-remote-code"] if options.trust_remote_code else []
-    for name, value in parse_named_values(options.engine_args).items():
+    for name, value in arguments.items():
         words += list_argument(f"--{name.replace('_', '-')}", value)
     return words
 
