@@ -3,12 +3,17 @@
 import filecmp
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 from forked import run_forked
+from huggingface_hub import ModelCard
 from in_process import Unwatched, train_here
 from small_runs import OPTIONS, copy_until, make_inputs
+from tiny_data import make_samples, write_samples
+from tiny_models import VOCAB_SIZE
+from tiny_vision import make_rows, save_vision_model, tokenize
 
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ExportRunOptions
@@ -20,12 +25,28 @@ METHODS = {
     "full": dict(weight_average="ema", ema_decay=0.5, compute_dtype="bfloat16"),
     "lora": dict(lora=True, lora_rank=2),
     "osft": dict(osft=True, osft_unfreeze_rank_ratio=0.5),
+    "images": dict(freeze="nothing"),
 }
+CARD = ("README.md", "manifest.json")  # which count the run's starts
+VALIDATION = dict(validate_every_steps=1, hub_license="mit")  # at every checkpoint, with exports of the best model
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict[str, str]:
     return make_inputs(tmp_path_factory.mktemp("inputs"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory) -> tuple[str]:
+    rows = make_samples(5, vocab_size=VOCAB_SIZE, seed=3)
+    return (str(write_samples(tmp_path_factory.mktemp("held out") / "held_out.arrow", rows)),)
+
+
+def make_pictured(root: Path) -> dict[str, object]:
+    """A model that sees, with its data set, which it is also validated on."""
+    model = save_vision_model(root, "llava")
+    data = str(tokenize(make_rows(root), model, root))
+    return dict(model_name_or_path=str(model), data_path=data, validate_training_data=True, max_tokens_per_gpu=512)
 
 
 def export(world, run: Path, **options: object) -> str:
@@ -36,29 +57,41 @@ def export(world, run: Path, **options: object) -> str:
         control.close()
 
 
-def check_same_files(one: Path, other: Path) -> None:
-    """The exports have the same files with the same content; a card names the run's directory."""
+def check_same_files(one: Path, other: Path, *, but: Collection[str] = ()) -> None:
+    """The exports, of runs whose directories have the same name, have the same files with the same content."""
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in other.iterdir()) and len(names) > 5
-    varying = ["README.md", "files.json", "manifest.json"]
-    _, different, failed = filecmp.cmpfiles(one, other, [name for name in names if name not in varying], shallow=False)
+    _, different, failed = filecmp.cmpfiles(one, other, set(names) - set(but), shallow=False)
     assert (different, failed) == ([], [])
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_export_is_the_one_that_the_run_would_have_written(method, inputs, world, tmp_path):
-    every_step = dict(min_samples_per_checkpoint=8, max_steps=3)
-    train_here(world, **inputs | OPTIONS | METHODS[method] | every_step | dict(output_dir=str(tmp_path / "run")))
-    stopped = copy_until(tmp_path / "run", 2, tmp_path / "stopped")
+def test_the_export_is_the_one_that_the_run_would_have_written(method, inputs, held_out, world, tmp_path):
+    """Also where the checkpoint's step was validated, and the held-out data is gone."""
+    given = inputs | OPTIONS | VALIDATION | dict(validation_data_path=held_out)
+    if method == "images":
+        given |= make_pictured(tmp_path) | dict(validation_data_path=())
+    given |= METHODS[method] | dict(min_samples_per_checkpoint=8, max_steps=3)
+    train_here(world, **given | dict(output_dir=str(tmp_path / "run")))
+    stopped = copy_until(tmp_path / "run", 2, tmp_path / "stopped" / "run")
     with pytest.raises(ValueError, match="is a run without an export yet: mini-trainer export"):
         find_in_run(str(stopped), flag="--model")
+    moved = [Path(path).rename(f"{path}.moved") for path in given["validation_data_path"]]
     said = export(world, stopped)
+    for path in moved:
+        path.rename(path.with_suffix(""))
     exports = stopped / "hf_format"
     assert said == f"wrote the model of step 2 to {exports / 'samples_16'}"
     kinds = ["samples_16", *(["average_samples_16"] if method == "full" else [])]
     assert sorted(path.name for path in exports.iterdir()) == sorted([*kinds, "latest"])
     for kind in kinds:
         check_same_files(tmp_path / "run" / "hf_format" / kind, exports / kind)
+    card = ModelCard.load(exports / "samples_16" / "README.md")
+    validations = map(json.loads, (stopped / "validation_metrics_0.jsonl").read_text().splitlines())
+    (measured,) = [row for row in validations if row["step"] == 2]
+    (result, *_) = card.data.eval_results
+    assert (result.metric_value, card.data.license) == (measured["loss"], "mit")
+    assert result.dataset_name == ("data" if method == "images" else "held_out")
     assert export(world, stopped) == f"{exports / 'samples_16'}: is already the model of step 2"
     assert find_in_run(str(stopped), flag="--model") == str(exports / "latest")
     # The link stays at a model of a later step than the newest checkpoint's.
@@ -67,21 +100,22 @@ def test_the_export_is_the_one_that_the_run_would_have_written(method, inputs, w
     assert "samples_24: is already a model of a later step" in export(world, tmp_path / "later")
     assert (tmp_path / "later" / "hf_format" / "latest").resolve().name == "samples_24"
     # The run continues as if nothing had happened.
-    train_here(world, **inputs | OPTIONS | METHODS[method] | every_step | dict(output_dir=str(stopped)))
-    check_same_files(tmp_path / "run" / "hf_format" / "samples_24", exports / "samples_24")
+    train_here(world, **given | dict(output_dir=str(stopped)))
+    check_same_files(tmp_path / "run" / "hf_format" / "samples_24", exports / "samples_24", but=CARD)
 
 
 @pytest.mark.slow
-def test_the_command_exports_on_any_number_of_ranks(inputs, world, tmp_path):
-    options = inputs | OPTIONS | dict(output_dir=str(tmp_path / "run"), max_steps=2, micro_batch_grad_sync="last")
+def test_the_command_exports_on_any_number_of_ranks(inputs, held_out, world, tmp_path):
+    options = inputs | OPTIONS | VALIDATION | dict(validation_data_path=held_out, output_dir=str(tmp_path / "run"))
+    options |= dict(max_steps=2, micro_batch_grad_sync="last")
     train_here(world, **options)
-    shutil.copytree(tmp_path / "run", tmp_path / "other", symlinks=True)
-    shutil.rmtree(tmp_path / "other" / "hf_format")
-    done = run_forked(2, "mini_trainer/tools/export_run.py", tmp_path / "other")
+    other = shutil.copytree(tmp_path / "run", tmp_path / "other" / "run", symlinks=True)
+    shutil.rmtree(other / "hf_format")
+    done = run_forked(2, "mini_trainer/tools/export_run.py", other)
     assert done.returncode == 0, done.stderr
     assert "wrote the model of step 2" in done.stdout + done.stderr
-    assert not (tmp_path / "other" / ".lock").exists()
-    check_same_files(tmp_path / "run/hf_format/samples_16", tmp_path / "other/hf_format/samples_16")
+    assert not (other / ".lock").exists()
+    check_same_files(tmp_path / "run/hf_format/samples_16", other / "hf_format/samples_16")
 
 
 def test_what_cannot_be_exported_is_refused(inputs, world, tmp_path):

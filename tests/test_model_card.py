@@ -109,8 +109,8 @@ def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monk
 
     def describe(model: str, **options: object) -> dict:
         options = group_options(TrainOptions, **given, model_name_or_path=model, **options)
-        inputs.model_options, inputs.values = options.model, flatten_options(options)
-        return describe_head("run", inputs, {}).to_dict()
+        inputs.model_options = options.model
+        return describe_head("run", inputs, flatten_options(options), {}).to_dict()
 
     card = describe("org/base", hub_license="apache-2.0")
     assert (card["base_model"], card["base_model_relation"]) == ("org/base", "adapter")
@@ -137,9 +137,12 @@ def test_a_card_names_the_files_that_data_was_made_from_without_their_directorie
     source = SimpleNamespace(lengths=np.array([3, 4]), kept=np.array([1]))
     sidecar = dict(sources=[dict(file="/home/me/rows.jsonl", format="messages", sha256="ab12")])
     data = SimpleNamespace(names=["rows"], sources=[source], shares=[1.0])
-    inputs = SimpleNamespace(data=data, sidecars=[sidecar], validation_data=None)
-    text = "\n".join(describe_data(inputs, dict(identity=dict(data="cd34"))))
+    inputs = SimpleNamespace(data=data, sidecars=[sidecar])
+    paths = ["/home/me/a/held.arrow", "/home/me/b/held.arrow"]  # which their stems cannot tell apart
+    options = dict(data_path=[], validation_data_path=paths, validate_training_data=False)
+    text = "\n".join(describe_data(inputs, dict(identity=dict(data="cd34"), options=options)))
     assert "| `rows` | 1 | 4 | 100.0% |" in text and "| `rows.jsonl` | `ab12` |" in text and "/home" not in text
+    assert "Validation data: `held.arrow`, `held.arrow`." in text
 
 
 def test_the_usage_in_a_card_runs(pushed, monkeypatch, capsys):

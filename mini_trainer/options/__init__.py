@@ -13,6 +13,7 @@ from mini_trainer.options.data import (
     DataOptions,
     RowOptions,
     ValidationOptions,
+    list_validation_data,
 )
 from mini_trainer.options.fields import (
     Options,

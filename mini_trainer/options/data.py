@@ -1,6 +1,7 @@
 """Data options: rows, tokenized data sets, and the samples that a run draws."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -173,3 +174,9 @@ class ValidationOptions:
         """The metric of --best-metric, and the improvement that it has to exceed."""
         metric, _, least = self.best_metric.partition(":")
         return metric, float(least or 0)
+
+
+def list_validation_data(given: Iterable[str], training: Iterable[str], *, adds_training: bool) -> tuple[str, ...]:
+    """The sets that a run validates on: those of --validation-data-path; with --validate-training-data, also its own
+    data."""
+    return tuple(dict.fromkeys([*given, *(training if adds_training else ())]))

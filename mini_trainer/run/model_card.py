@@ -18,10 +18,11 @@ from transformers import AutoModelForImageTextToText
 from mini_trainer.data.stores.disk import read_metrics
 from mini_trainer.data.stores.model_files import CARD_FILE, name_model
 from mini_trainer.data.tokenized.by_row import sum_values
+from mini_trainer.data.tokenized.mixture import name_sources
 from mini_trainer.distributed.messages import hide_secrets
 from mini_trainer.objectives.families.text_tower import is_multimodal
-from mini_trainer.options import TrainOptions, iterate_fields
-from mini_trainer.run.identity import read_params
+from mini_trainer.options import TrainOptions, iterate_fields, list_validation_data
+from mini_trainer.run.identity import read_params, to_json
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
 from mini_trainer.sampler import RunPosition
@@ -77,19 +78,22 @@ COMPLETE = '"Hello", max_new_tokens=64)[0]["generated_text"]'  # by a model with
 
 def make_card(inputs: RunInputs, position: RunPosition) -> dict[str, str]:
     """Texts of README.md and the curve's file, by name, for the model at `position`."""
-    output_dir, values = Path(inputs.values["output_dir"]), inputs.values
+    output_dir = Path(inputs.values["output_dir"])
     params = read_params(output_dir)
+    values = inputs.values | params["options"]  # as recorded: `mini-trainer export` leaves out some of them
     steps = list(read_rows(output_dir / METRICS_FILE, position.step))
     validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
     last = validations[-1] if validations and validations[-1]["step"] == position.step else {}
     measured = {name: last[name] for name in inputs.objective.metrics if last.get(name) is not None}
-    head = describe_head(output_dir.absolute().name, inputs, measured)
+    head = describe_head(output_dir.absolute().name, inputs, values, measured)
     card = ModelCard.from_template(
         head,
         template_str=TEMPLATE,
         title=f"{head.model_name}, after {position.num_samples:,} samples",
         training=describe_training(inputs, params, position),
-        usage=describe_usage(head, values["push_to_hub"], has_template=inputs.tokenizer.chat_template is not None),
+        usage=describe_usage(
+            head, inputs.values["push_to_hub"], has_template=inputs.tokenizer.chat_template is not None
+        ),
         data="\n".join(describe_data(inputs, params)),
         losses=describe_losses(steps, measured),
         options=table(("option", "value"), list_options(values)),
@@ -103,13 +107,13 @@ def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
     return (row for _, _, row in read_metrics(path) if row is not None and row["step"] <= last_step)
 
 
-def describe_head(name: str, inputs: RunInputs, measured: dict[str, float]) -> ModelCardData:
+def describe_head(name: str, inputs: RunInputs, values: Mapping[str, Any], measured: dict[str, float]) -> ModelCardData:
     """The card's metadata. Models and data sets are named only if they are on the hub, which would look for them."""
     config, method, base = inputs.config, inputs.method, inputs.model_options.model_name_or_path
-    rows, license_name = inputs.values["input_dataset"], inputs.values["hub_license"]
+    rows, license_name = values["input_dataset"], values["hub_license"]
     sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
     task = "image-text-to-text" if sees_images else inputs.objective.pipeline_tag
-    held_out = ", ".join(inputs.validation_data.names) if measured else ""
+    held_out = ", ".join(name_validation_data(values)) if measured else ""
     results = [
         EvalResult(task_type=task, dataset_type=held_out, dataset_name=held_out, metric_type=metric, metric_value=value)
         for metric, value in measured.items()
@@ -187,16 +191,23 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
     rows = []
     for i, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
         tokens = sum_values(source.lengths, source.kept)
-        rows.append((f"`{name}`", f"{len(source.kept):,}", f"{tokens:,}", f"{data.shares[i]:.1%}"))
+        rows.append((f"`{shorten_paths(name)}`", f"{len(source.kept):,}", f"{tokens:,}", f"{data.shares[i]:.1%}"))
     yield table(("data set", "samples", "tokens", "share of samples drawn"), rows)
     yield f"\nFingerprint of all: `{params['identity']['data']}`."
     made_from = [made for sidecar in inputs.sidecars if sidecar for made in sidecar.get("sources", [])]
     if made_from:
         rows = [(f"`{PurePath(made['file']).name}`", f"`{made['sha256']}`") for made in made_from]
         yield "\n" + table(("made from", "SHA-256"), rows)
-    if inputs.validation_data is not None:
-        names = ", ".join(f"`{name}`" for name in inputs.validation_data.names)
-        yield f"\nValidation data: {names}."
+    if names := name_validation_data(params["options"]):
+        yield f"\nValidation data: {', '.join(f'`{name}`' for name in names)}."
+
+
+def name_validation_data(values: Mapping[str, Any]) -> list[str]:
+    """Names of the sets that the run validates on, by its options."""
+    paths = list_validation_data(
+        values["validation_data_path"], values["data_path"], adds_training=values["validate_training_data"]
+    )
+    return list(map(shorten_paths, name_sources(list(map(Path, paths)))))
 
 
 def describe_losses(steps: list[dict[str, Any]], measured: dict[str, float]) -> str:
@@ -214,15 +225,15 @@ def list_options(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of each option that differs from its default."""
     rows = []
     for option, _ in iterate_fields(TrainOptions):
-        value = values[option.name]
-        if option.name not in NOT_TOLD and value != option.default:
+        value = to_json(values[option.name])
+        if option.name not in NOT_TOLD and value != to_json(option.default):
             rows.append((f"`{option.name}`", f"`{json.dumps(shorten_paths(value))}`"))
     return rows
 
 
 def shorten_paths(value: Any) -> Any:
     """Removes the directories from absolute paths."""
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return [shorten_paths(item) for item in value]
     return PurePath(value).name if isinstance(value, str) and PurePath(value).is_absolute() else value
 

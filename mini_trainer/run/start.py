@@ -39,6 +39,7 @@ from mini_trainer.options import (
     TrainOptions,
     ValidationOptions,
     list_data_sets,
+    list_validation_data,
     names_raw_data,
     parse_subset,
 )
@@ -195,9 +196,9 @@ def open_data(
 def open_validation_data(o: DataOptions, validation: ValidationOptions, errors: Errors) -> Mixture | None:
     """Opens the sets of --validation-data-path, and the training data if requested; each must have something to
     predict."""
-    paths = validation.validation_data_path
-    if validation.validate_training_data:
-        paths = tuple(dict.fromkeys((*paths, *o.data_path)))
+    paths = list_validation_data(
+        validation.validation_data_path, o.data_path, adds_training=validation.validate_training_data
+    )
 
     def open_sets() -> Mixture:
         data = Mixture([TokenizedData(path, option="--validation-data-path") for path in paths])
