@@ -46,6 +46,11 @@ def test_wsd_is_stable_and_then_decays_over_the_last_steps():
     assert rates("wsd", num_steps=20)[19] == pytest.approx(0.5)
 
 
+def test_wsd_decays_from_the_peak_where_warmup_and_decay_are_longer_than_the_run():
+    found = rates("wsd", num_steps=7, num_warmup_steps=3, num_decay_steps=6)
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
+
+
 @pytest.mark.parametrize("num_warmup_steps", [0, 5])
 @pytest.mark.parametrize(
     ("scheduler", "changes", "arguments"),

@@ -192,6 +192,50 @@ def test_weights_without_a_full_spectrum_are_trained_within_theirs(shape, spectr
         assert leak(update, weight, 0.25) <= LEAK
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_leak_rises_with_what_moves_into_kept_directions_of_either_side(shape, world, tmp_path):
+    """Measured by the fp64 SVD of the weight: of the output side, of the input side, and of none."""
+    weight, ratio = random_matrix(*SHAPES[shape]), 0.75
+    generator = torch.Generator().manual_seed(1)
+    layer = make_layer(world, tmp_path, weight, ratio)
+    assert layer.projects  # B, whose columns may hold anything
+    U_high, V_low = layer.U_high.to_local(), layer.V_low.to_local()
+
+    def measure() -> tuple[float, float]:
+        found = layer.merged_weight(torch.float32) - weight
+        return measure_leak([layer]), leak(found, weight, ratio)
+
+    with torch.no_grad():
+        free = torch.randn(layer.coefficients.shape, generator=generator)
+        free -= U_high @ (U_high.T @ free)
+        layer.coefficients.to_local().copy_(free)
+        assert max(measure()) <= LEAK
+        for share in (0.1, 0.5, 1.0):
+            kept = U_high @ torch.randn(U_high.shape[1], free.shape[1], generator=generator)
+            kept *= free.norm() / kept.norm()
+            layer.coefficients.to_local().copy_(share * kept + (1 - share**2) ** 0.5 * free)
+            assert measure() == pytest.approx((share, share), rel=1e-4)
+        layer.coefficients.to_local().copy_(free)
+        V_low += 0.1 * torch.randn(V_low.shape, generator=generator)
+        assert min(measure()) > 0.05
+
+
+@pytest.mark.parametrize("side", ["U_low", "V_low"])
+def test_the_leak_of_a_square_core_rises_with_directions_of_either_side_that_are_no_longer_the_free_ones(
+    side, world, tmp_path
+):
+    weight, generator = random_matrix(32, 32), torch.Generator().manual_seed(1)
+    layer = make_layer(world, tmp_path, weight, 0.25)
+    assert layer.is_core
+    with torch.no_grad():
+        layer.coefficients.to_local().copy_(torch.randn(layer.coefficients.shape, generator=generator))
+        assert measure_leak([layer]) <= LEAK
+        directions = getattr(layer, side).to_local()
+        directions += 0.1 * torch.randn(directions.shape, generator=generator)
+        assert measure_leak([layer]) > 0.05
+        assert leak(layer.merged_weight(torch.float32) - weight, weight, 0.25) > 0.05
+
+
 def test_weight_decay_pulls_towards_the_start(world, tmp_path):
     weight = random_matrix(48, 32)
     target = weight + 10 * torch.randn(48, 32, generator=torch.Generator().manual_seed(1))

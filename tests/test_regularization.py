@@ -1,6 +1,7 @@
 """Noise on embeddings and smoothed targets: transformers' own, however the batch is divided."""
 
 import json
+from itertools import combinations
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from hand_made import read_triple
 from in_process import train_here, train_on
 from small_runs import OPTIONS, make_inputs, read_rows
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
-from transformers import AutoModelForCausalLM
+from tiny_data import write_samples
+from tiny_models import FAMILIES, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.integrations import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -84,6 +87,23 @@ def test_noise_is_other_noise_in_every_epoch_and_of_every_seed_and_resumes(input
     assert [row["loss"] for row in rows][-2:] == losses[-2:]
     train_here(world, **still | dict(max_steps=1, seed=7), output_dir=str(tmp_path / "seed"))
     assert read_rows(tmp_path / "seed")[0]["loss"] != losses[0]
+
+
+@pytest.mark.slow
+def test_dropout_is_other_dropout_in_every_step_on_every_rank_and_of_every_seed(world, tmp_path):
+    """At a learning rate of 0, on equal samples of which each rank has one, where only dropout moves the loss."""
+    config = GPT2Config.from_dict(FAMILIES["gpt2"].to_dict() | dict(attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3))
+    model = save_tokenizer(save_model(config, tmp_path / "model"))
+    ids = list(range(3, 33))
+    data = write_samples(tmp_path / "data.arrow", [(ids, ids)] * 8)
+    options = RUN | dict(model_name_or_path=model, data_path=data, max_tokens_per_gpu=len(ids), learning_rate=0.0)
+    losses = {}
+    for name, num_ranks, changes in (("one", 1, {}), ("again", 1, {}), ("two", 2, {}), ("seed", 1, dict(seed=7))):
+        train_on(num_ranks, world, **options | dict(batch_size=num_ranks) | changes, output_dir=tmp_path / name)
+        losses[name] = [row["loss"] for row in read_rows(tmp_path / name)]
+    assert losses["again"] == losses["one"]
+    different = [*losses["one"], *losses["two"], *losses["seed"]]
+    assert min(abs(a - b) for a, b in combinations(different, 2)) > 1e-4, different
 
 
 def test_validations_have_neither_noise_nor_smoothed_targets(inputs, world, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from breadth import wide
 from forked import run_forked
-from in_process import train_here, train_on
+from in_process import train_forked, train_here, train_on
 from processes import ROOT, flags
 from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
@@ -413,6 +413,22 @@ def test_a_run_ended_before_its_first_checkpoint_starts_again(start, finished, t
     begun = copy_until(finished, 0, tmp_path / "begun")
     assert start(begun, max_steps=6)[0].startswith("starting from step 0")
     check_same(finished, begun, step=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_written_behind_the_training_is_the_state_at_the_save(num_ranks, inputs, tmp_path):
+    """The write begins when two more steps have changed the weights."""
+    options = inputs | OPTIONS | dict(checkpoint_every_steps=3, max_steps=5, save_final_checkpoint=False)
+    runs = [tmp_path / name for name in ("at once", "behind")]
+    train_forked(num_ranks, **options, output_dir=runs[0])
+    worker, metrics = ROOT / "tests" / "workers" / "late_writes.py", runs[1] / "training_metrics_0.jsonl"
+    argv = flags(**options, output_dir=runs[1], async_checkpoint=True)
+    result = run_forked(num_ranks, worker, metrics, 5, "train.py", *argv)
+    assert result.returncode == 0, result.stderr
+    expected, found = (load_checkpoint(run / "checkpoints" / "step_3") for run in runs)
+    assert expected.keys() == found.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 @pytest.mark.slow
