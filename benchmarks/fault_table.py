@@ -232,16 +232,6 @@ def second_signal(run: Run) -> None:
     os.kill(run.job.ranks[0], signal.SIGTERM)
     time.sleep(2.5)
     run.send(signal.SIGTERM, [run.job.ranks[0]])
-    time.sleep(1)
-    os.kill(run.job.ranks[1], signal.SIGCONT)
-
-
-def freeze(run: Run) -> None:
-    """A frozen rank cannot end by itself: torchrun kills it, or it is thawed and finds that the run is over."""
-    run.steps()
-    run.send(signal.SIGSTOP, run.victims("one"))
-    run.until(lambda: (run.output_dir / "exit.json").exists())
-    os.kill(run.victims("one")[0], signal.SIGCONT)
 
 
 def injected(run: Run) -> None:
@@ -394,11 +384,12 @@ FAULTS = [
     Fault("the stop file", stop_file, USER, "the stop file; saved"),
     Fault("a stop file from before", refused, USER, "the stop file; saved",
           before=lambda run: (run.output_dir / "stop").touch(), prompt=False),
+    # A stopped rank cannot end by itself, and is not woken: torchrun kills it, 30 s after it has told it to end.
     Fault("a second signal, in a step that does not end", second_signal, {"interrupted"}, "ended without saving",
-          (2, 4)),
+          (2, 4), prompt=False),
     Fault("a rank raises", injected, {"failed"}, "error: rank 1 .*injected: a bug of rank 1", (2, 4),
           env={"PYTHONPATH": "{root}:" + str(ROOT)}),
-    Fault("SIGSTOP of a rank, --hang-timeout 6", freeze, {"hang"}, r"rank \d .*sent no heartbeat", (2, 4),
+    Fault("SIGSTOP of a rank, --hang-timeout 6", signals(signal.SIGSTOP, "one"), {"hang"}, r"rank \d .*sent no heartbeat", (2, 4),
           options=dict(hang_timeout=HANG_TIMEOUT), prompt=False),
     Fault("out of memory on one rank", limit_memory, {"out_of_memory"}, "out of memory in .*lower --max-tok"),
     Fault("disk full, before a save", fill_disk(32 << 20), IO, r"no room for .*needs [\d,]+ bytes.*has [\d,]+ free",
