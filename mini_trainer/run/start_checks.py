@@ -33,7 +33,7 @@ from mini_trainer.run.inputs import OpenedData, RunInputs
 # Learning rates of published runs (docs/tasks/learning_rate.md) by the method's option; OSFT's lie between the others'.
 USUAL_RATES = {
     "lora": ("LoRA", "1e-4 to 2e-4"),
-    "osft": ("OSFT", "1e-5 to 1e-4"),
+    "osft": ("OSFT", "1e-4 to 1e-3"),
     "full": ("full fine-tuning", "2e-6 to 2e-5"),
 }
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
