@@ -121,7 +121,8 @@ def test_few_updates_are_said_before_they_are_made(plan, inputs, world, tmp_path
     usual = "--batch-size 6 or --max-epochs 6 or more data. Usual learning rates of full fine-tuning are 2e-6 to 2e-5,"
     assert f"30 or more are usual: {usual} this run's is 1e-05" in texts[0]
     assert "Usual learning rates of LoRA are 1e-4 to 2e-4" in plan(**ends[0], lora=True)[1]
-    assert "Usual learning rates of OSFT are 1e-4 to 1e-3" in plan(**ends[0], osft=True, osft_unfreeze_rank_ratio=0.25)[1]
+    osft = dict(osft=True, osft_unfreeze_rank_ratio=0.25)
+    assert "Usual learning rates of OSFT are 1e-4 to 1e-3" in plan(**ends[0], **osft)[1]
     run = inputs | dict(output_dir=str(tmp_path), dry_run=False) | ends[0]
     train_here(world, **run, activation_checkpointing="none")
     assert len((tmp_path / "training_metrics_0.jsonl").read_text().splitlines()) == 25
