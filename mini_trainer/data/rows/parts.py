@@ -283,7 +283,7 @@ def find_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     for name, value in ours.items():
         if theirs.get(name) != value:
             is_number = isinstance(value, int)
-            return f"{name} was {theirs.get(name, 'another')}, is {value}" if is_number else f"{name} differs"
+            return f"{name} was {theirs.get(name, 'an older one')}, is {value}" if is_number else f"{name} differs"
     return None
 
 
