@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,19 +22,26 @@ from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
 from processes import ROOT
 
+from mini_trainer.data.chat.token_spans import Pictures, Remark, TokenizedChat, TrainedSpan, add_mismatched, pair_up
 from mini_trainer.data.rows import files as data_files
 from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.labelled_tokens import TokenizedText
 from mini_trainer.data.rows.parts import (
+    RECORDS,
     SCHEMA,
     JoinedElsewhere,
     Part,
     count_bytes,
+    decode_counts,
     divide,
+    encode_counts,
     list_parts,
     name_directory,
 )
+from mini_trainer.data.rows.report import Totals, ValueTotals
+from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.process import find_task
@@ -95,6 +103,14 @@ def write_pairs(directory: Path) -> Path:
     return directory
 
 
+def write_answers(directory: Path) -> Path:
+    rows = [
+        {"prompt": f"How many are {i}?" + " and" * 30, "completion": f"{i}", "label": i % 3 == 0} for i in range(150)
+    ]
+    write_rows(directory / "a.jsonl", rows)
+    return directory
+
+
 CASES = {
     "chats": (write_chats, "out.arrow", dict(skip_invalid=True, validation_share=0.2, preview=3)),
     "chats as Parquet": (write_chats, "out.parquet", dict(skip_invalid=True, max_sample_num_tokens=60)),
@@ -102,6 +118,7 @@ CASES = {
     "blocks": (write_documents, "out.arrow", dict(block_size=32, validation_share=0.1)),
     "labels": (write_labelled, "out.arrow", dict(format="classification")),
     "pairs": (write_pairs, "out.arrow", dict(format="preference")),
+    "answers": (write_answers, "out.arrow", dict(format="feedback", preview=2)),
 }
 
 
@@ -282,6 +299,21 @@ def test_a_part_with_other_counts_than_its_own_classes_is_refused(counts, made, 
     replace_rows(part, write, with_hash=True)
     with pytest.raises(ValueError, match=r"part 1/3: \S*\.rows is damaged .*--shard 1/3 again"):
         process_data(replace_options(made, shard="2/3"))
+
+
+def test_counts_come_back_from_json_as_they_were():
+    """With objects of every class that they may hold."""
+    remark, span = Remark("kind", "a \ud800", "b"), TrainedSpan(1, 3, "assistant", 0.1)
+    pictures = Pictures(("a.png",), ((2, 3),), ((0, 2),), 2, (5, 6))
+    chat = TokenizedChat([5, 6, 7], [span], is_weighted=True, pictures=pictures, remarks=(remark,))
+    text = TokenizedText([5], [0.5, float("inf")], True, None, False, {"odd": 1}, [0.5], "value: 0.5")
+    shown = [chat, pair_up(chat, chat, margin=0.5), add_mismatched(chat, None, is_good=False), text]
+    totals = Totals(4, rows=Counter(kept=3), lengths=Counter({3: 2}), values=ValueTotals(1, 0.5, 0.5, 0.5))
+    totals.count_remark(remark, 2, "a:1")
+    totals.shown = [(0.1 * i, TokenizedSample("a:1", one)) for i, one in enumerate(shown)]
+    written = json.dumps(encode_counts(totals))
+    assert decode_counts(json.loads(written)) == totals
+    assert [name for name in RECORDS if f'"{name}":' not in written] == []
 
 
 def test_parts_of_an_older_format_are_refused_by_its_number(made, tmp_path, monkeypatch):

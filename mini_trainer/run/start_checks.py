@@ -30,7 +30,8 @@ from mini_trainer.options import (
 )
 from mini_trainer.run.inputs import OpenedData, RunInputs
 
-# Learning rates of published runs (docs/tasks/learning_rate.md) by the method's option; OSFT's lie between the others'.
+# Learning rates by the method's option: of published runs (docs/tasks/learning_rate.md); OSFT's as measured in
+# docs/reference/osft.md.
 USUAL_RATES = {
     "lora": ("LoRA", "1e-4 to 2e-4"),
     "osft": ("OSFT", "1e-4 to 1e-3"),

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-# Of ASGI (https://asgi.readthedocs.io/en/latest/specs/www.html)
+# The types of ASGI (https://asgi.readthedocs.io/en/latest/specs/www.html)
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -63,7 +63,8 @@ class Front:
 def choose_hosts(address: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
     """The names that a request's Host may have, for a server that listens on `address`; None for any.
 
-    On a loopback address a name of another site, which a page of it can let lead here, is never expected.
+    On a loopback address, other names are refused: a site can make its own name resolve to this address, for its pages
+    to reach the server (DNS rebinding).
     """
     found = {entry[4][0] for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
     if all(ip_address(one).is_loopback for one in found):

@@ -170,7 +170,7 @@ def write_part(part: Part, results: Iterable[ChunkResult], describe: Callable[[]
 
 def pack_result(result: ChunkResult) -> pa.RecordBatch:
     packed = [pack_samples(side.samples) for side in result.sides]
-    sides = [[kind, to_json(side.totals)] for (kind, _), side in zip(packed, result.sides, strict=True)]
+    sides = [[kind, encode_counts(side.totals)] for (kind, _), side in zip(packed, result.sides, strict=True)]
     row = {
         "samples": [data for _, data in packed],
         "rejected": result.rejected,
@@ -183,39 +183,39 @@ def unpack_result(batch: pa.RecordBatch) -> ChunkResult:
     (row,) = batch.to_pylist()
     sides, reasons, num_bytes = json.loads(row["counts"])
     unpacked = [
-        SideResult(unpack_samples(kind, data), from_json(totals))
+        SideResult(unpack_samples(kind, data), decode_counts(totals))
         for (kind, totals), data in zip(sides, row["samples"], strict=True)
     ]
     return ChunkResult(unpacked, row["rejected"], [(place, reason) for place, reason in reasons], num_bytes)
 
 
-def to_json(value: Any) -> Any:
+def encode_counts(value: Any) -> Any:
     """JSON for counts: objects, tuples and mappings become {name of the class: content}."""
     match value:
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return [to_json(item) for item in value]
+            return [encode_counts(item) for item in value]
         case tuple():
-            return {"tuple": [to_json(item) for item in value]}
+            return {"tuple": [encode_counts(item) for item in value]}
         case dict():  # the keys of some are numbers or remarks
-            return {type(value).__name__: [[to_json(key), to_json(item)] for key, item in value.items()]}
+            return {type(value).__name__: [[encode_counts(key), encode_counts(item)] for key, item in value.items()]}
     assert RECORDS.get(type(value).__name__) is type(value), f"counts hold a {type(value)}"
-    return {type(value).__name__: {field.name: to_json(getattr(value, field.name)) for field in fields(value)}}
+    return {type(value).__name__: {one.name: encode_counts(getattr(value, one.name)) for one in fields(value)}}
 
 
-def from_json(value: Any) -> Any:
-    """The counts that `to_json` took; KeyError for an unknown class, TypeError or ValueError for other content."""
+def decode_counts(value: Any) -> Any:
+    """The counts that `encode_counts` took. KeyError for an unknown class; TypeError, ValueError for other content."""
     match value:
         case list():
-            return [from_json(item) for item in value]
+            return [decode_counts(item) for item in value]
         case dict():
             ((name, content),) = value.items()
             if name == "tuple":
-                return tuple(from_json(content))
+                return tuple(decode_counts(content))
             if name in MAPPINGS:
-                return MAPPINGS[name]({from_json(key): from_json(item) for key, item in content})
-            return RECORDS[name](**{key: from_json(item) for key, item in content.items()})
+                return MAPPINGS[name]({decode_counts(key): decode_counts(item) for key, item in content})
+            return RECORDS[name](**{key: decode_counts(item) for key, item in content.items()})
     return value
 
 
