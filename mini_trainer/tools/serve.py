@@ -43,7 +43,7 @@ def serve(options: ServeOptions) -> None:
     """Runs the server; ValueError or OSError for what cannot be done."""
     check_choices(options)
     engine = choose_engine(options.engine)
-    arguments = read_engine_args(options.engine_args)
+    arguments = read_server_args(options.engine_args)
     check_engine(engine, options)
     check_port(options.host, options.port)
     found = find_answering_model(
@@ -68,12 +68,15 @@ def serve(options: ServeOptions) -> None:
     run_behind_front(words, hosts=hosts, allows_origins=bool(arguments.get("enable_cors")))
 
 
-def read_engine_args(given: Sequence[str]) -> dict[str, Any]:
-    """The server's own arguments by name. ValueError for one that an option of ours decides, and checks."""
-    arguments = parse_named_values(given)
-    own = {field.name for field in fields(ServeOptions)}
-    if name := next((name for name in arguments if name in own), None):
-        raise ValueError(f"--engine-args {name}: has an option of its own, {flag_name(name)}")
+def read_server_args(given: Sequence[str]) -> dict[str, Any]:
+    """The server's own arguments by name; ValueError for one that an option of ours sets."""
+    try:
+        arguments = parse_named_values(given)
+    except ValueError as error:
+        raise ValueError(f"--engine-args: {error}") from None
+    for field in fields(ServeOptions):
+        if field.name in arguments:
+            raise ValueError(f"--engine-args {field.name}: is set by {flag_name(field.name)}")
     return arguments
 
 
