@@ -159,8 +159,8 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
 
 
 def read_sequence(text: str) -> list[list[str]]:
-    """By method: what it knew of its tasks, after each and at the end; what it lost at the end of knowledge and
-    instructions, as the third task trains sums, and of knowledge alone; and of all three at the worst moment."""
+    """Each method's right answers to its tasks, after each and at the end; its losses at the end of knowledge and
+    instructions, as the third task trains sums, and of knowledge alone; its losses of all three at the worst moment."""
     methods = ("full", "lora", "replay", "osft")
     rows = [re.search(rf"^{name} .*", text, flags=re.MULTILINE)[0] for name in methods]
     columns = [re.split(r"  +", row) for row in rows]  # name, average, learnt

@@ -266,7 +266,7 @@ def replace_rows(part: Part, write: Callable[[Path], object], *, with_hash: bool
 
 @pytest.mark.parametrize("with_hash", [False, True])
 def test_a_part_replaced_by_a_pickle_runs_no_code(with_hash, made, tmp_path):
-    """Of the same length, which the manifest has; also where its hash was replaced with it."""
+    """The pickle has the length that the manifest records, and once also its hash."""
     part, witness = Part(name_directory(tmp_path / "out.arrow"), 1, COUNT), tmp_path / "made by a part"
     harmful = pickle.dumps(Harmful(witness)).ljust(part.rows.stat().st_size, b" ")
     pickle.loads(harmful)
