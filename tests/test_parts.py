@@ -278,21 +278,22 @@ def test_a_part_replaced_by_a_pickle_runs_no_code(with_hash, made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "counts",
+    ("kind", "counts"),
     [
-        {"Popen": {"args": ["touch", "x"]}},
-        {"Totals": {"num_shown": 1, "unknown": 2}},
-        {"Counter": [[["a list"], 1]]},
-        {"Remark": {}, "tuple": []},
+        ("batch", {"Popen": {"args": ["touch", "x"]}}),
+        ("batch", {"Totals": {"num_shown": 1, "unknown": 2}}),
+        ("batch", {"Counter": [[["a list"], 1]]}),
+        ("batch", {"Remark": {}, "tuple": []}),
+        ("pickle", {"Totals": {"num_shown": 1}}),
     ],
 )
-def test_a_part_with_other_counts_than_its_own_classes_is_refused(counts, made, tmp_path):
+def test_a_part_with_other_contents_than_its_own_classes_is_refused(kind, counts, made, tmp_path):
     part = Part(name_directory(tmp_path / "out.arrow"), 1, COUNT)
     with pa.ipc.open_stream(part.rows.read_bytes()) as batches:
         (row, *_) = batches.read_all().to_pylist()
 
     def write(rows: Path) -> None:
-        batch = pa.RecordBatch.from_pylist([row | {"counts": json.dumps([[["batch", counts]], [], 0])}], schema=SCHEMA)
+        batch = pa.RecordBatch.from_pylist([row | {"counts": json.dumps([[[kind, counts]], [], 0])}], schema=SCHEMA)
         with pa.OSFile(str(rows), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             writer.write_batch(batch)
 

@@ -35,7 +35,6 @@ from mini_trainer.tools.server_front import choose_hosts, run_behind_front
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
 ADAPTER = "adapter"  # name of an adapter on vLLM's server
-PROGRAMS = {"vllm": "vllm", "hf": "transformers"}  # by --engine
 NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
 
 
@@ -55,17 +54,14 @@ def serve(options: ServeOptions) -> None:
     check_answering(found)
     if not options.skip_verification:
         found.verify()
-    name, words = name_for_vllm(found) if engine == "vllm" else name_for_transformers(found)
+    program, name_words, start = SERVERS[engine]
+    name, words = name_words(found)
     words += list_common(options, arguments)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}/v1"
     chat = [*shlex.split(name_program("chat")), name, "--engine", "openai", "--base-url", url]
-    say(f"serving {name} at {url} by {shlex.join([PROGRAMS[engine], *words])}\nchat: {shlex.join(chat)}")
-    if engine == "vllm":
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *words])
-    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' list of models is an internal error
-    hosts = choose_hosts(options.host, options.allowed_hosts)
-    run_behind_front(words, hosts=hosts, allows_origins=bool(arguments.get("enable_cors")))
+    say(f"serving {name} at {url} by {shlex.join([program, *words])}\nchat: {shlex.join(chat)}")
+    start(words, options, arguments)
 
 
 def read_server_args(given: Sequence[str]) -> dict[str, Any]:
@@ -136,6 +132,23 @@ def name_for_transformers(found: FoundModel) -> tuple[str, list[str]]:
             f" {shlex.quote(str(found.adapter))} --output-dir MERGED writes a model to serve; vLLM takes adapters"
         )
     return found.directory, ["serve", found.directory]
+
+
+def become_vllm(words: list[str], options: ServeOptions, arguments: Mapping[str, Any]) -> None:
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *words])
+
+
+def run_transformers(words: list[str], options: ServeOptions, arguments: Mapping[str, Any]) -> None:
+    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' list of models is an internal error
+    hosts = choose_hosts(options.host, options.allowed_hosts)
+    run_behind_front(words, hosts=hosts, allows_origins=bool(arguments.get("enable_cors")))
+
+
+# Program, and the functions that name the model and begin its words, and that start it, by --engine.
+SERVERS = {
+    "vllm": ("vllm", name_for_vllm, become_vllm),
+    "hf": ("transformers", name_for_transformers, run_transformers),
+}
 
 
 def list_common(options: ServeOptions, arguments: Mapping[str, Any]) -> list[str]:

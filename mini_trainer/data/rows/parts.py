@@ -238,7 +238,7 @@ def unpack_samples(kind: str, data: bytes) -> EncodedSamples | np.ndarray:
             return np.frombuffer(data, np.int32)
         case "batch":
             return pa.ipc.open_stream(data).read_next_batch()
-    raise AssertionError(f"samples of kind {kind}")
+    raise ValueError(f"samples of kind {kind}")
 
 
 def read_results(parts: Sequence[Part]) -> Iterator[ChunkResult]:
