@@ -20,8 +20,7 @@ from mini_trainer.batch_packer import batch_lengths_to_minibatches, pack_batch  
 from mini_trainer.data.tokenized.by_row import Rows, RunningSums, Values, find_top_row, sum_values
 from mini_trainer.data.tokenized.mixture import Mixture, interleave
 from mini_trainer.data.tokenized.order import Permutation, draw_permutation
-from mini_trainer.distributed.row_group import RowGroup, RowPlace, count_sharing
-from mini_trainer.distributed.world import World
+from mini_trainer.distributed.world import RowGroup, RowPlace, World, count_sharing
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import DataOptions, EndOptions

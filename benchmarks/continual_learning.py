@@ -38,8 +38,7 @@ from make_tiny_model import save_tiny_model, train_tokenizer
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import RowPlace
-from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.distributed.world import RowPlace, World, init_world, setup_logging
 from mini_trainer.model.config import ModelSource, load_generation_config
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA

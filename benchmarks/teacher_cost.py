@@ -33,8 +33,7 @@ from mini_trainer.data.columns.base import IGNORED, DataTask
 from mini_trainer.data.columns.token_columns import TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import RowPlace
-from mini_trainer.distributed.world import World, init_world, setup_logging
+from mini_trainer.distributed.world import RowPlace, World, init_world, setup_logging
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.teaching import OtherModel, StartWeights

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from mini_trainer.distributed.memory_counter import MemoryCounter
+from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions
@@ -115,7 +115,7 @@ def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
 def test_with_a_budget_freed_memory_is_given_back(gives_back):
     code = f"""
 import torch
-from mini_trainer.distributed.memory import give_back_freed_memory, resident_memory
+from mini_trainer.distributed.devices import give_back_freed_memory, resident_memory
 if {gives_back}: give_back_freed_memory()
 torch.ones(5_000_000)  # a large block that is freed makes malloc keep smaller ones from then on
 before = resident_memory()

@@ -17,7 +17,7 @@ from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_samples_o
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, load_source, save_model
 from transformers import GptOssConfig, PreTrainedConfig, Qwen3Config, RobertaConfig
 
-from mini_trainer.distributed.row_group import RowGroup, check_sharing
+from mini_trainer.distributed.world import RowGroup, check_sharing
 from mini_trainer.model.build import check_divisible, make_meta_model
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.context_parallel import describe_heads

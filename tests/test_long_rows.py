@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, make_osft, save_model
 from torch import Tensor
 from transformers import LlamaConfig, OPTConfig
 
-from mini_trainer.distributed.memory_counter import MemoryCounter
+from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.model import tiling
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.offloading import apply_offloading

@@ -23,7 +23,7 @@ from mini_trainer.data.tokenized.by_row import Joined, RowRange, find_top_row, j
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.order import FeistelPermutation, draw_permutation
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import RowPlace
+from mini_trainer.distributed.world import RowPlace
 from mini_trainer.model.fingerprints import fingerprint_data
 from mini_trainer.model.scoring import score_files
 from mini_trainer.objectives.next_tokens import CausalLM

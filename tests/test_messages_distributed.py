@@ -10,14 +10,12 @@ import pytest
 import torch.distributed as dist
 from refusals import read_words
 
-from mini_trainer.distributed import compilation, lifeline, lock, meeting, peers, process
+from mini_trainer.distributed import compilation, lifeline, lock, meeting, process, watch
 from mini_trainer.distributed.agreement import Account, describe_differences
-from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error
+from mini_trainer.distributed.ending import Cause, ExitCode, Flag, RunError, choose_cause, describe_error, stop_reason
 from mini_trainer.distributed.lock import RunFiles, RunLock
-from mini_trainer.distributed.peers import Peer, describe_death, describe_hang
-from mini_trainer.distributed.row_group import check_sharing
-from mini_trainer.distributed.run_flags import Flag, stop_reason
-from mini_trainer.distributed.world import count_shards
+from mini_trainer.distributed.watch import Peer, describe_death, describe_hang
+from mini_trainer.distributed.world import check_sharing, count_shards
 
 HOLDER = {"host": "node7", "boot_id": "another", "pid": 12, "started": "2026-01-01"}
 
@@ -103,7 +101,7 @@ STUCK = {0: make_peer(10, moved=39, where="A"), 1: make_peer(11, where="B"), 2: 
 
 
 def stay_silent(path: Path, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(peers, "MOST_DETAILS", 1)
+    patch.setattr(watch, "MOST_DETAILS", 1)
     return describe_hang(SILENT, 100)
 
 

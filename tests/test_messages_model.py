@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.stores.model_files import check_values
-from mini_trainer.distributed.row_group import check_sharing
+from mini_trainer.distributed.world import check_sharing
 from mini_trainer.model.config import check_rope, load_config
 from mini_trainer.model.methods.adapter_settings import check_settings
 from mini_trainer.model.methods.lora_layers import choose_names

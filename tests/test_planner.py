@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
 
 from mini_trainer.data.columns.base import DataTask
+from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.model import tiling
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.optim.reduction import reduce_step

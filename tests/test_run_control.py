@@ -16,11 +16,21 @@ import pytest
 from breadth import wide
 from processes import ENV, ROOT, is_alive
 
-from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
+from mini_trainer.distributed.ending import (
+    BY_USER,
+    STOPS,
+    Cause,
+    ExitCode,
+    Flag,
+    RunError,
+    choose_cause,
+    describe_error,
+    stop_reason,
+    within,
+)
 from mini_trainer.distributed.lock import RunLock, read_boot_id, write_exit_file
-from mini_trainer.distributed.peers import Peer, describe_hang, is_hanging
 from mini_trainer.distributed.process import may_be_launcher
-from mini_trainer.distributed.run_flags import BY_USER, STOPS, Flag, stop_reason
+from mini_trainer.distributed.watch import Peer, describe_hang, is_hanging
 from mini_trainer.options import parse_duration
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from tiny_data import make_samples, write_samples
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.row_group import RowPlace
+from mini_trainer.distributed.world import RowPlace
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, EndOptions
 from mini_trainer.sampler import (

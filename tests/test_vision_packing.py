@@ -15,8 +15,8 @@ from transformers import AutoConfig
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.model.build import build_model
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full

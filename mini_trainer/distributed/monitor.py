@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from mini_trainer.distributed.ending import ExitCode, RanksDiffer, RunError, describe_error, wait_forever
+from mini_trainer.distributed.ending import SIGNALS, ExitCode, Flag, RanksDiffer, RunError, describe_error, wait_forever
 from mini_trainer.distributed.lock import RunFiles
-from mini_trainer.distributed.run_flags import SIGNALS, Flag
 from mini_trainer.distributed.watch import Marks, Watch
 
 

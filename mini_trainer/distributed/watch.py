@@ -19,9 +19,11 @@ from typing import Any, NoReturn
 
 from mini_trainer.distributed.ending import (
     SECONDS_TO_BE_ENDED,
+    SIGNALS,
     STOPPED,
     Cause,
     ExitCode,
+    Flag,
     choose_cause,
     dump_stacks,
     exit_process,
@@ -29,17 +31,68 @@ from mini_trainer.distributed.ending import (
 )
 from mini_trainer.distributed.lifeline import Lifeline, Message
 from mini_trainer.distributed.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunFiles
-from mini_trainer.distributed.messages import clean, leave_bars, print_as_is, say
-from mini_trainer.distributed.peers import (
-    SECONDS_PER_HEARTBEAT,
-    SLOW_LIMIT,
-    Peer,
-    describe_death,
-    describe_hang,
-    is_hanging,
-)
+from mini_trainer.distributed.messages import clean, describe_ranks, leave_bars, print_as_is, say
 from mini_trainer.distributed.process import PARENT, may_be_launcher
-from mini_trainer.distributed.run_flags import SIGNALS, Flag
+
+SLOW_LIMIT = 3600.0  # seconds allowed without progress while loading, saving, or compiling in the first step
+SECONDS_PER_HEARTBEAT = 1.0
+MOST_DETAILS = 4  # silent ranks that a message describes one by one
+MOST_PLACES = 12  # phases that a message lists with the ranks in them
+
+
+@dataclass
+class Peer:
+    """A rank's state, from its heartbeats. Rank 0 knows all ranks, the others know rank 0 and themselves.
+
+    Times are in `Watch.clock`'s seconds.
+    """
+
+    host: str
+    pid: int
+    heard: float  # time of its last message
+    moved: float  # time of its training thread's last sign of progress
+    limit: float = SLOW_LIMIT  # seconds allowed without progress in the current phase
+    where: str = "the start"
+    said_goodbye: bool = False
+
+
+def is_hanging(peers: dict[int, Peer], clock: float, hang_timeout: float, *, is_rank0: bool) -> bool:
+    """Whether a rank is silent or makes no progress. Ranks other than 0 judge rank 0 only, and later than it does."""
+    if not is_rank0:
+        return 0 in peers and clock - peers[0].heard > 1.1 * hang_timeout + 2
+    return any(clock - peer.heard > hang_timeout or clock - peer.moved > peer.limit for peer in peers.values())
+
+
+def describe_death(rank: int, peer: Peer) -> str:
+    """Message about a rank whose connection closed without a report."""
+    return (
+        f"rank {rank} (pid {peer.pid} on {peer.host}) died without a report, last seen in {peer.where}: it crashed or"
+        f" was killed, perhaps because it ran out of memory"
+    )
+
+
+def describe_hang(peers: dict[int, Peer], clock: float) -> str:
+    """Lists the silent ranks; if there are none, where each rank is."""
+    silent = {rank: peer for rank, peer in peers.items() if clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT}
+    stacks = f"stack traces of the responsive ranks are in {ERRORS_DIR}/"
+    if silent:
+        names = [
+            f"rank {rank} (pid {peer.pid} on {peer.host}) has sent no heartbeat for {clock - peer.heard:.0f} s,"
+            f" last seen in {peer.where}"
+            for rank, peer in sorted(silent.items())[:MOST_DETAILS]
+        ]
+        others = sorted(silent)[MOST_DETAILS:]
+        more = f"; nor {'has' if len(others) == 1 else 'have'} {describe_ranks(others)}" if others else ""
+        return f"{'; '.join(names)}{more}: stopped, or cut off from the network; {stacks}"
+    places: dict[str, list[int]] = {}
+    for rank, peer in sorted(peers.items()):
+        places.setdefault(peer.where, []).append(rank)
+    seconds = max(clock - peer.moved for peer in peers.values())
+    found = "; ".join(f"{describe_ranks(ranks)} in {where}" for where, ranks in list(places.items())[:MOST_PLACES])
+    if len(places) > MOST_PLACES:
+        found += f"; {sum(map(len, list(places.values())[MOST_PLACES:]))} ranks elsewhere"
+    return f"all ranks are alive, but some made no progress for {seconds:.0f} s (--hang-timeout): {found}; {stacks}"
+
 
 TICK = 0.25  # seconds between looks at the marks and the clock
 # From the first report of a failure to the verdict: a death noticed in this time explains other ranks' errors.

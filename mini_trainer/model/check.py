@@ -13,8 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.row_group import sum_parts
-from mini_trainer.distributed.world import World
+from mini_trainer.distributed.world import World, sum_parts
 from mini_trainer.model.attention import OWN
 from mini_trainer.model.method import Method
 from mini_trainer.model.mixers import find_mixers

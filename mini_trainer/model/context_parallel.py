@@ -18,7 +18,7 @@ import math
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mini_trainer.distributed.row_group import RowGroup
+from mini_trainer.distributed.world import RowGroup
 
 
 def take_heads(

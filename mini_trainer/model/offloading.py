@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mini_trainer.distributed.memory import OFFLOADED, memory_kind
+from mini_trainer.distributed.devices import OFFLOADED, memory_kind
 
 
 class Waiting:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
-from mini_trainer.distributed.memory import memory_kind
+from mini_trainer.distributed.devices import memory_kind
 
 
 class WholeWeights:

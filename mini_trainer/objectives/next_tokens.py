@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN
-from mini_trainer.distributed.row_group import RowGroup
+from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.families.text import TextFamily, TextReader

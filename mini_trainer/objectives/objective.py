@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
-from mini_trainer.distributed.row_group import RowGroup
+from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.families.family import NO_SUMS, Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets, take_part
 from mini_trainer.options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions

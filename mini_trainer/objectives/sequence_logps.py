@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import Sample
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN
-from mini_trainer.distributed.memory import memory_kind
-from mini_trainer.distributed.row_group import RowGroup, sum_parts
+from mini_trainer.distributed.devices import memory_kind
+from mini_trainer.distributed.world import RowGroup, sum_parts
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.next_tokens import NextTokens, TokenLoss
 from mini_trainer.objectives.token_loss import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sample
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
-from mini_trainer.distributed.row_group import RowGroup
+from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mini_trainer.distributed.memory import memory_kind
+from mini_trainer.distributed.devices import memory_kind
 
 # Of a chunk: fp32 logits at most, and tokens at most. Each chunk reads and writes the sum of the head's gradient; with
 # fewer rows its product would wait for memory, more gain nothing (benchmarks/results/head_bytes.txt).

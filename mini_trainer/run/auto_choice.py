@@ -13,7 +13,7 @@ import numpy as np
 
 from mini_trainer.data.tokenized.by_row import find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.distributed.memory import GIB
+from mini_trainer.distributed.devices import GIB
 from mini_trainer.options import ShardingOptions
 
 NUM_BATCHES = 50  # global batches to look ahead when choosing a micro-batch size

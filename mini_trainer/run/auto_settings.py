@@ -11,12 +11,9 @@ import torch.distributed as dist
 
 from mini_trainer.data.tokenized.by_row import CHUNK
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.distributed.devices import describe_device
+from mini_trainer.distributed.devices import GIB, MemoryCounter, describe_device, memory_limit, resident_memory
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.memory import GIB, memory_limit, resident_memory
-from mini_trainer.distributed.memory_counter import MemoryCounter
-from mini_trainer.distributed.row_group import count_sharing
-from mini_trainer.distributed.world import call_on_rank0
+from mini_trainer.distributed.world import call_on_rank0, count_sharing
 from mini_trainer.model.activation_checkpointing import MODES, set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
 from mini_trainer.model.sharding import choose_resharding, count_gathered_bytes, prepare_backward

@@ -16,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mini_trainer.distributed.ending import ExitCode, RunError, log
+from mini_trainer.distributed.ending import FLAG_NAMES, ExitCode, Flag, RunError, log
 from mini_trainer.distributed.messages import describe_error
 from mini_trainer.distributed.monitor import RunControl
-from mini_trainer.distributed.run_flags import FLAG_NAMES, Flag
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
 from mini_trainer.options import CallbackOptions
 from mini_trainer.options.command_line import suggest

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.run_flags import Flag, stop_reason
+from mini_trainer.distributed.ending import ExitCode, Flag, stop_reason
 from mini_trainer.options import CheckpointOptions, ExportOptions, ValidationOptions
 from mini_trainer.sampler import RunPosition
 

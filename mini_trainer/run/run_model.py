@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mini_trainer.distributed.devices import DTYPES
+from mini_trainer.distributed.devices import DTYPES, give_back_freed_memory
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.memory import give_back_freed_memory
 from mini_trainer.distributed.world import World
 from mini_trainer.model.activation_checkpointing import forget_random_states
 from mini_trainer.model.attention import list_heads

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.ending import ExitCode, RunError
-from mini_trainer.distributed.memory import memory_kind
 from mini_trainer.distributed.world import World
 from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import clip_gradients, local_gradients, set_step

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from small_runs import make_samples_of
 
-from mini_trainer.distributed.row_group import RowGroup, count_sharing
-from mini_trainer.distributed.world import World
+from mini_trainer.distributed.world import RowGroup, World, count_sharing
 from mini_trainer.model.optim.optimizers import local_gradients
 from mini_trainer.model.optim.reduction import StepSums, reduce_step
 from mini_trainer.objectives.next_tokens import CausalLM

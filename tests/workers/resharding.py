@@ -15,8 +15,7 @@ from small_runs import make_samples_of
 from tiny_models import build
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from mini_trainer.distributed.row_group import count_sharing
-from mini_trainer.distributed.world import World, divide_world, init_world
+from mini_trainer.distributed.world import World, count_sharing, divide_world, init_world
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.micro_batch import MicroBatch

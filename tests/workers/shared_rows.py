@@ -12,8 +12,7 @@ import torch.distributed as dist
 from sharing import BORDERS, run_rows
 from tiny_models import build, make_osft
 
-from mini_trainer.distributed.row_group import make_row_group
-from mini_trainer.distributed.world import init_world
+from mini_trainer.distributed.world import init_world, make_row_group
 from mini_trainer.model import tiling
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from mini_trainer.data.stores.json_lines import refuse_repeated_keys
-from mini_trainer.distributed.limits import time_limit
+from mini_trainer.distributed.process import time_limit
 from mini_trainer.options.learning import MOST_RANK
 
 SECONDS = 2.0  # for one pattern over all names; usual ones take milliseconds

@@ -14,8 +14,7 @@ from mini_trainer.data.stores.model_files import GENERATION
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.row_group import RowGroup, count_sharing, sum_parts
-from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.distributed.world import RowGroup, World, call_on_rank0, count_sharing, sum_parts
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.gathering import WeightGroup, gather_all, gather_parameters

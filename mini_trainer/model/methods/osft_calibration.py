@@ -21,8 +21,8 @@ from mini_trainer.data.stores.disk import hash_file, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.distributed.devices import GIB, available_memory, memory_limit, resident_memory
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.memory import GIB, available_memory, memory_limit, resident_memory
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import iterate_owners
 from mini_trainer.model.methods.hashed_tensors import load_hashed, read_about, save_hashed

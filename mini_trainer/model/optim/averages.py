@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mini_trainer.distributed.memory import memory_kind
+from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.options import OptimizationOptions
 
 AVERAGES = ("ema", "tail")

@@ -14,8 +14,7 @@ from torch import Tensor
 from mini_trainer.batch_packer import pack_batch
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.messages import show_progress
-from mini_trainer.distributed.row_group import count_sharing
-from mini_trainer.distributed.world import World
+from mini_trainer.distributed.world import World, count_sharing
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.micro_batch import MicroBatch

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_trainer.distributed.row_group import RowGroup
+from mini_trainer.distributed.world import RowGroup
 
 Part = TypeVar("Part")
 

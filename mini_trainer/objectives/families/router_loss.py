@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mini_trainer.distributed.row_group import sum_parts
+from mini_trainer.distributed.world import sum_parts
 from mini_trainer.objectives.families.micro_batch import Row
 
 

@@ -3,8 +3,7 @@
 import itertools
 from dataclasses import replace
 
-from mini_trainer.distributed.devices import DTYPES
-from mini_trainer.distributed.memory import GIB, MARGIN
+from mini_trainer.distributed.devices import DTYPES, GIB, MARGIN
 from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.sharding import (
     choose_resharding,

@@ -8,7 +8,7 @@ import torch
 
 from mini_trainer.batch_packer import cost_samples, pack_batch
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.distributed.memory import resident_memory
+from mini_trainer.distributed.devices import resident_memory
 from mini_trainer.distributed.messages import say
 from mini_trainer.model.flops import FlopCount
 from mini_trainer.model.method import Method

@@ -19,13 +19,26 @@ import torch.distributed as dist
 from mini_trainer.data.stores.disk import SPARE_BYTES, check_output_dir, read_json
 from mini_trainer.data.stores.model_files import find_weights
 from mini_trainer.distributed.agreement import compare_ranks
-from mini_trainer.distributed.devices import DTYPES, PEAK_FLOPS, describe_device, find_peak_flops
+from mini_trainer.distributed.devices import (
+    DTYPES,
+    GIB,
+    MARGIN,
+    PEAK_FLOPS,
+    describe_device,
+    find_peak_flops,
+    memory_limit,
+)
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, log
-from mini_trainer.distributed.memory import GIB, MARGIN, memory_limit
-from mini_trainer.distributed.peers import SLOW_LIMIT
 from mini_trainer.distributed.process import count_local_ranks, count_open_files, find_missing_files, list_group_sizes
-from mini_trainer.distributed.row_group import check_sharing
-from mini_trainer.distributed.world import call_on_rank0, count_shards, divide_world, init_world, setup_logging
+from mini_trainer.distributed.watch import SLOW_LIMIT
+from mini_trainer.distributed.world import (
+    call_on_rank0,
+    check_sharing,
+    count_shards,
+    divide_world,
+    init_world,
+    setup_logging,
+)
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.sharding import list_resharding
 from mini_trainer.options import (

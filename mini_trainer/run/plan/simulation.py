@@ -24,11 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from mini_trainer.distributed.devices import DTYPES
-from mini_trainer.distributed.memory import OFFLOADED, memory_kind
-from mini_trainer.distributed.memory_counter import MemoryCounter
-from mini_trainer.distributed.row_group import make_row_group
-from mini_trainer.distributed.world import World, make_mesh
+from mini_trainer.distributed.devices import DTYPES, OFFLOADED, MemoryCounter, memory_kind
+from mini_trainer.distributed.world import World, make_mesh, make_row_group
 from mini_trainer.model.build import check_divisible, make_meta_model, set_weights_dtype
 from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import MetaModel, Method
