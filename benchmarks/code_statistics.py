@@ -3,8 +3,8 @@
     python benchmarks/code_statistics.py            # of this tree
     python benchmarks/code_statistics.py OTHER_TREE --also tests
 
-Counted are the Python files of a tree without tests, benchmarks and quickstart. A function's lines are those from `def`
-to its end, with its docstring; inner functions count too. Parameters are all of them, with `self`.
+Counted are the Python files of a tree without tests, benchmarks and examples, then lines by folder. A function's lines
+are those from `def` to its end, with its docstring; inner functions count too. Parameters are all of them, with `self`.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import ast
 import io
 import statistics
 import tokenize
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Counts:
     num_parameters: list[int] = field(default_factory=list)
     num_comment_lines: int = 0  # with nothing but a comment
     num_docstring_lines: int = 0
+    num_import_lines: int = 0
 
     def add_module(self, name: str, source: str) -> None:
         self.module_lines[name] = source.count("\n")
@@ -38,6 +40,8 @@ class Counts:
             if isinstance(node, FUNCTIONS):
                 self.function_lines.append(node.end_lineno - node.lineno + 1)
                 self.num_parameters.append(count_parameters(node.args))
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self.num_import_lines += node.end_lineno - node.lineno + 1
             if isinstance(node, WITH_DOCSTRING):
                 self.num_docstring_lines += count_docstring_lines(node)
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -64,6 +68,7 @@ class Counts:
             f"modules over {LARGE_MODULE} lines": str(len(self.large_modules())),
             "comments on a line of their own": f"{100 * self.num_comment_lines / total:.1f} %",
             "docstrings": f"{100 * self.num_docstring_lines / total:.1f} %",
+            "imports": f"{100 * self.num_import_lines / total:.1f} %",
         }
 
 
@@ -77,6 +82,27 @@ def count_docstring_lines(node: ast.AST) -> int:
     if ast.get_docstring(node) is None:
         return 0
     return node.body[0].end_lineno - node.body[0].lineno + 1
+
+
+def count_parts(tree: Path) -> dict[str, int]:
+    """Lines of the program, of the package's JavaScript and CSS, of the tests and of the benchmarks."""
+    scripts = [path for suffix in ("js", "css") for path in (tree / "mini_trainer").rglob(f"*.{suffix}")]
+    paths = {
+        "program": [tree / path for path in find_modules(tree, LEFT_OUT)],
+        "JavaScript and CSS": scripts,
+        **{part: (tree / part).rglob("*.py") for part in ("tests", "benchmarks")},
+    }
+    return {part: sum(path.read_text().count("\n") for path in found) for part, found in paths.items()}
+
+
+def count_rooms(module_lines: dict[str, int]) -> dict[str, str]:
+    """Lines and modules of each folder, subfolders apart."""
+    lines, modules = Counter(), Counter()
+    for name, count in module_lines.items():
+        room = str(Path(name).parent)
+        lines[room] += count
+        modules[room] += 1
+    return {room: f"{lines[room]:,} / {modules[room]}" for room in sorted(lines)}
 
 
 def find_modules(tree: Path, left_out: tuple[str, ...]) -> list[Path]:
@@ -94,7 +120,8 @@ def main() -> None:
     counts = Counts()
     for path in find_modules(args.tree, tuple(name for name in LEFT_OUT if name not in args.also)):
         counts.add_module(str(path), (args.tree / path).read_text())
-    for label, value in counts.rows().items():
+    parts = {name: f"{count:,}" for name, count in count_parts(args.tree).items()}
+    for label, value in (counts.rows() | parts | count_rooms(counts.module_lines)).items():
         print(f"| {label} | {value} |")
     large = [f"{name} {count}" for name, count in counts.large_modules().items()]
     print(f"\nmodules over {LARGE_MODULE} lines: {', '.join(large) or 'none'}")

@@ -23,7 +23,7 @@ class StepSums:
     peak_memory_bytes: float
     data_wait_seconds: float
     bad_micro_batches: list[tuple[int, int]]  # (k, rank) of each micro-batch whose loss is not finite
-    flags: int  # distributed.run_flags.Flag, OR-ed over ranks
+    flags: int  # distributed.ending.Flag, OR-ed over ranks
     reports: dict[str, np.ndarray]  # `LossSums.reports`, summed over micro-batches and ranks; fp64
 
     @property
