@@ -139,7 +139,7 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     assert chosen["world_size"] == 2 and f"auto: --max-tokens-per-gpu {chosen['max_tokens_per_gpu']}" in text
     train_forked(2, **inputs, output_dir=tmp_path / "fixed", max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
     check_same(tmp_path / "auto", tmp_path / "fixed")
-    dry = flags(**inputs, **cap, output_dir=tmp_path / "dry", dry_run=True, plan_world_size=2)
+    dry = flags(**inputs, **cap, output_dir=tmp_path / "dry", dry_run=True, plan_for="2")
     result = run_forked(0, "train.py", *dry)
     assert f"micro-batches of at most {chosen['max_tokens_per_gpu']:,} tokens" in result.stdout, result.stdout
     assert not (tmp_path / "dry").exists()

@@ -18,12 +18,11 @@ from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.evaluate_model import evaluate
 from mini_trainer.generate import generate
 from mini_trainer.model.activation_checkpointing import MODES
-from mini_trainer.model.attention import BACKENDS, FUNCTIONS
+from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS
 from mini_trainer.model.methods.osft_directions import ALLOCATIONS
 from mini_trainer.model.methods.osft_subspaces import BASES
 from mini_trainer.model.optim.averages import AVERAGES
-from mini_trainer.model.optim.muon import SCALES
 from mini_trainer.model.optim.rates import SCHEDULES
 from mini_trainer.model.sharding import KEEPING, RESHARDING
 from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP
@@ -85,7 +84,6 @@ CODE: dict[str, Collection[str]] = {
     "activation_checkpointing": ("auto", *MODES),
     "attention": ("auto", *BACKENDS),
     "base_quantization": BASE_QUANTIZATIONS,
-    "callback_errors": ("stop", "log"),
     "compute_dtype": ("auto", *DTYPES),
     "control_tokens": CONTROL_MODES,
     "data_weights_by": WEIGHED_BY,
@@ -101,8 +99,8 @@ CODE: dict[str, Collection[str]] = {
     "lr_scheduler": SCHEDULES,
     "master_weights": DTYPES,
     "max_tokens_per_gpu": ("auto",),
+    "missing_stop_token": ("refuse", "append", "allow"),
     "micro_batch_grad_sync": ("every", "last"),
-    "muon_scale": SCALES,
     "objective": OBJECTIVES,
     "optimizer": doors.OPTIMIZERS,
     "osft_basis": BASES,
@@ -140,7 +138,7 @@ def test_a_value_that_is_none_of_the_choices_is_refused_by_name(program, name):
 
 
 def test_every_value_that_is_offered_has_code():
-    assert FUNCTIONS.keys() == BACKENDS.keys()
+    assert doors.ATTENTION.keys() == BACKENDS.keys()
     for program in PROGRAMS:
         missing = {name: {*values} - {*CODE[name]} for name, values in list_choices(program).items()}
         assert not any(missing.values()), missing

@@ -22,13 +22,13 @@ from mini_trainer.tools.export_run import export_run, restore_options
 from mini_trainer.use.inference.loading import find_in_run
 
 METHODS = {
-    "full": dict(weight_average="ema", ema_decay=0.5, compute_dtype="bfloat16"),
+    "full": dict(weight_average="ema", ema_half_life=8, compute_dtype="bfloat16"),
     "lora": dict(lora=True, lora_rank=2),
     "osft": dict(osft=True, osft_unfreeze_rank_ratio=0.5),
     "images": dict(freeze="nothing"),
 }
 CARD = ("README.md", "manifest.json")  # which count the run's starts
-VALIDATION = dict(validate_every_steps=1, hub_license="mit")  # at every checkpoint, with exports of the best model
+VALIDATION = dict(validate_every_steps=1)  # at every checkpoint, with exports of the best model
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,9 @@ def make_pictured(root: Path) -> dict[str, object]:
     """A model that sees, with its data set, which it is also validated on."""
     model = save_vision_model(root, "llava")
     data = str(tokenize(make_rows(root), model, root))
-    return dict(model_name_or_path=str(model), data_path=data, validate_training_data=True, max_tokens_per_gpu=512)
+    return dict(
+        model_name_or_path=str(model), data_path=data, validation_data_path="training-data", max_tokens_per_gpu=512
+    )
 
 
 def export(world, run: Path, **options: object) -> str:

@@ -121,9 +121,9 @@ def test_other_variables_are_refused_by_file_and_key(value: str, reason: str, wr
     for name in ("OTHER", "HF_TOKEN", "SLURM_JWT"):
         monkeypatch.setenv(name, "the-value")
     monkeypatch.delenv("TMPDIR", raising=False)
-    path = write({"model_name_or_path": value, "track_project": value})
+    path = write({"model_name_or_path": value, "push_to_hub": value})
     message = refuse([*MODEL, "--config", path], capfd)
-    for key in ("model_name_or_path", "track_project"):  # all at once
+    for key in ("model_name_or_path", "push_to_hub"):  # all at once
         assert f"--config {path}: {key}: {value!r}: " in message
     with pytest.raises(ValueError, match=reason):
         environment.fill_in("key", value, ())
@@ -227,7 +227,7 @@ def test_a_strangers_file_chooses_no_variable_and_adds_no_option(write, tmp_path
 
 
 def test_a_dry_run_imports_only_callbacks_that_the_command_line_names(write, capfd):
-    path = write({"callbacks": ["some.module:Hook"], "callback_errors": "log"})
+    path = write({"callbacks": ["some.module:Hook"]})
     argv = [*NEEDED, "--config", path]
     assert parse_options(TrainOptions, argv).callbacks.callbacks == ("some.module:Hook",)
     assert capfd.readouterr().out == ""

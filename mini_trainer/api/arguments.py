@@ -190,15 +190,15 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     mlflow_tracking_uri: str | None = None
     """Track with MLflow at this address."""
     mlflow_experiment_name: str | None = None
-    """Track with MLflow: `track_project`."""
+    """Track with MLflow: the experiment."""
     mlflow_run_name: str | None = None
-    """Track with MLflow: `track_name`."""
+    """Track with MLflow: the run's name."""
     wandb_project: str | None = None
-    """Track with wandb: `track_project`."""
+    """Track with wandb: the project."""
     wandb_entity: str | None = None
     """Track with wandb for this entity."""
     wandb_run_name: str | None = None
-    """Track with wandb: `track_name`."""
+    """Track with wandb: the run's name."""
     tensorboard_log_dir: str | None = None
     """Refused: `track="tensorboard"` writes into the run's directory."""
     is_padding_free: bool | None = None

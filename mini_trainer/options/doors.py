@@ -47,6 +47,16 @@ OPTIMIZERS = Doors(
     }
 )
 
+ATTENTION = Doors(  # by the backends of model.attention
+    {
+        "flash_attn": "mini_trainer.model.attention_kernels:attend_flash_attn",  # package flash-attn
+        "varlen": "mini_trainer.model.attention_kernels:attend_varlen",  # ships with torch
+        "varlen_fa3": "mini_trainer.model.attention_kernels:attend_varlen",  # package flash_attn_interface
+        "sdpa": "mini_trainer.model.attention:attend_sdpa",  # any device, one sequence at a time
+        "eager": "mini_trainer.model.attention:attend_eager",  # the same, for every feature
+    }
+)
+
 TRACKERS = Doors(
     {
         "wandb": "mini_trainer.run.tracker_packages:start_wandb",

@@ -24,8 +24,6 @@ class ContentOptions:
     """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
     as_chat: bool = False
     """With --format completion: make a chat of each row, the prompt as the user's message."""
-    system_field: str | None = None
-    """Column or key of the system prompt, for --as-chat, alpaca and sharegpt. Default: system."""
 
 
 @dataclass(frozen=True, kw_only=True)

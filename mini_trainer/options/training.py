@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from mini_trainer.options.data import DATA_CACHE_DIR, DataOptions, RowOptions, ValidationOptions
+from mini_trainer.options.data import DATA_CACHE_DIR, TRAINING_DATA, DataOptions, RowOptions, ValidationOptions
 from mini_trainer.options.fields import flatten_options, iterate_fields, list_facts, option
 from mini_trainer.options.learning import (
     ClassificationOptions,
@@ -94,7 +94,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "subset": "10",
         "batch_size": 5,
         "max_steps": 2,
-        "validate_training_data": True,
+        "validation_data_path": (TRAINING_DATA,),
         "export_best": False,
         "check_export": True,
     },
@@ -104,7 +104,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Options that exclude each other: a given one replaces the preset's.
-EXCLUSIVE = (frozenset({"batch_size", "batch_tokens"}),)
+EXCLUSIVE = (frozenset({"batch_size", "batch_tokens"}), frozenset({"validation_data_path", "validation_share"}))
 
 
 def list_preset_values(preset: str | None, given: Collection[str]) -> dict[str, Any]:

@@ -49,10 +49,9 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
 
 
 def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
-    """Warm-up steps of a run of `num_steps`; a ratio is rounded up, as in transformers."""
-    if options.warmup_ratio is None:
-        return options.num_warmup_steps
-    return math.ceil(options.warmup_ratio * num_steps)
+    """Warm-up steps of a run of `num_steps`; a share is rounded up, as in transformers."""
+    given = options.num_warmup_steps
+    return math.ceil(given * num_steps) if 0 < given < 1 else int(given)
 
 
 def decay_linearly(progress: float, options: OptimizationOptions) -> float:
@@ -60,7 +59,7 @@ def decay_linearly(progress: float, options: OptimizationOptions) -> float:
 
 
 def decay_by_power(progress: float, options: OptimizationOptions) -> float:
-    return (1 - progress) ** (1.0 if options.lr_power is None else options.lr_power)
+    return (1 - progress) ** (options.lr_shape or 1.0)
 
 
 def decay_by_cosine(progress: float, options: OptimizationOptions) -> float:
@@ -68,7 +67,7 @@ def decay_by_cosine(progress: float, options: OptimizationOptions) -> float:
 
 
 def decay_in_cycles(progress: float, options: OptimizationOptions) -> float:
-    in_cycle = 1.0 if progress >= 1 else (options.num_cycles * progress) % 1.0
+    in_cycle = 1.0 if progress >= 1 else (options.lr_shape * progress) % 1.0
     return decay_by_cosine(in_cycle, options)
 
 
@@ -94,20 +93,18 @@ class Rates:
     weight_decay: float
 
 
-def choose_rates(model: nn.Module, options: OptimizationOptions, *, matrices: Collection[str]) -> dict[str, Rates]:
-    """The rates of each trained parameter, by name. `matrices`: names of those that Muon updates.
+def choose_rates(model: nn.Module, options: OptimizationOptions) -> dict[str, Rates]:
+    """The rates of each trained parameter, by name.
 
     ValueError if a pattern of --learning-rate-for matches no parameter, or no block is trained.
     """
-    peak, adam = options.learning_rate, options.adam_learning_rate
+    peak = options.learning_rate
     patterns = {pattern: values for pattern, *values in map(parse_rate, options.learning_rate_for)}
     names = {name: name_of_file(name) for name, param in model.named_parameters() if param.requires_grad}
     depths = measure_depths(model, names) if options.layer_lr_decay is not None else {}
     decayed, rates, unused = find_decayed(model), {}, dict(patterns)
     for name, own in names.items():
-        rate = 1.0 if adam is None or name in matrices else adam / peak
-        if depths:
-            rate *= options.layer_lr_decay ** depths[name]
+        rate = options.layer_lr_decay ** depths[name] if depths else 1.0
         decay = options.weight_decay if name in decayed else 0.0
         found = next((pattern for pattern in patterns if fnmatchcase(own, pattern)), None)
         if found is not None:

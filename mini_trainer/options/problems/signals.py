@@ -18,13 +18,15 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
     loss = f"--preference-loss {o.preference_loss}"
     if o.preference_gamma is not None and o.preference_loss != "simpo":
         problems.append(f"--preference-gamma has no effect with {loss}")
-    if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
-        problems.append(f"--preference-label-smoothing has no effect with {loss}")
-    if o.preference_loss in ("simpo", "orpo"):
-        given = [name for name in ("reference_model", "reuse_reference_only") if name in list_changed(o)]
-        problems += (
-            [f"{', '.join(map(flag_name, given))}: no effect with {loss}, which has no reference"] if given else []
+    smoothing = options.classification.label_smoothing
+    if smoothing and o.preference_loss not in ("dpo", "robust"):
+        problems.append(f"--label-smoothing has no effect with {loss}")
+    elif smoothing >= 0.5:
+        problems.append(
+            f"--label-smoothing {smoothing}: must be below 0.5 with {loss}, for half of all pairs is no data"
         )
+    if o.preference_loss in ("simpo", "orpo") and o.reference_model is not None:
+        problems.append(f"--reference-model: no effect with {loss}, which has no reference")
     return problems
 
 

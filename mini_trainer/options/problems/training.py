@@ -93,7 +93,7 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
 def find_validation_problems(options: TrainOptions) -> list[str]:
     """Problems with validation options."""
     o = options.validation
-    if not (o.is_asked or options.rows.validation_share):
+    if not (o.validation_data_path or options.rows.validation_share):
         given = list_given(o)
         return [f"{', '.join(given)}: no effect without --validation-data-path"] if given else []
     if o.validation_data_path and options.rows.validation_share:
@@ -203,9 +203,8 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
             f"--continue-from and --resume {resume} both name a checkpoint to start from: --resume continues the same"
             " run, --continue-from starts a new one: give only one of them"
         )
-    given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
-    if given and not plan.dry_run:
-        problems.append(f"{', '.join(given)}: no effect without --dry-run")
+    if plan.plan_for is not None and not plan.dry_run:
+        problems.append("--plan-for: no effect without --dry-run")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the run has no end, so the trained model would never be written: add --max-epochs, --max-steps,"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.memory import GIB, MARGIN
 from mini_trainer.model.activation_checkpointing import MODES
+from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.sharding import (
     choose_resharding,
     count_gathered_bytes,
@@ -123,10 +124,10 @@ def describe_model(options: StepOptions, model: PlannedModel, findings: Findings
 def simulated_compute(compute: ComputeOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
     """The compute options for a simulation, which always runs on a CPU.
 
-    A GPU's attention kernels keep what SDPA keeps; only eager attention holds more.
+    A GPU's attention kernels keep what SDPA keeps, unless they store their scores.
     """
     attention = compute.attention
-    if target.device.type != "cpu" and attention != "eager":
+    if target.device.type != "cpu" and not (attention in BACKENDS and BACKENDS[attention].stores_scores):
         attention = "auto"
     dtype = str(inputs.compute_dtype).removeprefix("torch.")
     return replace(
