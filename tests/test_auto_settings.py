@@ -16,9 +16,9 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.distributed.memory_counter import MemoryCounter
-from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions
+from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_choice import (
     TOKEN_MULTIPLE,
     Probe,
@@ -116,6 +116,7 @@ def test_with_a_budget_freed_memory_is_given_back(gives_back):
     code = f"""
 import torch
 from mini_trainer.distributed.memory import give_back_freed_memory, resident_memory
+from mini_trainer.options.doors import CHECKPOINTING
 if {gives_back}: give_back_freed_memory()
 torch.ones(5_000_000)  # a large block that is freed makes malloc keep smaller ones from then on
 before = resident_memory()
@@ -183,7 +184,7 @@ def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, mo
 def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
     rooms = {
         mode: Room(count, [Probe(count, 0, 0, 0, seconds=time)])
-        for mode, count, time in zip(MODES, tokens, seconds, strict=False)
+        for mode, count, time in zip(CHECKPOINTING, tokens, seconds, strict=False)
     }
     tried = []
 
@@ -191,9 +192,9 @@ def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
         tried.append(mode)
         return rooms[mode]
 
-    mode, room = choose_mode(find, MODES, enough=1000, is_timed=True)
+    mode, room = choose_mode(find, CHECKPOINTING, enough=1000, is_timed=True)
     assert (mode, room) == (expected, rooms[expected])
-    assert tried == list(MODES[: len(tokens)])
+    assert tried == list(CHECKPOINTING[: len(tokens)])
 
 
 def test_memory_that_was_freed_before_counts_when_it_is_taken_again():

@@ -308,7 +308,6 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "use_liger_kernels",  # these two below: refused without a GPU
     "float8",
     "learning_rate_for",  # these: test_muon.py
-    "layer_lr_decay",
     "weight_average",  # these: test_weight_average.py
     "ema_half_life",
     "tail_steps",

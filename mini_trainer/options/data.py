@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS
+from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS, WEIGHED_BY
 from mini_trainer.options.fields import option, parse_column, parse_subset
 
 DEFAULT_BATCH_SIZE = 128
@@ -23,7 +23,7 @@ class DataOptions:
     data_weights: tuple[float, ...] = option((), decides="numbers")
     """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch contains every sample
     once."""
-    data_weights_by: Literal["samples", "tokens"] = option("samples", decides="numbers")
+    data_weights_by: Literal[*WEIGHED_BY] = option("samples", decides="numbers")
     """Unit of the weights: samples drawn, or their tokens."""
     batch_size: int | None = option(None, at_least=1, decides="numbers")
     """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""

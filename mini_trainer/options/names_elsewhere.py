@@ -40,7 +40,8 @@ RENAMED: dict[str, str] = {
     **dict.fromkeys(("num_cycles", "lr_power"), "--lr-shape"),
     "muon_momentum": "it is always 0.95",
     "muon_scale": "it is always that of AdamW's updates, so that AdamW's learning rates carry over",
-    "adam_learning_rate": "--learning-rate-for sets the learning rate of parameters by their names",
+    **dict.fromkeys(("adam_learning_rate", "layer_lr_decay"),
+                    "--learning-rate-for sets the learning rate of parameters by their names"),
     "callback_errors": "an exception ends the run; catch it in the hook to go on",
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mini_trainer.options.doors import ATTENTION, TRACKERS
+from mini_trainer.options.doors import ATTENTION, CHECKPOINTING, DTYPES, KEEPING, RESHARDING, TRACKERS
 from mini_trainer.options.fields import option, parse_duration, parse_machine, parse_steps
 
 MOST_SECONDS = 10 * 24 * 3600  # of a timeout: 10 days; torch's clocks overflow at far larger ones
@@ -67,7 +67,7 @@ class ExportOptions:
     """Export the model at the end of each epoch."""
     save_final_checkpoint: bool = True
     """Export the model at the end of the run."""
-    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    export_dtype: Literal[*DTYPES] = "bfloat16"
     """Data type of exported weights."""
     keep_exports: int | None = option(None, at_least=1)
     """Number of newest exports to keep, in addition to hf_format/best; None: all. hf_format/latest links to the newest.
@@ -121,14 +121,14 @@ class HubOptions:
 class ComputeOptions:
     """Computation on each rank: data type, attention, kernels, memory."""
 
-    compute_dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    compute_dtype: Literal["auto", *DTYPES] = "auto"
     """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights. float16 is
     refused: it needs loss scaling."""
     attention: Literal["auto", *ATTENTION] = "auto"
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), varlen by the kernels of
     FlashAttention 3 (Hopper), or SDPA or plain matrix products, one sequence at a time. auto: the fastest one that the
     machine and the model support, except varlen_fa3."""
-    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "full"
+    activation_checkpointing: Literal[*CHECKPOINTING, "auto"] = "full"
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: also keep the outputs of matrix products and attention. auto: the mode with the least recomputation that
     fits micro-batches of --max-tokens-per-gpu, measured at the start."""
@@ -160,12 +160,12 @@ class ShardingOptions:
     nodes: more memory, but nodes exchange only gradients, once per step."""
     shard_size: int | None = option(None, only_with=("sharding", ("hybrid",)), at_least=1)
     """hybrid only: number of ranks that share one copy of the model. Default: the ranks of a node."""
-    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    reshard_after_forward: Literal[*RESHARDING] = "auto"
     """Free a layer's gathered weights after forward and gather them again for backward. never: less communication, but
     memory for the whole model in compute-dtype. auto: never if there is memory for it, which GPUs measure at the start,
     CPUs only for --max-tokens-per-gpu auto and --activation-checkpointing auto; otherwise all layers except the last.
     One rank with memory for it runs without FSDP2."""
-    reshard_after_backward: Literal["auto", "always", "never"] = "auto"
+    reshard_after_backward: Literal[*KEEPING] = "auto"
     """Free gathered weights after the backward of each micro-batch and gather them again for the next one. never: only
     after the last one of a step, at the same price. auto: as in --reshard-after-forward; always without such a
     measurement."""

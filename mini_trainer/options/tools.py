@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
-from mini_trainer.options.doors import ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
+from mini_trainer.options.doors import DTYPES, ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
 from mini_trainer.options.fields import option
 
 MOST_TOP_K = 256  # tokens that a teacher's file names of each position
@@ -68,7 +68,7 @@ class EngineOptions:
     engine: Literal[*ENGINES] = "hf"
     """hf: transformers; vllm: the package (pip install vllm); openai: a server with an OpenAI-compatible API, such as
     those of vLLM, SGLang or llama.cpp."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Literal["auto", *DTYPES] = "auto"
     """Data type of computation; auto: the stored weights' data type."""
     engine_args: tuple[str, ...] = ()
     """vllm: arguments of its engine, as NAME=VALUE by vLLM's own names, with a JSON value or a text:
@@ -256,7 +256,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     """Names by which clients may reach transformers serve, as in a request's Host header, without the port. Default:
     localhost, 127.0.0.1 and [::1] on a loopback address, and any name elsewhere."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Literal["auto", *DTYPES] = "auto"
     """Data type of computation; auto: the stored weights' data type."""
     engine_args: tuple[str, ...] = ()
     """Further arguments of the server, as NAME=VALUE by its own names: max_model_len=8192."""
@@ -288,7 +288,7 @@ class MergeAdapterOptions:
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
     value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
-    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    export_dtype: Literal[*DTYPES] = "bfloat16"
     """Data type of the merged weights."""
 
 

@@ -17,10 +17,11 @@ from mini_trainer.distributed.memory import GIB, memory_limit, resident_memory
 from mini_trainer.distributed.memory_counter import MemoryCounter
 from mini_trainer.distributed.row_group import count_sharing
 from mini_trainer.distributed.world import call_on_rank0
-from mini_trainer.model.activation_checkpointing import MODES, set_activation_checkpointing
+from mini_trainer.model.activation_checkpointing import set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
 from mini_trainer.model.sharding import choose_resharding, count_gathered_bytes, prepare_backward
 from mini_trainer.options import flag_name
+from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_choice import (
     Probe,
     Room,
@@ -201,7 +202,7 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
             log.info(f"auto: --activation-checkpointing {mode}")
         return prober.find_room(mode, least=least, most=most)
 
-    mode, room = choose_mode(find, MODES if mode == "auto" else (mode,), enough=most, is_timed=True)
+    mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=most, is_timed=True)
     prober.set_mode(mode)
     if room.num_tokens == 0 and given == "auto":
         raise ValueError(refuse_longest(data, room))

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 from mini_trainer.distributed.memory import memory_kind
 from mini_trainer.options import OptimizationOptions
 
-AVERAGES = ("ema", "tail")
-
 
 class WeightAverage:
     """The average of a model's trained parameters, by their names. It starts as the weights of the model, which

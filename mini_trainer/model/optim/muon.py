@@ -7,6 +7,7 @@ on its way while the last round's is computed.
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.model.optim.compact_adamw import CompactAdamW
 from mini_trainer.model.optim.matrices import Layout, find_family, find_matrices
 from mini_trainer.model.optim.optimizers import AdamW, choose_settings
-from mini_trainer.model.optim.rates import BLOCK, name_of_file
+from mini_trainer.model.optim.rates import name_of_file
 from mini_trainer.options import OptimizationOptions
 
 COEFFICIENTS, NUM_ITERATIONS, EPS, MOMENTUM = (3.4445, -4.775, 2.0315), 5, 1e-7, 0.95  # torch.optim.Muon's
@@ -260,7 +261,7 @@ class MuonForMatrices(AdamW):
 
 def describe_muon(params: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> str:
     """Which weights Muon updates, and which AdamW, by their names without the blocks' numbers."""
-    kinds = {name: BLOCK.sub(".*.", name_of_file(name)) for name in params}
+    kinds = {name: re.sub(r"\.\d+\.", ".*.", name_of_file(name)) for name in params}
     counts = Counter(kinds[name] for name in layouts)
     large = dict.fromkeys(kinds[name] for name, param in params.items() if name not in layouts and param.ndim >= 2)
     num_small = sum(param.ndim < 2 for param in params.values())

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.memory import GIB, MARGIN
-from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.sharding import (
     choose_resharding,
@@ -15,6 +14,7 @@ from mini_trainer.model.sharding import (
     stays_whole,
 )
 from mini_trainer.options import ComputeOptions, flag_name, replace_options
+from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_choice import (
     NUM_BATCHES,
     Probe,
@@ -105,7 +105,7 @@ def settle_mode(options: StepOptions) -> StepOptions:
     """Falls back to the least memory if nothing could be determined."""
     if options.compute.activation_checkpointing != "auto":
         return options
-    return replace_options(options, activation_checkpointing=MODES[-1])
+    return replace_options(options, activation_checkpointing=CHECKPOINTING[-1])
 
 
 def describe_model(options: StepOptions, model: PlannedModel, findings: Findings) -> None:
@@ -171,7 +171,7 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
             plenty=0.0,
         )
 
-    mode, room = choose_mode(find, MODES if mode == "auto" else (mode,), enough=enough, is_timed=False)
+    mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=enough, is_timed=False)
     cap = given
     if given == "auto":
         cap = -(-(room.num_tokens or longest) // num_sharing)
