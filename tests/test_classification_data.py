@@ -465,7 +465,7 @@ def test_the_script_ends_with_one_message(encoder, tmp_path):
 
 def test_options_without_effect_are_refused():
     options = group_options(ProcessDataOptions, input_file=("a",), output_file="o.arrow", model_name_or_path="m")
-    columns, first, second = find_problems(replace_options(options, columns=("label=y",), truncate=True))
+    second, columns, first = find_problems(replace_options(options, columns=("label=y",), truncate=True))
     assert columns.startswith("--columns label= has no effect without --format") and "classification" in columns
     assert first.startswith("--truncate: ") and "--format classification" in first
     assert second.startswith("--truncate ") and "--max-sample-num-tokens" in second

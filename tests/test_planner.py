@@ -335,7 +335,7 @@ def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs,
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(dry_run=False, plan_for="2"), "--plan-for: .*--dry-run"),
+        (dict(dry_run=False, plan_for="2"), "--plan-for .*--dry-run"),
         (dict(dry_run=False, memory_budget_gb=3.0), "--memory-budget-gb .*no effect"),
         (dict(memory_budget_gb=0.0), "--memory-budget-gb 0.0: "),
         (dict(plan_for="0"), "--plan-for 0: "),

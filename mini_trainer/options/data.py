@@ -23,7 +23,7 @@ class DataOptions:
     data_weights: tuple[float, ...] = option((), decides="numbers")
     """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch contains every sample
     once."""
-    data_weights_by: Literal[*WEIGHED_BY] = option("samples", decides="numbers")
+    data_weights_by: Literal[*WEIGHED_BY] = option("samples", needs="data_weights", decides="numbers")
     """Unit of the weights: samples drawn, or their tokens."""
     batch_size: int | None = option(None, at_least=1, decides="numbers")
     """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""
@@ -58,9 +58,9 @@ class RowOptions:
     input_dataset: str | None = option(None, may_differ=True)
     """Instead of files: a data set on the hub (NAME or NAME:CONFIG), streamed, or a local folder saved by the datasets
     library."""
-    split: str | None = None
+    split: str | None = option(None, needs="input_dataset")
     """Split of --input-dataset. Default: train."""
-    revision: str | None = None
+    revision: str | None = option(None, needs="input_dataset")
     """Branch, tag or commit of --input-dataset on the hub. Default: its main branch."""
     mock_data: int | None = option(None, at_least=1)
     """Instead of rows: this many samples of random tokens, to measure training speed, each of --block-size tokens or
@@ -78,7 +78,7 @@ class RowOptions:
     images: bool = False
     """Rows may have images; the model's own processor determines the tokens of each (docs/reference/vision.md). Needs
     the package pillow; transformers' processors import torch if it is installed."""
-    allow_downloads: bool = False
+    allow_downloads: bool = option(False, needs="images")
     """With --images: download images given by URL and store them in the data set."""
     chat_template: str | None = option(None, may_differ=True)
     """Chat template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
@@ -95,7 +95,7 @@ class RowOptions:
     starting with the text that closes the reasoning."""
     max_sample_num_tokens: int | None = option(None, at_least=1)
     """Drop and count samples with more tokens than this."""
-    truncate: bool = False
+    truncate: bool = option(False, needs="max_sample_num_tokens")
     """Classification: truncate and count samples longer than --max-sample-num-tokens, instead of dropping them."""
     label_separator: str | None = None
     """Classification: separator of several labels in one text, such as ; in a table."""

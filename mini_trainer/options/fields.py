@@ -25,6 +25,7 @@ class Facts:
     below: float | None = None
     parse: Callable[[Any], Any] | None = None  # ValueError for a text or number that the option does not take
     only_with: tuple[str, tuple[str, ...]] | None = None  # another option, and the values of it that this one is for
+    needs: str | None = None  # another option, without which this one has no effect
     # What it decides. numbers: those of a run, which stay the same when it is resumed; state: also the content of
     # checkpoints, which a run that continues another one takes over; method: so much of it that nothing can change it.
     decides: Literal["nothing", "numbers", "state", "method"] | None = None  # None: what its group decides

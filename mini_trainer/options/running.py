@@ -198,7 +198,7 @@ class PlanOptions:
 
     dry_run: bool = False
     """Dry run: estimate memory, time and disk, and report all problems; trains and writes nothing."""
-    plan_for: str | None = option(None, parse=parse_machine)
+    plan_for: str | None = option(None, parse=parse_machine, needs="dry_run")
     """--dry-run only: plan for this many processes, of this machine (8) or with GPUs of this name (8xH100; A100, L4,
     RTX 4090, ...), from this one process."""
     print_config: bool = False

@@ -42,6 +42,8 @@ def check_value(
             facts.parse(given)
         except ValueError as error:
             yield f"{flag} {error}"
+    if facts.needs is not None and not values[facts.needs]:
+        yield f"{flag} has no effect without {name_option(facts.needs)}"
     if facts.only_with is not None:
         other, fitting = facts.only_with
         if values[other] not in fitting:

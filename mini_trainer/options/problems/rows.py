@@ -81,9 +81,6 @@ def find_row_problems(o: RowOptions, *, as_chat: bool = False) -> list[str]:
     problems, given = [], list_row_sources(o)
     if len(given) > 1:
         problems.append(f"{' and '.join(given)} both specify rows: give only one of them")
-    useless = [flag_name(name) for name in ("split", "revision") if getattr(o, name) is not None]
-    if useless and o.input_dataset is None:
-        problems.append(f"{', '.join(useless)}: no effect without --input-dataset")
     if o.mock_data is not None:
         kept = ("mock_data", "block_size", "num_proc", *(["format"] if o.format in RANDOM_FORMATS else []))
         given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
@@ -96,8 +93,6 @@ def find_row_problems(o: RowOptions, *, as_chat: bool = False) -> list[str]:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which sets the length of samples")
     if o.block_size is not None and o.format not in (None, "messages", "document"):
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
-    if o.allow_downloads and not o.images:
-        problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":
         problems.append("--images has no effect with --format classification: classifiers do not support images")
     if o.images and o.format in ("preference", "feedback"):
@@ -152,8 +147,6 @@ def find_classification_problems(o: RowOptions) -> list[str]:
     if given:
         word = "with" if is_classification else "without"
         problems.append(f"{', '.join(given)}: no effect {word} --format classification")
-    if o.truncate and o.max_sample_num_tokens is None:
-        problems.append("--truncate needs --max-sample-num-tokens, the length to truncate to")
     if o.label_names and o.labels_from is not None:
         problems.append("--label-names and --labels-from both set the labels: give only one")
     if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):

@@ -80,8 +80,6 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite")
     if weights and len(o.data_path) <= 1:
         problems.append("--data-weights has no effect on a single data set: give several with --data-path")
-    if not weights and o.data_weights_by != "samples":
-        problems.append("--data-weights-by has no effect without --data-weights")
     if o.batch_size is not None and o.batch_tokens is not None:
         problems.append(
             f"--batch-size {o.batch_size} and --batch-tokens {o.batch_tokens} both set the size of a step: give only"
@@ -194,7 +192,7 @@ def find_sharing_problems(options: TrainOptions) -> list[str]:
 
 def find_ending_problems(options: TrainOptions) -> list[str]:
     """Problems with checkpoints, exports and dry runs."""
-    problems, exports, plan = [], options.exports, options.plan
+    problems, exports = [], options.exports
     if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
         problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
     resume = options.checkpoints.resume
@@ -203,8 +201,6 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
             f"--continue-from and --resume {resume} both name a checkpoint to start from: --resume continues the same"
             " run, --continue-from starts a new one: give only one of them"
         )
-    if plan.plan_for is not None and not plan.dry_run:
-        problems.append("--plan-for: no effect without --dry-run")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the run has no end, so the trained model would never be written: add --max-epochs, --max-steps,"
