@@ -36,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "subset": "10",
         "batch_size": 5,
         "max_steps": 2,
-        "validation_data_path": (TRAINING_DATA,),
+        "validation_data_path": TRAINING_DATA,
         "export_best": False,
         "check_export": True,
     },
