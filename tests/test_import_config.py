@@ -127,7 +127,7 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     assert train.items() >= dict(
         model_name_or_path="meta-llama/Llama-3.2-1B", lora=True, base_quantization="nf4", lora_rank=32, lora_alpha=16,
         lora_target_modules=(), batch_size=64, max_tokens_per_gpu=4096, max_epochs=1, optimizer="adamw8bit",
-        learning_rate=2e-4, num_warmup_steps=0.1, checkpoint_at_epoch=True, track=("wandb",), track_project="mine",
+        learning_rate=2e-4, num_warmup_steps=0.1, checkpoint_at_epoch=True, track=("wandb",),
         validation_data_path=("data.validation.arrow",), adam_beta2=0.999,
     ).items()  # fmt: skip
     assert data.items() >= dict(input_file=("chats.jsonl",), max_sample_num_tokens=2048, validation_share=0.05).items()
@@ -223,7 +223,7 @@ def test_a_value_that_is_none_for_its_key_is_told_and_leaves_nothing(tmp_path):
         assert told in done.stdout, done.stdout
     written = yaml.safe_load((tmp_path / "train.yaml").read_text())
     assert written.keys() == {
-        *("model_name_or_path", "data_path", "lr_scheduler", "max_epochs", "adam_beta2", "warmup_ratio")
+        *("model_name_or_path", "data_path", "lr_scheduler", "max_epochs", "adam_beta2", "num_warmup_steps")
     }
 
 
@@ -302,7 +302,7 @@ def test_columns_of_other_names_are_named(columns, expected, tmp_path):
             "axolotl",
             dict(datasets=[dict(path="c.jsonl", type="chat_template", roles_to_train=["gpt"], train_on_eos="turn",
                                 message_property_mappings={"role": "from", "content": "value"})]),
-            "input_file: c.jsonl, format: sharegpt, messages_field: messages",
+            "input_file: c.jsonl, format: sharegpt, columns: messages=messages",
         ),
     ],
 )  # fmt: skip
@@ -511,7 +511,7 @@ DPO = dict(rl="dpo", rl_beta=0.2)
         ("trl-dpo", dict(loss_type="robust", label_smoothing=0.1),
          dict(preference_loss="robust", label_smoothing=0.1)),
         ("trl-kto", dict(desirable_weight=2, undesirable_weight=0.5),
-         dict(objective="kto", preference_beta=0.1, desirable_weight=2, undesirable_weight=0.5)),
+         dict(objective="kto", preference_beta=0.1, kto_weight_ratio=4.0)),
         ("trl-orpo", {}, PAIRS | dict(preference_loss="orpo", learning_rate=1e-6)),
         ("trl-cpo", dict(loss_type="simpo"),
          PAIRS | dict(preference_loss="simpo", preference_gamma=0.5, preference_nll_weight=1)),
@@ -529,7 +529,7 @@ DPO = dict(rl="dpo", rl_beta=0.2)
         ("axolotl", dict(rl="simpo", rl_beta=2, simpo_gamma=1),
          dict(preference_loss="simpo", preference_beta=2, preference_gamma=1, preference_nll_weight=1)),
         ("axolotl", dict(rl="simpo", cpo_alpha=0), dict(preference_loss="simpo")),
-        ("axolotl", dict(rl="kto", kto_desirable_weight=0.2), dict(objective="kto", desirable_weight=0.2)),
+        ("axolotl", dict(rl="kto", kto_desirable_weight=0.2), dict(objective="kto", kto_weight_ratio=0.2)),
         ("axolotl", DPO | dict(cpo_alpha=1, simpo_gamma=2, orpo_alpha=3, kto_desirable_weight=4),
          dict(preference_beta=0.2)),
         ("axolotl", dict(reward_model=True, center_rewards_coefficient=0.1),
@@ -540,14 +540,14 @@ DPO = dict(rl="dpo", rl_beta=0.2)
         ("llama-factory", dict(stage="dpo", dpo_label_smoothing=0.1, ref_model="m"),
          dict(label_smoothing=0.1, reference_model="m")),
         ("llama-factory", dict(stage="kto", pref_beta=0.2, kto_rejected_weight=3),
-         dict(objective="kto", preference_beta=0.2, undesirable_weight=3)),
+         dict(objective="kto", preference_beta=0.2, kto_weight_ratio=1 / 3)),
         ("llama-factory", dict(stage="rm", lora_dropout=0.1), dict(objective="reward", lora_dropout=0.1)),
     ],
 )  # fmt: skip
 def test_preferences_have_their_loss_and_its_numbers(trainer, given, train):
     to = convert(given, trainer, num_gpus=1)
     assert to.train.items() >= train.items()
-    only_asked = {"preference_nll_weight", "preference_gamma", "label_smoothing", "desirable_weight"}
+    only_asked = {"preference_nll_weight", "preference_gamma", "label_smoothing", "kto_weight_ratio"}
     assert not (only_asked - train.keys()) & to.train.keys()
     assert to.sources[0]["format"] == ("feedback" if to.objective == "kto" else "preference")
 
@@ -663,7 +663,7 @@ def test_axolotls_types_of_preferences(rl, kind, expected):
             convert(given, "axolotl", num_gpus=1)
         return
     (source,) = convert(given, "axolotl", num_gpus=1).sources
-    fields = {name: value for name, value in source.items() if name.endswith("_field") or name == "chat_template"}
+    fields = {name: value for name, value in source.items() if name in ("columns", "chat_template")}
     assert fields == expected and source["input_file"] == ("a.jsonl",)
 
 
@@ -699,7 +699,7 @@ def test_llama_factorys_columns_of_preferences(stage, entry, expected, tmp_path)
             convert(given, "llama-factory", num_gpus=1)
         return
     (source,) = convert(given, "llama-factory", num_gpus=1).sources
-    assert {name: value for name, value in source.items() if name.endswith("_field")} == expected
+    assert {name: value for name, value in source.items() if name == "columns"} == expected
 
 
 IN_COMMON = dict(model_name_or_path="m", dataset_name="d", output_dir="o", max_length=64, learning_rate=1e-6)

@@ -63,7 +63,7 @@ PREPARED = [
     ("a list in an object", ValueError, {"in.json": json.dumps({"data": [ROW]})}, {},
      f"{ONE}in.json:1: unrecognised format: its keys are ['data'], {FORMATS}; it is an object around a list of"
      " objects, under 'data': if these are the rows, write the list alone; other names: --columns messages=NAME, or"
-     f" for a chat of a question and an answer --form ...{FIX}"),
+     f" for a chat of a question and an answer --format alp ...{FIX}"),
     ("a quote without end", ValueError, {"in.csv": 'prompt,completion\n"a,b\n'}, {},
      "in.csv: damaged, or not in the format of its ending: a quote in line 2 opens a cell that does not end"),
     ("several formats", ValueError, {"rows/a.jsonl": json.dumps(ROW), "rows/b.txt": "b"}, {"input_file": "rows"},

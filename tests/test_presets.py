@@ -85,7 +85,7 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         (dict(data_path="d", columns=("messages=x",)), "--columns: "),
         (dict(data_path="d", subset="0%"), "--subset 0%: "),
         (dict(input_file="r", split="train"), "--split "),
-        (dict(data_path="d", block_size=9), "--block-size "),
+        (dict(data_path="d", block_size=9), "--block-size: "),
         (dict(mock_data=9, format="messages"), "--format: "),
         (dict(input_file="r", columns=("messages=a", "text=b")), "different formats"),
         (

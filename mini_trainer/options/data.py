@@ -116,6 +116,11 @@ class RowOptions:
     num_proc: int = option(os.cpu_count() or 1, at_least=1, may_differ=True)
     """Number of tokenizing processes."""
 
+    @property
+    def document_block(self) -> int | None:
+        """Tokens of the blocks that documents are cut into; None if they are not cut."""
+        return self.block_size if self.mock_data is None else None
+
     def column(self, name: str) -> str | None:
         """The column that --columns names in place of `name`'s own."""
         return dict(map(parse_column, self.columns)).get(name)
