@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked import run_forked
@@ -15,7 +16,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 from tiny_vision import make_rows, save_vision_model, tokenize
 
-from mini_trainer.options import group_options
+from mini_trainer.options import TrainOptions, flatten_options, group_options
 from mini_trainer.options.tools import ExportRunOptions
 from mini_trainer.run.checkpointing import read_checkpoint
 from mini_trainer.tools.export_run import export_run, restore_options
@@ -145,3 +146,10 @@ def test_what_cannot_be_exported_is_refused(inputs, world, tmp_path):
             export(world, run)
     finally:
         config.write_text(before)
+
+
+def test_a_rank_stabilized_scale_that_an_older_version_recorded_is_kept():
+    values = dict(model_name_or_path="m", output_dir="o", lora=True, lora_rank=4)
+    recorded = flatten_options(group_options(TrainOptions, **values)) | {"lora_use_rslora": True, "warmup_ratio": 0.1}
+    trained = restore_options(SimpleNamespace(state={"options": recorded}), Path("o"), trust_remote_code=False)
+    assert trained.lora.lora_alpha == 8 * 2  # twice the rank by default, times its square root

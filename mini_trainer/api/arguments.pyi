@@ -313,9 +313,6 @@ class TrainingArgs:
     learning_rate_for: str | Path | tuple[str | Path, ...] | list[str | Path] | Given = ...
     """Peak learning rate, weight decay or both of parameters by their names, as PATTERN=RATE ('lm_head*=1e-6'),
     PATTERN=:DECAY or PATTERN=RATE:DECAY; the first match counts. The schedule is the same."""
-    layer_lr_decay: float | None | Given = ...
-    """Learning rate of each block as a multiple of the one above it; embeddings come last. A vision tower is a stack
-    of its own."""
     weight_average: Literal['none', 'ema', 'tail'] | Given = ...
     """Keep an fp32 average of the trained weights, and export it as average_NAME. ema: exponential, from the start,
     validated beside the model; tail: the mean of the weights after each of the last steps."""

@@ -42,7 +42,7 @@ RENAMED: dict[str, str] = {
     "muon_scale": "it is always that of AdamW's updates, so that AdamW's learning rates carry over",
     **dict.fromkeys(("adam_learning_rate", "layer_lr_decay"),
                     "--learning-rate-for sets the learning rate of parameters by their names"),
-    "callback_errors": "an exception ends the run; catch it in the hook to go on",
+    "callback_errors": "an exception ends the run; catch it in the hook to continue",
 }  # fmt: skip
 
 # Our options with the same meaning; of several, the first that a program has.
