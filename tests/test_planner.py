@@ -307,7 +307,7 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(weight_average="ema", ema_decay=0.5),
+        dict(weight_average="ema", ema_half_life=8),
         long(dict(weight_average="tail", tail_steps=2)),
         long(dict(weight_average="tail", tail_steps=2, keep_exports=2)),
     ],

@@ -193,6 +193,8 @@ def read_range(name: str, given: dict[Any, Any], options_class: type) -> Paramet
     low, high, step, log = (found.get(key) for key in KEYS_OF_RANGE)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (low, high, step or 0)):
         raise ValueError("takes no numbers; give a list of values")
+    if float in {type(low), type(high), type(step)}:  # also of an option that takes both kinds of numbers
+        found |= {key: float(found[key]) for key in ("low", "high", "step") if key in found}
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"low {low}, high {high}: low must be below high")
     if log and (step is not None or low <= 0):
