@@ -24,20 +24,19 @@ def find_objective_problems(options: TrainOptions) -> list[str]:
 
 def find_optimization_problems(options: TrainOptions) -> list[str]:
     """Problems with the learning-rate schedule and the optimizer."""
-    problems, o = [], options.optimization
-    decays = o.lr_scheduler in SCHEDULES_WITH_END
-    if 0 < o.num_warmup_steps < 1 and not options.end.is_given:
-        problems.append(
-            f"--num-warmup-steps {o.num_warmup_steps} is a share of the run's steps, but no end is given: add"
-            " --max-steps, --max-epochs, --max-samples or --max-tokens"
-        )
-    if decays and not options.end.is_given:
-        problems.append(
-            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, but none is given:"
-            " add --max-steps, --max-epochs, --max-samples or --max-tokens"
-        )
+    o = options.optimization
+    need_end = {
+        f"--num-warmup-steps {o.num_warmup_steps} is a share of the run's steps": 0 < o.num_warmup_steps < 1,
+        f"--lr-scheduler {o.lr_scheduler} decays towards the run's end": o.lr_scheduler in SCHEDULES_WITH_END,
+        "--weight-average tail ends with the run": o.weight_average == "tail",
+    }
+    problems = [
+        f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
+        for what, is_asked in need_end.items()
+        if is_asked and not options.end.is_given
+    ]
     problems += find_schedule_problems(options)
-    if o.lr_scheduler == "cosine_with_restarts" and not (o.lr_shape and o.lr_shape.is_integer()):
+    if o.lr_scheduler == "cosine_with_restarts" and not float(o.lr_shape or 0.5).is_integer():
         problems.append("--lr-scheduler cosine_with_restarts needs --lr-shape, its whole number of cycles")
     if o.num_warmup_steps and o.lr_scheduler == "constant":
         problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
@@ -57,11 +56,6 @@ def find_average_problems(options: TrainOptions) -> list[str]:
         problems.append("--weight-average ema needs --ema-half-life, in samples")
     if o.weight_average == "tail" and o.tail_steps is None:
         problems.append("--weight-average tail needs --tail-steps, the number of steps up to the run's end")
-    if o.weight_average == "tail" and not options.end.is_given:
-        problems.append(
-            "--weight-average tail ends with the run, but no end is given: add --max-steps, --max-epochs,"
-            " --max-samples or --max-tokens"
-        )
     if o.weight_average != "none" and o.master_weights != "float32":
         problems.append(
             f"--weight-average is kept in fp32, and cannot be used with --master-weights {o.master_weights}"
