@@ -325,7 +325,7 @@ def tokenize(sources: Sequence[Source], prepared: Prepared, options: ProcessData
         ending=Path(options.output_file).suffix,
         num_shown=num_samples_shown(options),
         max_sample_num_tokens=options.rows.max_sample_num_tokens,
-        cuts_blocks=options.rows.block_size is not None,
+        cuts_blocks=options.rows.document_block is not None,
         validation_share=options.rows.validation_share,
     )
     chunks = read_formatted_chunks(sources, options.rows.format, choose_paths(options))
@@ -352,7 +352,7 @@ def write_data(
                 ending=ending,
                 num_shown=num_samples_shown(options),
                 cutter=make_cutter(
-                    side, eos_token_id=prepared.tokenizer.eos_token_id, block_size=options.rows.block_size
+                    side, eos_token_id=prepared.tokenizer.eos_token_id, block_size=options.rows.document_block
                 ),
             )
             for path, side in zip(paths, SIDES, strict=False)

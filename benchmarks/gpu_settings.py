@@ -114,8 +114,8 @@ def plan(setup: Setup, name: str) -> float:
     """The memory in GB that a dry run for an H100 expects."""
     from processes import flags
 
-    options = make_run(setup, name, has_weights=False, plan_device="H100", memory_budget_gb=MEMORY_GIB)
-    command = [sys.executable, "train.py", *flags(**options), "--plan-world-size", "1", "--dry-run"]
+    options = make_run(setup, name, has_weights=False, plan_for="1xH100", memory_budget_gb=MEMORY_GIB)
+    command = [sys.executable, "train.py", *flags(**options), "--dry-run"]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     found = re.search(r"together +([\d.]+) GiB", text)
     assert found, text

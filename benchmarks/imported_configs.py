@@ -140,8 +140,8 @@ def expect_preferences(given: dict, objective: str, trainer: str) -> dict:
     if objective == "kto":
         good, bad = (number(get(*(f"{name}{part}" for name in ("kto_", ""))) or 1) for part in
                      ("desirable_weight", "undesirable_weight"))  # fmt: skip
-        return rows | {"weights of answers": (number(get("kto_chosen_weight")) or good,
-                                              number(get("kto_rejected_weight")) or bad)}  # fmt: skip
+        good, bad = number(get("kto_chosen_weight")) or good, number(get("kto_rejected_weight")) or bad
+        return rows | {"weights of answers": good / bad}
     losses = get("dpo_loss_type", "loss_type", "pref_loss") or "sigmoid"
     losses = [losses] if isinstance(losses, str) else losses
     loss = next((name for name in losses if name != "sft"), "sft")
@@ -176,8 +176,8 @@ def read_our_preferences(t: dict) -> dict:
         "beta": beta,
         "gamma": t["preference_gamma"],
         "likelihood": own if t["preference_nll_weight"] is None else t["preference_nll_weight"],
-        "smoothing": t["preference_label_smoothing"],
-        "weights of answers": (t["desirable_weight"], t["undesirable_weight"]),
+        "smoothing": t["label_smoothing"],
+        "weights of answers": t["kto_weight_ratio"],
         "centering": t["reward_centering"],
         "reference": t["reference_model"],
     }
@@ -272,7 +272,7 @@ def read_ours(train: TrainOptions, sources: list[ProcessDataOptions]) -> dict:
     """The same fields of the written files."""
     t, rows = flatten_options(train), [flatten_options(source) for source in sources]
     steps = ("steps", t["max_steps"]) if t["max_steps"] else ("epochs", t["max_epochs"])
-    warmup = ("share", t["warmup_ratio"]) if t["warmup_ratio"] else ("steps", t["num_warmup_steps"])
+    warmup = ("share" if 0 < t["num_warmup_steps"] < 1 else "steps", t["num_warmup_steps"])
     templates = {row["chat_template"] for row in rows}
     return {
         "rows of a step": ("samples", t["batch_size"]) if t["batch_tokens"] is None else ("tokens", t["batch_tokens"]),

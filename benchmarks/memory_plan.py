@@ -122,7 +122,7 @@ def main() -> None:
 
     def plan(*case: object) -> float:
         """GB of tensors."""
-        text = call(sys.executable, *flags(*case, root / "unused"), "--dry-run", "--plan-world-size", case[-1])
+        text = call(sys.executable, *flags(*case, root / "unused"), "--dry-run", "--plan-for", case[-1])
         found = [re.search(rf"{name} +([\d.]+) GiB", text)[1] for name in ("together", "libraries")]
         together, libraries = map(float, found)
         return (together - libraries) * 2**30 / 1e9

@@ -88,7 +88,7 @@ def measure_pair(loss: str, c: Logps, r: Logps, beta: float) -> Tensor:
 
 def mean_feedback(case: Case, logps: list[tuple[Logps, Logps]], labels: list[bool]) -> Tensor:
     point = torch.stack([unrelated.ratio for _, unrelated in logps]).mean().clamp(min=0).detach()
-    weights = {True: case.ours.get("desirable_weight", 1.0), False: case.ours.get("undesirable_weight", 1.0)}
+    weights = {True: case.ours.get("kto_weight_ratio", 1.0), False: 1.0}
     losses = []
     for (answer, _), is_good in zip(logps, labels, strict=True):
         h = case.beta * (answer.ratio - point)

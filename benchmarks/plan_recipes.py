@@ -93,7 +93,7 @@ def read_recipe(recipe: Path, *, model: Path, data: Path) -> TrainOptions:
     return parse_options(
         TrainOptions,
         ["--config", str(recipe), "--model-name-or-path", str(model), "--data-path", str(data), "--output-dir",
-         str(data.parent / "run"), "--dry-run", "--plan-world-size", str(num_gpus), "--plan-device", device,
+         str(data.parent / "run"), "--dry-run", "--plan-for", f"{num_gpus}x{device}",
          "--memory-budget-gb", str(gib)],
     )  # fmt: skip
 

@@ -56,19 +56,26 @@ def make_dpo(name: str, *losses: str, ours: dict | None = None, **theirs: object
     return Case(name, "DPO", {"preference_loss": name} | (ours or {}), theirs)
 
 
-WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.5)
+WEIGHTS = dict(desirable_weight=3.0, undesirable_weight=1.0)
 SIMPO = dict(preference_loss="simpo", preference_beta=2.0, preference_gamma=0.5)
 THEIR_SIMPO = dict(loss_type="simpo", beta=2.0, simpo_gamma=0.5)
 CASES = [
     make_dpo("dpo", "sigmoid"),
-    make_dpo("robust", "robust", ours=dict(preference_label_smoothing=0.2), label_smoothing=0.2),
+    make_dpo("robust", "robust", ours=dict(label_smoothing=0.2), label_smoothing=0.2),
     make_dpo("ipo", "ipo"),
     make_dpo("hinge", "hinge"),
     make_dpo("apo-zero", "apo_zero"),
     make_dpo("apo-down", "apo_down"),
     make_dpo("dpo", "sigmoid", "sft", ours=dict(preference_nll_weight=0.5), loss_weights=[1.0, 0.5]),
     Case("kto", "KTO", dict(objective="kto"), dict(beta=0.1), "feedback"),
-    Case("kto", "KTO", dict(objective="kto") | WEIGHTS, dict(beta=0.1) | WEIGHTS, "feedback", swaps_models=True),
+    Case(
+        "kto",
+        "KTO",
+        dict(objective="kto", kto_weight_ratio=3.0),
+        dict(beta=0.1) | WEIGHTS,
+        "feedback",
+        swaps_models=True,
+    ),
     Case("reward", "Reward", dict(objective="reward"), {}),
     Case("reward", "Reward", dict(objective="reward"), {}, "margins"),
     Case("reward", "Reward", dict(objective="reward", reward_centering=0.1), dict(center_rewards_coefficient=0.1)),

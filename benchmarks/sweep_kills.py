@@ -62,7 +62,7 @@ def make_settings(root: Path, *, num_steps: int) -> Path:
             "validation_data_path": str(root / "held_out.arrow"),
             "max_tokens_per_gpu": 1024,
             "max_steps": num_steps,
-            "warmup_ratio": 0.1,
+            "num_warmup_steps": 0.1,
             "checkpoint_every_steps": 5,
             "activation_checkpointing": "none",
         },

@@ -227,7 +227,7 @@ def test_of_an_adapter_every_rank_reads_the_config(root, world, tmp_path):
 
 
 def test_of_a_reference_model_every_rank_reads_the_config_and_the_path_may_differ(root, world, tmp_path):
-    pairs = dict(mock_data=8, mock_length=20, format="preference", output_file=str(tmp_path / "pairs.arrow"))
+    pairs = dict(mock_data=8, block_size=20, format="preference", output_file=str(tmp_path / "pairs.arrow"))
     process_data(group_options(ProcessDataOptions, **pairs, model_name_or_path=str(root / "model"), preview=0))
     for name, change in (("same", {}), ("other", {"rms_norm_eps": 0.5})):
         shutil.copytree(root / "model", tmp_path / name)
@@ -435,7 +435,7 @@ def test_ranks_start_under_a_low_soft_limit_of_open_files_and_not_under_a_low_ha
 @pytest.mark.slow
 def test_a_plan_warns_where_the_hard_limit_of_open_files_is_too_low(root, tmp_path):
     words = flags(model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run")
-    plan = ["train.py", *words, "--max-steps", "1", "--dry-run", "--plan-world-size"]
+    plan = ["train.py", *words, "--max-steps", "1", "--dry-run", "--plan-for"]
     for num_ranks, is_too_many in ((200, True), (100, False)):
         result = run_forked(0, "tests/workers/few_files.py", "300", "400", *plan, str(num_ranks), timeout=120)
         warning = rf"^warning: {num_ranks:,} ranks .*{count_open_files(num_ranks):,} open files.* 400 "

@@ -16,9 +16,9 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.distributed.devices import MemoryCounter
-from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions
+from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_choice import (
     TOKEN_MULTIPLE,
     Probe,
@@ -139,7 +139,7 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     assert chosen["world_size"] == 2 and f"auto: --max-tokens-per-gpu {chosen['max_tokens_per_gpu']}" in text
     train_forked(2, **inputs, output_dir=tmp_path / "fixed", max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
     check_same(tmp_path / "auto", tmp_path / "fixed")
-    dry = flags(**inputs, **cap, output_dir=tmp_path / "dry", dry_run=True, plan_world_size=2)
+    dry = flags(**inputs, **cap, output_dir=tmp_path / "dry", dry_run=True, plan_for="2")
     result = run_forked(0, "train.py", *dry)
     assert f"micro-batches of at most {chosen['max_tokens_per_gpu']:,} tokens" in result.stdout, result.stdout
     assert not (tmp_path / "dry").exists()
@@ -183,7 +183,7 @@ def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, mo
 def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
     rooms = {
         mode: Room(count, [Probe(count, 0, 0, 0, seconds=time)])
-        for mode, count, time in zip(MODES, tokens, seconds, strict=False)
+        for mode, count, time in zip(CHECKPOINTING, tokens, seconds, strict=False)
     }
     tried = []
 
@@ -191,9 +191,9 @@ def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
         tried.append(mode)
         return rooms[mode]
 
-    mode, room = choose_mode(find, MODES, enough=1000, is_timed=True)
+    mode, room = choose_mode(find, CHECKPOINTING, enough=1000, is_timed=True)
     assert (mode, room) == (expected, rooms[expected])
-    assert tried == list(MODES[: len(tokens)])
+    assert tried == list(CHECKPOINTING[: len(tokens)])
 
 
 def test_memory_that_was_freed_before_counts_when_it_is_taken_again():

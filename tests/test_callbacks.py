@@ -141,15 +141,6 @@ def test_an_error_ends_the_run_with_a_checkpoint_and_the_resumed_run_is_the_same
     check_equal(run, undisturbed)
 
 
-def test_an_error_is_logged_once_per_kind_and_training_continues(play, undisturbed, caplog):
-    script = dict.fromkeys([f"step {step}" for step in range(1, STEPS + 1)], "raise") | {"end None": "raise"}
-    run, code, _ = play(script, callback_errors="log")
-    assert code == ExitCode.DONE and len(read_calls(run)) == STEPS + 4  # the other hooks' calls, too
-    assert caplog.text.count("Traceback") == 2
-    assert "LookupError: scripted in step 1" in caplog.text and "scripted in step 2" not in caplog.text
-    check_equal(run, undisturbed)
-
-
 def test_an_error_at_the_start_trains_nothing_and_one_at_the_end_is_no_success(play, inputs, tmp_path):
     with pytest.raises(RunError, match=rf"{SCRIPTED}, on_start after step 0: LookupError") as raised:
         play({"start 0/4": "raise"}, "start")
@@ -259,8 +250,7 @@ def test_options_that_cannot_be_meant_are_found():
         needed = dict(output_dir="o", model_name_or_path="m", data_path="d", max_steps=1)
         return find_problems(group_options(TrainOptions, **needed, **options))
 
-    assert find(callbacks=("a.b:C", "a:C.D"), callback_errors="log") == []
-    assert find(callback_errors="log") == ["--callback-errors: no effect without --callbacks"]
+    assert find(callbacks=("a.b:C", "a:C.D")) == []
     assert find(callbacks=("a:B", "a:B")) == ["--callbacks a:B: given twice"]
     for path in ("a.b", "a/b.py:C", "a:", ":C", "a:b-c", "1a:B"):
         (problem,) = find(callbacks=(path,))

@@ -453,7 +453,7 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
 def test_template_is_checked_first(name):
     masker = make_masker(name)
     if name in REFUSED_TEMPLATES:
-        with pytest.raises(ValueError, match=r"end-of-turn .*--allow-missing-stop-token"):
+        with pytest.raises(ValueError, match=r"end-of-turn .*--missing-stop-token allow"):
             masker.check_template()
     else:
         masker.check_template()
@@ -485,7 +485,7 @@ def test_missing_stop_token_allowed_in_vain(name):
     family = FAMILIES[name]
     tokenizer = make_tokenizer(family)
     stops = tokenizer.convert_tokens_to_ids(list(family.stops))
-    with pytest.raises(ValueError, match=r"--allow-missing-stop-token .*mine"):
+    with pytest.raises(ValueError, match=r"--missing-stop-token allow .*mine"):
         ChatMasker(tokenizer, stop_token_ids=stops, allow_missing_stop_token=True).check_template("mine")
 
 

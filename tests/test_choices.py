@@ -13,27 +13,15 @@ from mini_trainer import options as train_options
 from mini_trainer.data.chat.masking import THINKING_PREFIXES
 from mini_trainer.data.chat.tokens import MODES as CONTROL_MODES
 from mini_trainer.data.columns.label_columns import LABEL_TYPES
-from mini_trainer.data.tokenized.mixture import WEIGHED_BY
-from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.evaluate_model import evaluate
 from mini_trainer.generate import generate
-from mini_trainer.model.activation_checkpointing import MODES
-from mini_trainer.model.attention import BACKENDS, FUNCTIONS
-from mini_trainer.model.methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS
+from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.methods.osft_directions import ALLOCATIONS
 from mini_trainer.model.methods.osft_subspaces import BASES
-from mini_trainer.model.optim.averages import AVERAGES
-from mini_trainer.model.optim.muon import SCALES
-from mini_trainer.model.optim.rates import SCHEDULES
-from mini_trainer.model.sharding import KEEPING, RESHARDING
-from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP
-from mini_trainer.objectives.families.vision import FREEZABLE
 from mini_trainer.objectives.preference_losses import LOSSES
-from mini_trainer.objectives.token_loss import WEIGHTINGS
-from mini_trainer.options import PRESETS, TrainOptions, doors, flag_name, flatten_options, group_options, tools
+from mini_trainer.options import TrainOptions, doors, flag_name, flatten_options, group_options, tools
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.fields import iterate_fields
-from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.tools import (
     BoardOptions,
     ContinualOptions,
@@ -80,44 +68,23 @@ WITHOUT_CHOICES = {
 }
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
 FORMATS = (*doors.TEXT_FORMATS, *doors.NAMED_FORMATS)
-# What the code has, by option; of options of several programs, for all of them.
+# What the code has, by option, unless the choices are the table's own; of options of several programs, for all of them.
 CODE: dict[str, Collection[str]] = {
-    "activation_checkpointing": ("auto", *MODES),
-    "attention": ("auto", *BACKENDS),
-    "base_quantization": BASE_QUANTIZATIONS,
-    "callback_errors": ("stop", "log"),
-    "compute_dtype": ("auto", *DTYPES),
     "control_tokens": CONTROL_MODES,
-    "data_weights_by": WEIGHED_BY,
-    "dtype": ("auto", *DTYPES, *TYPES),
-    "engine": doors.ENGINES,
-    "export_dtype": DTYPES,
-    "format": FORMATS,
-    "freeze": FREEZABLE,
+    "dtype": ("auto", *doors.DTYPES, *TYPES),
     "label_type": LABEL_TYPES,
     "logging_level": logging.getLevelNamesMapping(),
-    "lora_export": LORA_EXPORTS,
-    "loss_weighting": WEIGHTINGS,
-    "lr_scheduler": SCHEDULES,
-    "master_weights": DTYPES,
+    "master_weights": doors.DTYPES,
     "max_tokens_per_gpu": ("auto",),
+    "missing_stop_token": ("refuse", "append", "allow"),
     "micro_batch_grad_sync": ("every", "last"),
-    "muon_scale": SCALES,
-    "objective": OBJECTIVES,
-    "optimizer": doors.OPTIMIZERS,
     "osft_basis": BASES,
     "osft_rank_allocation": ALLOCATIONS,
     "preference_loss": LOSSES,
-    "preset": PRESETS,
-    "reshard_after_backward": KEEPING,
-    "reshard_after_forward": RESHARDING,
     "router_loss_over": ("sequence", "global-batch"),
     "sharding": ("full", "hybrid"),
-    "teacher_divergence": {*FROM_TOP, *FROM_LOGITS},
     "thinking_prefix": THINKING_PREFIXES,
-    "track": doors.TRACKERS,
-    "trainer": doors.TRAINERS,
-    "weight_average": ("none", *AVERAGES),
+    "weight_average": ("none", "ema", "tail"),
 }
 
 
@@ -140,9 +107,11 @@ def test_a_value_that_is_none_of_the_choices_is_refused_by_name(program, name):
 
 
 def test_every_value_that_is_offered_has_code():
-    assert FUNCTIONS.keys() == BACKENDS.keys()
+    assert doors.ATTENTION.keys() == BACKENDS.keys()
+    for table in (doors.ATTENTION, doors.OPTIMIZERS, doors.DECAYS, doors.WEIGHTINGS, doors.FROM_TOP, doors.FROM_LOGITS):
+        assert all(map(callable, table.values()))
     for program in PROGRAMS:
-        missing = {name: {*values} - {*CODE[name]} for name, values in list_choices(program).items()}
+        missing = {name: {*values} - {*CODE.get(name, values)} for name, values in list_choices(program).items()}
         assert not any(missing.values()), missing
 
 

@@ -19,8 +19,7 @@ from mini_trainer.options.problems.finding import find_problems
 
 BATCH_SIZE = 6
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, keep_checkpoints=9,
-               export_dtype="float32", validate_every_steps=1, checkpoint_every_steps=1,
-               write_predictions=True)  # fmt: skip
+               export_dtype="float32", validate_every_steps=1, checkpoint_every_steps=1)  # fmt: skip
 
 
 def make_inputs(root: Path, family: str = "distilbert", **data: object) -> dict[str, object]:
@@ -78,14 +77,6 @@ def test_the_scores_are_scikit_learns_of_transformers_own_predictions(of_tokens,
         assert of_class["num_targets"] == expected["support"]
     loss = torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(targets))
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    written = read_lines(run / "predictions_samples_24.jsonl")
-    assert [line["label"] for line in written] == [f"class {i}" for i in targets]
-    assert [line["predicted"] for line in written] == [f"class {i}" for i in predicted]
-    shares = torch.softmax(torch.from_numpy(logits), dim=1).numpy()
-    np.testing.assert_allclose([[*line["scores"].values()] for line in written], shares, atol=1e-5)
-    assert (written[0]["data"], written[0]["row"], written[-1]["data"], written[-1]["row"]) == (
-        "small.arrow", 1, "large.arrow", 37
-    )  # fmt: skip
 
 
 @pytest.mark.wide
@@ -154,8 +145,6 @@ def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path
         samples = make_class_samples(4, num_labels=4)
         path = write_classified(tmp_path / "four.arrow", samples, tmp_path / "model", num_labels=4)
         options["validation_data_path"] = str(path)
-    if options["objective"] == "causal-lm":
-        del options["write_predictions"]
     with pytest.raises(ValueError, match=problem):
         train_on(1, world, **options)
 
@@ -164,7 +153,6 @@ def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path
     ("changes", "problem"),
     [
         (dict(class_weights=("balanced",)), "--class-weights: no effect on --objective causal-lm"),
-        (dict(write_predictions=True, validation_data_path=("v",)), "--write-predictions: no effect on --objective"),
         (dict(label_smoothing=1.0), "--label-smoothing 1.0: must be at least 0 and below 1"),
         (dict(objective="token-classification", label_smoothing=1.0), "must be at least 0 and below 1"),
         (dict(objective="token-classification", router_aux_loss=0.1), "whose models have no such loss in transformers"),

@@ -134,7 +134,7 @@ def test_pairs_have_token_types_where_the_tokenizer_gives_them(ending, encoder, 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [{"premise": TEXTS[i], "other": TEXTS[i - 1], "y": i % 2} for i in range(4)]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    fields = dict(text_field="premise", text_pair_field="other", label_field="y")
+    fields = dict(columns=("text=premise", "text_pair=other", "label=y"))
     data = prepare(encoder, source, tmp_path / f"pairs{ending}", **fields)
     expected = [word_pieces(row["premise"], row["other"], return_token_type_ids=True) for row in rows]
     assert data.task.label_names == ("0", "1")
@@ -269,7 +269,7 @@ def test_what_labels_are_shows_in_them(labels, expected, tmp_path):
         (["a", ["b"]], {}, r"name \(a.jsonl:1\).* list .*\(a.jsonl:2\)"),
         ([1.0, 2.0], {}, r"\d\.0: .*--label-type regression"),
         ([[0.0, 1.0], [1.0, 0.0]], {}, "lists .*--label-type regression"),
-        ([f"text {i}" for i in range(30)], {}, "30 .*30 rows: .*--label-field"),
+        ([f"text {i}" for i in range(30)], {}, "30 .*30 rows: .*--columns label="),
         (["a", "a"], {}, "'a': .*--label-names"),
         (["a", "b"], {"label_type": "multi"}, r"--label-type multi: .*\(a.jsonl:1\)"),
         ([["a"], ["b"]], {"label_type": "single"}, r"--label-type single: .*\(a.jsonl:1\)"),
@@ -312,7 +312,7 @@ def test_the_names_that_datasets_writes_into_parquet_are_taken(encoder, tmp_path
     features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "tags": datasets.List(names)})
     data = datasets.Dataset.from_dict({"tokens": [["Angela", "lives"]], "tags": [[1, 0]]}, features=features)
     data.to_parquet(str(tmp_path / "b.parquet"))
-    prepared = prepare(encoder, tmp_path / "b.parquet", tmp_path / "out.arrow", label_field="tags")
+    prepared = prepare(encoder, tmp_path / "b.parquet", tmp_path / "out.arrow", columns=("label=tags",))
     assert prepared.task == DataTask(TOKENS, "single", ("O", "B-PER"), 2)
 
 
@@ -377,13 +377,13 @@ def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_
 ROW = b'{"text": "good film", "label": "pos"}\n{"text": "bad film", "label": "neg"}\n'
 TABLE = b"text,label\ngood film,pos\nbad film,neg\n"
 BROKEN = {  # file, what follows two good rows (or a whole file), the message
-    "no_label.jsonl": (ROW + b'{"text": "x"}\n', r"no_label.jsonl:3: .*'label' .*--label-field"),
-    "null.jsonl": (ROW + b'{"text": "x", "label": null}\n', r"null.jsonl:3: .*'label' .*--label-field"),
+    "no_label.jsonl": (ROW + b'{"text": "x"}\n', r"no_label.jsonl:3: .*'label' .*--columns label="),
+    "null.jsonl": (ROW + b'{"text": "x", "label": null}\n', r"null.jsonl:3: .*'label' .*--columns label="),
     "blank.jsonl": (ROW + b'{"text": "x", "label": " "}\n', r"blank.jsonl:3: 'label' is ' '"),
     "nan.jsonl": (ROW + b'{"text": "x", "label": NaN}\n', r"nan.jsonl:3: not JSON"),
     "nan_cell.csv": (TABLE + b"x,nan\n", r"nan_cell.csv:4: 'label' is 'nan'"),
-    "empty_cell.csv": (TABLE + b"x,\n", r"empty_cell.csv:4: .*'label' .*--label-field"),
-    "no_text.csv": (TABLE + b",pos\n", r"no_text.csv:4: .*'text' .*\['label'\] .*--text-field"),
+    "empty_cell.csv": (TABLE + b"x,\n", r"empty_cell.csv:4: .*'label' .*--columns label="),
+    "no_text.csv": (TABLE + b",pos\n", r"no_text.csv:4: .*'text' .*\['label'\] .*--columns text="),
     "blank_text.jsonl": (
         ROW + b'{"text": " ", "label": "pos"}\n',
         r"blank_text.jsonl:3: 'text' is ' '",
@@ -392,7 +392,7 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
     "half.jsonl": (ROW + b'{"text": "\\ud800", "label": "pos"}\n', r"half.jsonl:3: .*\\ud800"),
     "two.jsonl": (
         ROW + b'{"text": "x", "tokens": ["x"], "label": "pos"}\n',
-        r"two.jsonl:3: .*'text' and 'tokens': .*--text-field",
+        r"two.jsonl:3: .*'text' and 'tokens': .*--columns text=",
     ),
     "columns.csv": (TABLE + b"a,b,c\n", r"columns.csv:4: 3 cells, .* 2 columns"),
     "too_few.csv": (TABLE + b"only\n", r"too_few.csv:4: 1 cells, .* 2 columns"),
@@ -404,7 +404,7 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
     "utf16.csv": ("text,label\na,pos\n".encode("utf-16"), r"utf16.csv: .*first line .*UTF-16"),
     "semicolon.csv": (b"text;label\na;pos\n", r"semicolon.csv: .*'text;label', .*semicolons"),
     "twice.csv": (b"text,label,text\na,pos,b\n", r"twice.csv: .*'text' twice"),
-    "other.csv": (b"review,stars\na,1\nb,2\n", r"other.csv:2: .*'stars'\] \(--text-field\)"),
+    "other.csv": (b"review,stars\na,1\nb,2\n", r"other.csv:2: .*'stars'\] \(--columns text=\)"),
     "header.csv": (b"text,label\n", r"header.csv: .*no rows"),
     "words.jsonl": (b'{"tokens": ["a", "b"], "labels": ["O"]}\n', r"words.jsonl:1: 1 labels .* 2 words"),
     "null_word.jsonl": (
@@ -460,13 +460,14 @@ def test_the_script_ends_with_one_message(encoder, tmp_path):
     files = dict(input_file=tmp_path / "a.csv", output_file=tmp_path / "out.arrow", model_name_or_path=encoder)
     result = run_forked(0, "process_data.py", *flags(format="classification", **files))
     assert result.returncode == 2
-    assert "a.csv:4: " in result.stderr and "--label-field" in result.stderr and "Traceback" not in result.stderr
+    assert "a.csv:4: " in result.stderr and "--columns label=" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_options_without_effect_are_refused():
     options = group_options(ProcessDataOptions, input_file=("a",), output_file="o.arrow", model_name_or_path="m")
-    first, second = find_problems(replace_options(options, label_field="y", truncate=True))
-    assert first.startswith("--truncate, --label-field: ") and "--format classification" in first
+    second, columns, first = find_problems(replace_options(options, columns=("label=y",), truncate=True))
+    assert columns.startswith("--columns label= has no effect without --format") and "classification" in columns
+    assert first.startswith("--truncate: ") and "--format classification" in first
     assert second.startswith("--truncate ") and "--max-sample-num-tokens" in second
     options = replace_options(options, format="classification")
     assert find_problems(options) == []

@@ -165,7 +165,7 @@ def test_a_plan_counts_a_classifier(tmp_path):
     model = save_base(CLASSIFIERS["modernbert"], tmp_path / "model")
     data = write_classified(tmp_path / "data.arrow", make_class_samples(16), model)
     run = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", activation_checkpointing="none")
-    options = OPTIONS | run | dict(objective="sequence-classification", dry_run=True, plan_world_size=2)
+    options = OPTIONS | run | dict(objective="sequence-classification", dry_run=True, plan_for="2")
     result = run_forked(0, "train.py", *flags(**options))
     assert result.returncode == 0, result.stderr
     assert "modernbert" in result.stdout and not (tmp_path / "run").exists()

@@ -157,7 +157,7 @@ def test_answers_are_not_trained_without_the_prompt_beside_them(model, tmp_path)
     row = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}
     source = write_jsonl(tmp_path / "in.jsonl", [row])
     with pytest.raises(RefusedColumn, match=r"in.jsonl:1: has 'prompt' "):
-        prepare(model, source, messages_field="chosen", ignore_columns=("rejected",))
+        prepare(model, source, columns=("messages=chosen",), ignore_columns=("rejected",))
 
 
 @pytest.mark.parametrize("name", ["messages", "messages.content", "messages.role"])
@@ -190,21 +190,21 @@ def test_columns_beside_those_that_are_named_are_looked_at(model, tmp_path):
     row = {"chosen": WEATHER, "rejected": WEATHER, "chat": {"turns": WEATHER, "label": False}}
     source = write_jsonl(tmp_path / "in.jsonl", [row])
     with pytest.raises(RefusedColumn, match=r"in.jsonl:1: has 'rejected' "):
-        prepare(model, source, messages_field="chosen")
-    samples = prepare(model, source, messages_field="chosen", ignore_columns=("rejected",))
+        prepare(model, source, columns=("messages=chosen",))
+    samples = prepare(model, source, columns=("messages=chosen",), ignore_columns=("rejected",))
     with pytest.raises(RefusedColumn, match=r"'chat.label' \(False\)"):
-        prepare(model, source, messages_field="chat.turns", ignore_columns=("rejected", "chosen"))
+        prepare(model, source, columns=("messages=chat.turns",), ignore_columns=("rejected", "chosen"))
     ignored = ("rejected", "chosen", "chat.label")
-    assert prepare(model, source, messages_field="chat.turns", ignore_columns=ignored) == samples
+    assert prepare(model, source, columns=("messages=chat.turns",), ignore_columns=ignored) == samples
 
 
 def test_labels_and_scores_of_what_is_classified_stay_usable_and_weights_do_not(model, tmp_path):
     rows = [{"text": f"12 and {i}", "label": "ab"[i % 2], "label_text": "x", "score": i, "rank": i} for i in range(6)]
     source, as_classes = write_jsonl(tmp_path / "in.jsonl", rows), {"format": "classification"}
     assert len(prepare(model, source, **as_classes)) == 6
-    assert len(prepare(model, source, label_field="score", label_type="regression", **as_classes)) == 6
+    assert len(prepare(model, source, columns=("label=score",), label_type="regression", **as_classes)) == 6
     words = [{"tokens": ["12", "and"], "ner_tags": ["a", "b"], "pos_tags": ["c", "d"]}]
-    assert len(prepare(model, write_jsonl(tmp_path / "w.jsonl", words), label_field="ner_tags", **as_classes)) == 1
+    assert len(prepare(model, write_jsonl(tmp_path / "w.jsonl", words), columns=("label=ner_tags",), **as_classes)) == 1
     weighed = write_jsonl(tmp_path / "in.jsonl", [*rows, rows[0] | {"weight": 0.5}])
     with pytest.raises(RefusedColumn, match=r"in.jsonl:7: has 'weight' \(0.5\)"):
         prepare(model, weighed, **as_classes)

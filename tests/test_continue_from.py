@@ -250,8 +250,8 @@ def test_adapters_belong_to_their_model(inputs, world, tmp_path):
     ("changes", "problem"),
     [
         (dict(schedule_steps=None), "--continue-from with --lr-scheduler cosine needs --schedule-steps"),
-        (dict(lr_scheduler="constant_with_warmup", warmup_ratio=0.1, num_warmup_steps=0, schedule_steps=None),
-         "--continue-from with --warmup-ratio needs --schedule-steps"),
+        (dict(lr_scheduler="constant_with_warmup", num_warmup_steps=0.1, schedule_steps=None),
+         "--continue-from with --num-warmup-steps 0.1 needs --schedule-steps"),
         (dict(lr_scheduler="constant_with_warmup"), "--schedule-steps .*--lr-scheduler constant_with"),
         (dict(resume="some/step_3"), "--continue-from and --resume some/step_3 "),
         (dict(schedule_steps=0), "--schedule-steps 0: "),

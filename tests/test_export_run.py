@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked import run_forked
@@ -15,20 +16,20 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 from tiny_vision import make_rows, save_vision_model, tokenize
 
-from mini_trainer.options import group_options
+from mini_trainer.options import TrainOptions, flatten_options, group_options
 from mini_trainer.options.tools import ExportRunOptions
 from mini_trainer.run.checkpointing import read_checkpoint
 from mini_trainer.tools.export_run import export_run, restore_options
 from mini_trainer.use.inference.loading import find_in_run
 
 METHODS = {
-    "full": dict(weight_average="ema", ema_decay=0.5, compute_dtype="bfloat16"),
+    "full": dict(weight_average="ema", ema_half_life=8, compute_dtype="bfloat16"),
     "lora": dict(lora=True, lora_rank=2),
     "osft": dict(osft=True, osft_unfreeze_rank_ratio=0.5),
     "images": dict(freeze="nothing"),
 }
 CARD = ("README.md", "manifest.json")  # which count the run's starts
-VALIDATION = dict(validate_every_steps=1, hub_license="mit")  # at every checkpoint, with exports of the best model
+VALIDATION = dict(validate_every_steps=1)  # at every checkpoint, with exports of the best model
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,9 @@ def make_pictured(root: Path) -> dict[str, object]:
     """A model that sees, with its data set, which it is also validated on."""
     model = save_vision_model(root, "llava")
     data = str(tokenize(make_rows(root), model, root))
-    return dict(model_name_or_path=str(model), data_path=data, validate_training_data=True, max_tokens_per_gpu=512)
+    return dict(
+        model_name_or_path=str(model), data_path=data, validation_data_path="training-data", max_tokens_per_gpu=512
+    )
 
 
 def export(world, run: Path, **options: object) -> str:
@@ -143,3 +146,10 @@ def test_what_cannot_be_exported_is_refused(inputs, world, tmp_path):
             export(world, run)
     finally:
         config.write_text(before)
+
+
+def test_a_rank_stabilized_scale_that_an_older_version_recorded_is_kept():
+    values = dict(model_name_or_path="m", output_dir="o", lora=True, lora_rank=4)
+    recorded = flatten_options(group_options(TrainOptions, **values)) | {"lora_use_rslora": True, "warmup_ratio": 0.1}
+    trained = restore_options(SimpleNamespace(state={"options": recorded}), Path("o"), trust_remote_code=False)
+    assert trained.lora.lora_alpha == 8 * 2  # twice the rank by default, times its square root

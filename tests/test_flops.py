@@ -34,7 +34,7 @@ def make_data(model: Path, directory: Path, kind: str | None) -> Mixture:
     """Four random samples of each length."""
     paths = [directory / f"{length}.arrow" for length in LENGTHS]
     for path, length in zip(paths, LENGTHS, strict=True):
-        made = dict(mock_data=4, mock_length=length, format=kind, output_file=str(path), num_proc=1, preview=0)
+        made = dict(mock_data=4, block_size=length, format=kind, output_file=str(path), num_proc=1, preview=0)
         process_data(group_options(ProcessDataOptions, **made, model_name_or_path=str(model)))
     return Mixture([TokenizedData(path) for path in paths])
 

@@ -297,7 +297,7 @@ def test_arguments_of_vllm_without_a_value_and_for_other_engines_are_refused():
     options = group_options(GenerateOptions, model="m", engine="vllm", engine_args=("max_model_len",))
     assert find_problems(options) == ["--engine-args: given 'max_model_len', allowed: NAME=VALUE, each name once"]
     options = group_options(GenerateOptions, model="m", engine_args=("max_model_len=5",))
-    assert find_problems(options) == ["--engine-args has no effect with --engine hf"]
+    assert find_problems(options) == ["--engine-args has no effect with --engine hf, only with vllm"]
 
 
 @pytest.mark.wide

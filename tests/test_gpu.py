@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mini_trainer.distributed.world import World
 from mini_trainer.model import tiling
-from mini_trainer.model.attention import BACKENDS, FUNCTIONS, Rule, find_obstacle
+from mini_trainer.model.attention import BACKENDS, Rule, find_obstacle
 from mini_trainer.model.attention_kernels import activate_kernels
 from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.options.doors import ATTENTION
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [
@@ -78,7 +79,7 @@ def measure_error(ours: Tensor, exact: Tensor) -> float:
 def attend_both_ways(backend: str, inputs: list[Tensor], micro_batch: MicroBatch, arguments: dict) -> list[Tensor]:
     """The output, and the gradients of queries, keys and values."""
     tensors = [each.detach().requires_grad_() for each in inputs]
-    output = FUNCTIONS[backend](*tensors, micro_batch.row, Rule(**arguments))
+    output = ATTENTION[backend](*tensors, micro_batch.row, Rule(**arguments))
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
 

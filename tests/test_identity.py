@@ -54,6 +54,13 @@ def test_what_an_older_version_did_not_note_down_counts_as_the_default():
         check(before, IDENTITY | {"osft-basis": "activations"})
 
 
+def test_an_option_that_is_gone_counts_unless_its_value_was_like_none():
+    before = IDENTITY | {"lora-use-rslora": False, "muon-scale": "match-rms-adamw", "warmup-ratio": None}
+    assert check(before, IDENTITY) == []
+    with pytest.raises(ValueError, match=r"warmup-ratio \(0.1 before"):
+        check(before | {"warmup-ratio": 0.1}, IDENTITY)
+
+
 def test_changes_are_named_and_only_some_can_be_allowed():
     assert check(IDENTITY, IDENTITY) == []
     with pytest.raises(ValueError, match=r"seed \(42 .* 7\): .*--allow-changed-options"):
@@ -185,7 +192,7 @@ ROUNDING = (  # the numbers are the same but for their rounding
 )
 LENGTH = tuple(option.name for option in dataclasses.fields(EndOptions))  # see "number of steps"
 OUTPUT = (  # what is measured, written and said
-    *("output_dir", "logging_level", "skip_verification", "lora_export", "reuse_reference_only"),
+    *("output_dir", "logging_level", "skip_verification", "lora_export"),
     *(
         option.name
         for group in (ValidationOptions, CheckpointOptions, ExportOptions, TrackingOptions, HubOptions, CallbackOptions)

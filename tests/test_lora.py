@@ -186,7 +186,7 @@ def mean_loss(model: torch.nn.Module, rows: list) -> float:
 
 def test_going_on_from_an_adapter(world, tmp_path):
     inputs = make_inputs(tmp_path, "llama")
-    options = dict(lora_target_modules=("q_proj", "down_proj"), lora_use_rslora=True)
+    options = dict(lora_target_modules=("q_proj", "down_proj"), lora_alpha=48.0)
     first = train(world, inputs, tmp_path / "first", **options)
     given = dict(lora_adapter=str(first / "adapter"), lora_rank=None, lora_alpha=None)
     second = train(world, inputs, tmp_path / "second", **given, learning_rate=0.0)

@@ -42,8 +42,8 @@ def in_file(*rows: dict) -> dict[str, str]:
 PREPARED = [
     ("rows of no format", ValueError, in_file(UNKNOWN, {"n": float("nan")}, UNKNOWN), {},
      f"3 of 3 rows cannot be used:\n  in.jsonl:1: unrecognised format: its keys are ['dialog', 'tools'], {FORMATS};"
-     " other names: --messages-field, or for a chat of a question and an answer --format alpaca --prompt-field question"
-     " --completion-field answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
+     " other names: --columns messages=NAME, or for a chat of a question and an answer --format alpaca --columns"
+     " prompt=question completion=answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
      f" number{FIX}"),
     ("a weight of what is not trained", ValueError, in_file({"messages": [USER | {"weight": 0.5}, ANSWER]}), {},
      f"{ONE}in.jsonl:1: message 1 (user) has 'weight': 0.5 but is not trained; add 'train': true, or remove the"
@@ -62,8 +62,8 @@ PREPARED = [
      f"{ONE}in.csv:2: 'messages' is a list of messages as Python prints it, not JSON: write it with json.dumps{FIX}"),
     ("a list in an object", ValueError, {"in.json": json.dumps({"data": [ROW]})}, {},
      f"{ONE}in.json:1: unrecognised format: its keys are ['data'], {FORMATS}; it is an object around a list of"
-     " objects, under 'data': if these are the rows, write the list alone; other names: --messages-field, or for a chat"
-     f" of a question and an answer --format alpaca --p ...{FIX}"),
+     " objects, under 'data': if these are the rows, write the list alone; other names: --columns messages=NAME, or"
+     f" for a chat of a question and an answer --format alp ...{FIX}"),
     ("a quote without end", ValueError, {"in.csv": 'prompt,completion\n"a,b\n'}, {},
      "in.csv: damaged, or not in the format of its ending: a quote in line 2 opens a cell that does not end"),
     ("several formats", ValueError, {"rows/a.jsonl": json.dumps(ROW), "rows/b.txt": "b"}, {"input_file": "rows"},
@@ -71,7 +71,7 @@ PREPARED = [
      " instead of their folder, or the format of all of them (--format)"),
     ("no label", ValueError, in_file(GOOD, BAD, {"text": "c"}), {"format": "classification"},
      "1 of 3 rows cannot be used:\n  in.jsonl:3: no label: 'label' or 'labels' is missing or empty; the row has"
-     f" ['text'] (--label-field){FIX}"),
+     f" ['text'] (--columns label=){FIX}"),
     ("several kinds of labels", ValueError, in_file(GOOD, BAD | {"label": 1}), {"format": "classification"},
      "labels are of several kinds: a name (in.jsonl:1) and an integer (in.jsonl:2); fix the rows, or name one kind"
      " with --label-type"),
@@ -89,14 +89,14 @@ PREPARED = [
      "--chat-template own.jinja cannot be used: the chat template writes no end-of-turn token after an assistant"
      " turn: '\\n' within a conversation, '\\n' at its end; if a token that begins the next turn ends generation, the"
      " model's generation_config.json has to name it as eos_token_id; to append a stop token to conversations, pass"
-     " --append-stop-token; to train without, which does not teach the model to stop, pass"
-     " --allow-missing-stop-token; tried with [{'role': 'user', 'content': 'What is 2 + 2?'}, {'role': 'assistant',"
+     " --missing-stop-token append; to train without, which does not teach the model to stop, pass"
+     " --missing-stop-token allow; tried with [{'role': 'user', 'content': 'What is 2 + 2?'}, {'role': 'assistant',"
      " 'content': 'It is 4.'}]"),
     ("a template that does not end the last turn", ValueError,
      in_file(ROW) | {"own.jinja": CLOSED_BY_THE_NEXT_TURN}, {"chat_template": "own.jinja"},
      "only 0 of 1 rows have a trained stop token such as '<|im_end|>', so the model would not learn to stop: the chat"
-     " template writes none after a conversation's last turn. Pass --append-stop-token to append one there and train"
-     " on it, or --allow-missing-stop-token to train without"),
+     " template writes none after a conversation's last turn. Pass --missing-stop-token append to append one there"
+     " and train on it, or --missing-stop-token allow to train without"),
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def check_adapter(directory: Path, **settings: Any) -> None:
 
 
 def choose(**options: Any) -> None:
-    choose_rates(torch.nn.Linear(2, 2), OptimizationOptions(**options), matrices=())
+    choose_rates(torch.nn.Linear(2, 2), OptimizationOptions(**options))
 
 
 # Name, what fails in a directory, text.

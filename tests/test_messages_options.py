@@ -18,7 +18,7 @@ FLAGS = [
     ("--lr 1e-5", "unknown option --lr; did you mean --learning-rate?"),
     ("--launcher x", "unknown option --launcher"),
     ("--preview 3", "unknown option --preview; --preview is an option of process_data.py"),
-    ("--wandb_run_name x", "unknown option --wandb-run-name: --track wandb, with --track-name"),
+    ("--wandb_run_name x", "unknown option --wandb-run-name: --track wandb, and the environment variable WANDB_NAME"),
     (
         "--lora-target-modules q_proj,v_proj",
         "--lora-target-modules q_proj,v_proj: values of a list are separated by spaces:"
@@ -26,8 +26,8 @@ FLAGS = [
     ),
     (
         "--lr-scheduler triangle",
-        "--lr-scheduler triangle: allowed: constant_with_warmup, constant, linear, cosine, cosine_with_restarts, "
-        "polynomial, inverse_sqrt, wsd",
+        "--lr-scheduler triangle: allowed: constant_with_warmup, constant, inverse_sqrt, linear, cosine, "
+        "cosine_with_restarts, polynomial, wsd",
     ),
     ("--max-epochs 1.5", "--max-epochs: given '1.5', allowed: int"),
     ("--max-tokens-per-gpu all", "--max-tokens-per-gpu: given 'all', allowed: int or auto"),
@@ -51,8 +51,8 @@ PROBLEMS = [
     ),
     (
         TrainOptions,
-        "--warmup-ratio 0.1 --num-warmup-steps 3",
-        "--warmup-ratio and --num-warmup-steps both set the length of warm-up: give only one of them",
+        "--num-warmup-steps 2.5",
+        "--num-warmup-steps 2.5: must be a whole number of steps (100), or a share of the run's below 1 (0.03)",
     ),
     (TrainOptions, "--osft", "--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1"),
     (

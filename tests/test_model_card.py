@@ -56,7 +56,7 @@ def pushed(world, tmp_path_factory) -> SimpleNamespace:
     options = make_inputs(root, "llama_tied_bias") | OPTIONS
     (root / "model" / "README.md").write_text("---\nlicense: mit\nlanguage: fr\n---\n# A base model\n")
     options |= dict(output_dir=str(root / "run"), max_steps=3, min_samples_per_checkpoint=8, validate_every_steps=1)
-    options |= dict(validation_data_path=(str(held_out),), push_to_hub="a-model", hub_private=True)
+    options |= dict(validation_data_path=(str(held_out),), push_to_hub="a-model")
     server = Hub()
     with pytest.MonkeyPatch.context() as patch:
         turn_on(patch, server.url)
@@ -112,9 +112,9 @@ def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monk
         inputs.model_options = options.model
         return describe_head("run", inputs, flatten_options(options), {}).to_dict()
 
-    card = describe("org/base", hub_license="apache-2.0")
+    card = describe("org/base")
     assert (card["base_model"], card["base_model_relation"]) == ("org/base", "adapter")
-    assert (card["datasets"], card["license"]) == ("org/chats", "apache-2.0")
+    assert (card["datasets"], card["license"]) == ("org/chats", "mit")
     card = describe(str(base))
     assert card["license"] == "mit" and "base_model" not in card
     for text, licence in {
@@ -139,7 +139,7 @@ def test_a_card_names_the_files_that_data_was_made_from_without_their_directorie
     data = SimpleNamespace(names=["rows"], sources=[source], shares=[1.0])
     inputs = SimpleNamespace(data=data, sidecars=[sidecar])
     paths = ["/home/me/a/held.arrow", "/home/me/b/held.arrow"]  # which their stems cannot tell apart
-    options = dict(data_path=[], validation_data_path=paths, validate_training_data=False)
+    options = dict(data_path=[], validation_data_path=paths)
     text = "\n".join(describe_data(inputs, dict(identity=dict(data="cd34"), options=options)))
     assert "| `rows` | 1 | 4 | 100.0% |" in text and "| `rows.jsonl` | `ab12` |" in text and "/home" not in text
     assert "Validation data: `held.arrow`, `held.arrow`." in text
@@ -203,7 +203,7 @@ def test_an_uploaded_model_loads(pushed, tmp_path):
 
 @pytest.mark.parametrize("exports", ["adapter", "both"])
 def test_an_adapters_card_says_so_and_how_it_is_used(exports, world, pushed, tmp_path, monkeypatch):
-    options = {name: value for name, value in pushed.options.items() if name not in ("push_to_hub", "hub_private")}
+    options = {name: value for name, value in pushed.options.items() if name != "push_to_hub"}
     options |= dict(output_dir=str(tmp_path / "run"), max_steps=1, lora=True, lora_export=exports)
     train_here(world, **options)
     export = tmp_path / "run" / "hf_format" / "samples_8"
@@ -320,8 +320,7 @@ def test_of_the_best_only_the_newest_waits(hub, export, caplog, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(dict(hub_private=True), "--hub-private: "),
-     (dict(push_to_hub="a/b/c"), "--push-to-hub a/b/c: "),
+    [(dict(push_to_hub="a/b/c"), "--push-to-hub a/b/c: "),
      (dict(push_to_hub="-a"), "--push-to-hub -a: "), (dict(push_to_hub=""), "--push-to-hub : ")],
 )  # fmt: skip
 def test_options_that_cannot_be_used_are_refused(options, said):

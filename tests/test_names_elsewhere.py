@@ -8,10 +8,11 @@ from typing import get_origin
 import pytest
 from refusals import refuse
 
+from mini_trainer import TrainingArgs
 from mini_trainer.options import TrainOptions, flag_name, list_types
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.doors import TRAINERS
-from mini_trainer.options.names_elsewhere import EXPLAINED, NAMES_ELSEWHERE, describe_unknown
+from mini_trainer.options.names_elsewhere import EXPLAINED, NAMES_ELSEWHERE, RENAMED, describe_unknown
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
 
 TRAIN, DATA = list_types(TrainOptions), list_types(ProcessDataOptions)
@@ -163,3 +164,11 @@ def test_commas_within_a_value_stay(tmp_path, monkeypatch):
     labels = "--objective sequence-classification --format classification --label-names 1,000 2,000"
     assert parse_options(TrainOptions, [*required, *labels.split()]).rows.label_names == ("1,000", "2,000")
     assert options.validation.validation_data_path == tuple(kept["--validation-data-path"])
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_name_that_an_option_had_is_answered_with_what_to_use(name):
+    assert name not in KNOWN and answer(name).startswith(": ")
+    assert list_flags(answer(name)) <= {*TRAIN, *DATA, *EVALUATE}
+    with pytest.raises(TypeError, match=re.escape(f"unknown argument {name!r}: ")):
+        TrainingArgs(**{name: 1})

@@ -143,7 +143,7 @@ def test_it_trains_validates_and_resumes_as_a_plain_loop_says(world, tmp_path):
 
 
 def test_it_is_planned(elsewhere, tmp_path):
-    code, text = elsewhere(plan_pairs, make_options(tmp_path, dry_run=True, plan_world_size=2))
+    code, text = elsewhere(plan_pairs, make_options(tmp_path, dry_run=True, plan_for="2"))
     assert code == ExitCode.DONE and f"{NUM_SAMPLES} samples" in text
 
 

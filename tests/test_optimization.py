@@ -26,7 +26,7 @@ def test_warmup_rises_linearly_from_above_zero_to_the_peak(scheduler):
 
 
 def test_a_share_of_the_run_warms_up_as_as_many_steps():
-    assert rates("cosine", num_steps=30, warmup_ratio=0.11) == rates("cosine", num_steps=30, num_warmup_steps=4)
+    assert rates("cosine", num_steps=30, num_warmup_steps=0.11) == rates("cosine", num_steps=30, num_warmup_steps=4)
 
 
 def test_linear_falls_by_the_same_amount_and_its_last_step_still_trains():
@@ -57,8 +57,8 @@ def test_wsd_decays_from_the_peak_where_warmup_and_decay_are_longer_than_the_run
     [
         ("linear", {}, {}),
         ("cosine", {}, {}),
-        ("cosine_with_restarts", dict(num_cycles=3), dict(num_cycles=3)),
-        ("polynomial", dict(lr_power=2.0), dict(power=2.0, lr_end=0.0)),
+        ("cosine_with_restarts", dict(lr_shape=3.0), dict(num_cycles=3)),
+        ("polynomial", dict(lr_shape=2.0), dict(power=2.0, lr_end=0.0)),
         ("polynomial", {}, dict(lr_end=0.0)),
         ("polynomial", dict(min_lr_ratio=0.25), dict(lr_end=0.25)),
         ("inverse_sqrt", {}, {}),

@@ -20,7 +20,6 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from mini_trainer.continual.settings_file import read_settings as read_continual
 from mini_trainer.options import TrainOptions, environment, flatten_options
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.completion import complete_options
 from mini_trainer.options.option_files import describe_options, read_option_file, read_yaml
 from mini_trainer.options.tools import (
     ContinualOptions,
@@ -121,9 +120,9 @@ def test_other_variables_are_refused_by_file_and_key(value: str, reason: str, wr
     for name in ("OTHER", "HF_TOKEN", "SLURM_JWT"):
         monkeypatch.setenv(name, "the-value")
     monkeypatch.delenv("TMPDIR", raising=False)
-    path = write({"model_name_or_path": value, "track_project": value})
+    path = write({"model_name_or_path": value, "push_to_hub": value})
     message = refuse([*MODEL, "--config", path], capfd)
-    for key in ("model_name_or_path", "track_project"):  # all at once
+    for key in ("model_name_or_path", "push_to_hub"):  # all at once
         assert f"--config {path}: {key}: {value!r}: " in message
     with pytest.raises(ValueError, match=reason):
         environment.fill_in("key", value, ())
@@ -163,8 +162,6 @@ def test_the_flag_belongs_to_the_programs_that_read_option_files(capfd):
         (ContinualOptions, ["a", "b", "--compare", "--allow-env", "A"], "--compare"),
     ):
         assert reason in refuse(argv, capfd, options_class)
-    assert list(complete_options(TrainOptions, ["--allow-e"])) == ["--allow-env"]
-    assert complete_options(PlotOptions, ["--allow-e"]) == {}
 
 
 TRAIN = dict(model_name_or_path="${WHERE}/m", data_path="d", validation_data_path="v", max_steps=10)
@@ -227,7 +224,7 @@ def test_a_strangers_file_chooses_no_variable_and_adds_no_option(write, tmp_path
 
 
 def test_a_dry_run_imports_only_callbacks_that_the_command_line_names(write, capfd):
-    path = write({"callbacks": ["some.module:Hook"], "callback_errors": "log"})
+    path = write({"callbacks": ["some.module:Hook"]})
     argv = [*NEEDED, "--config", path]
     assert parse_options(TrainOptions, argv).callbacks.callbacks == ("some.module:Hook",)
     assert capfd.readouterr().out == ""

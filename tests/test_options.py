@@ -107,7 +107,7 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot", "--compile"]),
         (["--compile", "--use-liger-kernels"], ["--use-liger-kernels ", "--compile"]),
         (["--profile-steps", "5:3"], ["--profile-steps 5:3: "]),
-        (["--warmup-ratio", "1.5"], ["--warmup-ratio 1.5: "]),
+        (["--num-warmup-steps", "1.5"], ["--num-warmup-steps 1.5: "]),
         (["--compute-dtype", "float16"], ["--compute-dtype float16: "]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "--compute-dtype float32"]),
         (
@@ -153,7 +153,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("label_names: ['-1', '1', --no]", "label_names: given '--no'"),
         ("data_path: [x, -h]", "data_path: given '-h'"),
         ("data_path: [--, x]", "data_path: given '--'"),
-        ("track_name: no", "track_name: given False"),
+        ("push_to_hub: no", "push_to_hub: given False"),
         (None, "run.yaml: "),
     ],
 )
@@ -428,4 +428,4 @@ def test_options_ask_for_no_objective_by_name():
 
 def test_train_has_no_more_options_than_it_had():
     """A new one takes an old one out; options of the data belong to process_data.py."""
-    assert len(list(options.iterate_fields(TrainOptions))) == 185
+    assert len(list(options.iterate_fields(TrainOptions))) == 156

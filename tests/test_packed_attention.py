@@ -22,9 +22,10 @@ from torch.nn.attention import varlen
 
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.activation_checkpointing import ATTENTION
-from mini_trainer.model.attention import FUNCTIONS, Rule, attend_eager, attend_sdpa, choose_backend
+from mini_trainer.model.attention import Rule, attend_eager, attend_sdpa, choose_backend
 from mini_trainer.model.attention_kernels import activate_kernels
 from mini_trainer.objectives.families.micro_batch import Row
+from mini_trainer.options import doors
 
 LENGTHS = (7, 1, 12, 3)
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 8
@@ -61,7 +62,7 @@ def make_tensors() -> list[Tensor]:
 def test_kernels_are_asked_for_what_sdpa_computes(kernels, extras, window):
     if kernels.package == "torch" and "softcap" in extras:
         pytest.skip("varlen has no softcap")
-    attend = FUNCTIONS[OPTION[kernels.package]]
+    attend = doors.ATTENTION[OPTION[kernels.package]]
     reference = attend_eager if "softcap" in extras else attend_sdpa
     row, tensors, results = make_row(), make_tensors(), []
     for function in (attend, reference):
@@ -115,7 +116,7 @@ def test_a_run_trains_to_the_same_numbers(kernels, family, world, tmp_path):
     ids=["borders", "int64", "too short", "tensor"],
 )
 def test_a_wrong_argument_fails(kernels, spoil):
-    attend, row = FUNCTIONS[OPTION[kernels.package]], make_row()
+    attend, row = doors.ATTENTION[OPTION[kernels.package]], make_row()
     holder = SimpleNamespace(cu_seqlens=row.cu_seqlens.clone(), max_seqlen=row.max_seqlen)
     attend(*make_tensors(), holder, Rule(scaling=0.3))
     spoil(holder)
@@ -186,7 +187,7 @@ def test_torchs_own_operator_is_traced_without_a_break(monkeypatch):
     """Called as compiled blocks call it; test-wide compiles whole models with it."""
     monkeypatch.setattr(packed_attention, "find_obstacle", lambda *args, **kwargs: None)
     operators, row, tensors, results = FlashOperators(), make_row(), make_tensors(), []
-    compiled = torch.compile(FUNCTIONS["varlen"], backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(doors.ATTENTION["varlen"], backend="aot_eager", fullgraph=True)
     with torch.library._scoped_library("aten", "IMPL") as library:
         operators.register(library)
         for attend in (compiled, attend_sdpa):

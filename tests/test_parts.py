@@ -199,8 +199,8 @@ def test_the_format_is_that_of_the_file_s_first_row(model, small_sections, tmp_p
     source = write_rows(tmp_path / "in.jsonl", rows)
     with pytest.raises(ValueError, match=r"in\.jsonl:\d+: .*format .*messages, .*document"):
         process_data(options_for(model, source, tmp_path / "out.arrow", shard="2/4"))
-    with pytest.raises(ValueError, match=r"--text-field body: .* 7 rows .*in\.jsonl"):
-        process_data(options_for(model, source, tmp_path / "out.arrow", shard="4/4", text_field="body"))
+    with pytest.raises(ValueError, match=r"--columns text=body: .* 7 rows .*in\.jsonl"):
+        process_data(options_for(model, source, tmp_path / "out.arrow", shard="4/4", columns=("text=body",)))
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def test_what_is_joined_already_is_not_made_again(made, tmp_path, capsys):
         process_data(replace_options(made, **again))
         assert re.fullmatch(r"all parts are joined already, to \S*out\.arrow: .*\n", capsys.readouterr().out)
         assert read_files(tmp_path) == before
-    others = [dict(max_sample_num_tokens=99), dict(messages_field="messages", labels_from="none"),
+    others = [dict(max_sample_num_tokens=99), dict(columns=("messages=messages",), labels_from="none"),
               dict(preview_html=str(tmp_path / "page.html"))]  # fmt: skip
     for other in others:
         with pytest.raises(ValueError, match=r"--join: \S*out\.arrow\.parts has no complete part"):

@@ -98,7 +98,7 @@ def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
     """The exit code of a plan for other ranks than this one, and what it prints."""
 
     def plan_changed(**changes) -> tuple[ExitCode, str]:
-        return elsewhere(print_plan, inputs | dict(plan_world_size=2) | changes)
+        return elsewhere(print_plan, inputs | dict(plan_for="2") | changes)
 
     return plan_changed
 
@@ -217,8 +217,8 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").write_text("of another's")
     code, text = plan(
-        model_name_or_path=str(model), max_tokens_per_gpu=20, plan_world_size=16, num_warmup_steps=9,
-        memory_budget_gb=1e-4, keep_checkpoints=10**9, output_dir=str(tmp_path / "full"), plan_device="H9000",
+        model_name_or_path=str(model), max_tokens_per_gpu=20, plan_for="16xH9000", num_warmup_steps=9,
+        memory_budget_gb=1e-4, keep_checkpoints=10**9, output_dir=str(tmp_path / "full"),
     )  # fmt: skip
     assert code == ExitCode.BAD_INPUT
     for problem in (
@@ -226,7 +226,7 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
         "longer than --max-tokens-per-gpu 20",
         "and of 0.0 GiB",
         f"--output-dir {tmp_path / 'full'}: ",
-        "--plan-device H9000: ",
+        "--plan-for 16xH9000: ",
     ):
         assert text.count(problem) == 1, f"{problem}\n{text}"
     assert "5 problems found" in text
@@ -242,7 +242,7 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
 
 @pytest.mark.long
 def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs):
-    values = inputs | dict(plan_world_size=2, plan_device="H100", memory_budget_gb=80.0, max_tokens_per_gpu=256)
+    values = inputs | dict(plan_for="2xH100", memory_budget_gb=80.0, max_tokens_per_gpu=256)
     _, text = elsewhere(print_plan_as_of_long_rows, values)
     tried = re.findall(r"together with (--.+?) +([\d.]+) GiB, ([\d,.]+) KiB for each extra token", text)
     assert [names for names, *_ in tried] == [
@@ -256,13 +256,13 @@ def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs
     assert "together with" not in text and "in CPU memory" in text
     _, text = elsewhere(print_plan, values)
     assert "together with" not in text
-    _, text = elsewhere(print_plan, values | dict(plan_device=None, offload_activations=True))
+    _, text = elsewhere(print_plan, values | dict(plan_for="2", offload_activations=True))
     assert re.search(r"^  - --offload-activations .*CPU", text, re.MULTILINE)
 
 
 @pytest.mark.long
 def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):
-    code, text = plan(plan_world_size=8, plan_device="H100", memory_budget_gb=80)
+    code, text = plan(plan_for="8xH100", memory_budget_gb=80)
     assert code == ExitCode.DONE and "plan for 8 x H100, 80.0 GiB" in text
     assert "bfloat16 compute" in text and "assumed: 40% of 989 TFLOP/s" in text
     model = Path(inputs["model_name_or_path"])
@@ -281,9 +281,9 @@ def test_the_only_shard_that_a_simulation_cuts_is_the_first_of_fsdp():
 
 @pytest.mark.long
 def test_hybrid_sharding_divides_by_fewer_ranks(plan):
-    code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=4)
+    code, text = plan(plan_for="8", sharding="hybrid", shard_size=4)
     assert code == ExitCode.DONE, text
-    code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=3)
+    code, text = plan(plan_for="8", sharding="hybrid", shard_size=3)
     assert code == ExitCode.BAD_INPUT and re.search(r"--sharding hybrid: .* 8 ranks .* 3 ranks", text)
 
 
@@ -307,7 +307,7 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(weight_average="ema", ema_decay=0.5),
+        dict(weight_average="ema", ema_half_life=8),
         long(dict(weight_average="tail", tail_steps=2)),
         long(dict(weight_average="tail", tail_steps=2, keep_exports=2)),
     ],
@@ -335,10 +335,10 @@ def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs,
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(dry_run=False, plan_world_size=2), "--plan-world-size: .*--dry-run"),
+        (dict(dry_run=False, plan_for="2"), "--plan-for .*--dry-run"),
         (dict(dry_run=False, memory_budget_gb=3.0), "--memory-budget-gb .*no effect"),
         (dict(memory_budget_gb=0.0), "--memory-budget-gb 0.0: "),
-        (dict(plan_world_size=0), "--plan-world-size 0: "),
+        (dict(plan_for="0"), "--plan-for 0: "),
         (dict(max_tokens_per_gpu="auto", drop_overlong=True), "--drop-overlong .*--max-tokens-per-gpu auto"),
     ],
 )
@@ -360,9 +360,9 @@ def test_auto_settings_are_planned_by_the_room_there_is(plan):
     kept = "none activation checkpointing, --reshard-after-forward never, --reshard-after-backward never, "
     freed = "full activation checkpointing, --reshard-after-backward always, "
     for budget, words in ((80, kept), (0.0005, freed)):
-        _, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100", memory_budget_gb=budget)
+        _, text = plan(activation_checkpointing="auto", plan_for="2xH100", memory_budget_gb=budget)
         assert words in text, text
-    code, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100")
+    code, text = plan(activation_checkpointing="auto", plan_for="2xH100")
     assert code == ExitCode.BAD_INPUT and "--activation-checkpointing auto " in text and "--memory-budget-gb" in text
 
 
@@ -373,14 +373,14 @@ def test_auto_settings_are_planned_by_the_room_there_is(plan):
 def pairs(inputs, tmp_path_factory) -> dict:
     """Options of a dry run on random pairs."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.arrow"
-    made = dict(mock_data=40, mock_length=24, format="preference", output_file=str(path), num_proc=1, preview=0)
+    made = dict(mock_data=40, block_size=24, format="preference", output_file=str(path), num_proc=1, preview=0)
     process_data(group_options(ProcessDataOptions, **made, model_name_or_path=inputs["model_name_or_path"]))
     return inputs | dict(objective="preference", data_path=str(path))
 
 
 @pytest.mark.long
 def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, world, tmp_path):
-    elsewhere_on = dict(plan_device="H100", memory_budget_gb=80.0)
+    elsewhere_on = dict(plan_for="2xH100", memory_budget_gb=80.0)
     code, text = plan(**pairs, **elsewhere_on)
     assert code == ExitCode.DONE and re.search("^reference: 40 samples .* 0.00 TFLOP", text, re.MULTILINE), text
     assert "the reference, 0:00:00" in text and "while --reference-model" not in text
@@ -399,7 +399,7 @@ def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, w
 @pytest.mark.long
 def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_path):
     other = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "other", seed=1))
-    target = dict(plan_device="H100", lora=True, reference_model=str(other))
+    target = dict(plan_for="2xH100", lora=True, reference_model=str(other))
     code, text = plan(**pairs, **target, memory_budget_gb=80.0)
     assert code == ExitCode.DONE and "while --reference-model" in text, text
     code, text = plan(**pairs, **target, memory_budget_gb=1e-5)

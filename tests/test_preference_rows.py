@@ -100,7 +100,7 @@ def test_only_what_follows_the_common_beginning_is_trained(model, tmp_path):
 
 def test_names_of_columns_are_options(model, tmp_path):
     row = {"ask": ASKED, "up": GOOD, "down": {"text": BAD}}
-    options = ("--prompt-field", "ask", "--chosen-field", "up", "--rejected-field", "down.text")
+    options = ("--columns", "prompt=ask", "chosen=up", "rejected=down.text")
     process([row], model, tmp_path, *options)
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
 

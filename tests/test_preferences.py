@@ -100,8 +100,8 @@ def log_odds(mean: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", ["cdpo", *LOSSES])
 def test_loss_and_gradient_are_those_of_a_plain_loop(loss, models, world, tmp_path):
-    own = dict(preference_loss="dpo", preference_label_smoothing=0.2) if loss == "cdpo" else dict(preference_loss=loss)
-    own |= dict(preference_label_smoothing=0.2) if loss == "robust" else {}
+    own = dict(preference_loss="dpo", label_smoothing=0.2) if loss == "cdpo" else dict(preference_loss=loss)
+    own |= dict(label_smoothing=0.2) if loss == "robust" else {}
     own |= dict(reference_model=str(models[1])) if loss not in ("simpo", "orpo") else {}
     options = make_options(tmp_path, models, max_steps=1, numbers=loss == "dpo", **own)
     train_on(1, world, **options)
@@ -152,15 +152,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit_and_reads_its_referen
     train_on(1, world, **options | dict(max_steps=1))
     (stored,) = (tmp_path / "parts").glob("pairs.arrow.reference-*.npz")
     written = stored.stat().st_mtime_ns
-    train_on(1, world, **options | dict(reuse_reference_only=True))
+    train_on(1, world, **options)
     assert read_rows(tmp_path / "parts" / "run") == read_rows(tmp_path / "whole" / "run")
     assert stored.stat().st_mtime_ns == written
 
 
-def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, tmp_path):
+def test_what_an_earlier_run_did_not_score_is_scored(models, world, tmp_path):
     options = make_options(tmp_path, models, max_steps=1)
-    with pytest.raises(ValueError, match=r"--reuse-reference-only: 24 samples"):
-        train_on(1, world, **options | dict(reuse_reference_only=True))
     train_on(1, world, **options)
     (stored,) = tmp_path.glob("pairs.arrow.reference-*.npz")
     known = np.load(stored)["values"]
@@ -169,9 +167,6 @@ def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, t
     np.savez(stored, values=part)
     train_on(1, world, **options | dict(output_dir=str(tmp_path / "again")))
     np.testing.assert_allclose(np.load(stored)["values"], known, rtol=1e-6)
-    with pytest.raises(ValueError, match="24 samples"):
-        train_on(1, world, **options | dict(output_dir=str(tmp_path / "x"), reference_model=str(models[1]),
-                                            reuse_reference_only=True))  # fmt: skip
 
 
 def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, monkeypatch):
@@ -291,7 +286,7 @@ def test_a_reward_model_is_transformers_own_and_its_loss_a_plain_loops(num_ranks
 
 def make_kto_options(root: Path, models: tuple[Path, Path], **changes: object) -> dict:
     root.mkdir(exist_ok=True)
-    options = make_options(root, models, objective="kto", desirable_weight=1.5, undesirable_weight=0.5)
+    options = make_options(root, models, objective="kto", kto_weight_ratio=3.0)
     data = write_pairs(root / "feedback.arrow", models[0], numbers=True, good=True)
     return options | dict(data_path=(str(data),)) | changes
 
@@ -310,7 +305,7 @@ def measure_kto_plainly(model, reference, data: Mixture, rows: list[int]) -> tup
     for row, ratio in zip(rows, ratios, strict=True):
         good, weight = (float(data.read(row)[name][0]) for name in ("good", "pair_weight"))
         h = BETA * (ratio - point)
-        total = total + weight * (1.5 * (1 - torch.sigmoid(h)) if good else 0.5 * (1 - torch.sigmoid(-h)))
+        total = total + weight * (3 * (1 - torch.sigmoid(h)) if good else 1 - torch.sigmoid(-h))
         weights += weight
     return total / weights, point
 
@@ -380,7 +375,7 @@ def test_a_run_resumes_only_with_the_loss_and_the_reference_that_it_began_with(m
         with pytest.raises(ValueError, match=f"step_1 .*other {name}"):
             train_on(1, world, **options | dict(max_steps=2) | changes)
     copied = shutil.copytree(models[0], tmp_path / "copied")
-    train_on(1, world, **options | dict(max_steps=2, reference_model=copied, reuse_reference_only=True))
+    train_on(1, world, **options | dict(max_steps=2, reference_model=copied))
     assert len(read_rows(tmp_path / "run")) == 2
 
 
@@ -397,9 +392,7 @@ def test_a_checkpoint_that_notes_down_no_loss_of_preferences_has_the_defaults(mo
 @pytest.mark.parametrize("objective", ["preference", wide("kto")])
 def test_score_data_computes_the_reference_that_a_run_looks_for(objective, models, world, tmp_path):
     make = make_options if objective == "preference" else make_kto_options
-    first = make(tmp_path, models, reuse_reference_only=True)
-    with pytest.raises(ValueError, match="--reuse-reference-only: 24 samples"):
-        train_on(1, world, **first)
+    first = make(tmp_path, models)
     given = dict(model_name_or_path=str(models[0]), data_path=first["data_path"], dtype="float32")
     score(group_options(ScoreDataOptions, **given), world)
     train_on(1, world, **first)

@@ -43,7 +43,10 @@ def test_a_preset_says_what_neither_flags_nor_yaml_say(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text("preset: sanity\nmax_steps: 7\nexport_best: true\n")
     sanity = parse("--preset", "sanity")
-    assert sanity.items() >= dict(subset="10", max_steps=2, check_export=True, validate_training_data=True).items()
+    assert (
+        sanity.items()
+        >= dict(subset="10", max_steps=2, check_export=True, validation_data_path=("training-data",)).items()
+    )
     explicit = parse("--config", str(config), "--batch-size", "3")
     assert explicit == sanity | dict(max_steps=7, export_best=True, batch_size=3, config=(str(config),))
     assert parse("--preset=toy", "--subset", "5").items() >= dict(subset="5", max_steps=100).items()
@@ -79,16 +82,19 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
     [
         (dict(), "no data"),
         (dict(input_file="r", input_dataset="n"), "--input-file and --input-dataset "),
-        (dict(data_path="d", messages_field="x"), "--messages-field: "),
+        (dict(data_path="d", columns=("messages=x",)), "--columns: "),
         (dict(data_path="d", subset="0%"), "--subset 0%: "),
-        (dict(input_file="r", split="train"), "--split: "),
-        (dict(data_path="d", mock_length=9), "--mock-length "),
+        (dict(input_file="r", split="train"), "--split "),
+        (dict(data_path="d", block_size=9), "--block-size: "),
         (dict(mock_data=9, format="messages"), "--format: "),
-        (dict(input_file="r", messages_field="a", text_field="b"), "different formats"),
-        (dict(input_file="r", text_field="b", format="messages"), "--text-field "),
+        (dict(input_file="r", columns=("messages=a", "text=b")), "different formats"),
+        (
+            dict(input_file="r", columns=("text=b",), format="messages"),
+            "--columns text= has no effect",
+        ),
         (dict(input_file="r", format="messages", objective="token-classification"), "--format classification"),
         (dict(mock_data=9, objective="sequence-classification"), "--format classification: --mock-data "),
-        (dict(mock_data=9, mock_length=3, format="preference", objective="preference"), "--mock-length 3: "),
+        (dict(mock_data=9, block_size=3, format="preference", objective="preference"), "--block-size 3: "),
         (dict(mock_data=9, format="feedback", objective="reward"), "--objective reward needs "),
         (dict(mock_data=9, format="feedback"), "--format feedback "),
         (dict(input_file="r", format="feedback", objective="preference"), "--objective preference needs "),
@@ -99,12 +105,12 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         (dict(data_path="d", objective="preference", preference_beta=0.0), "--preference-beta 0.0: "),
         (dict(data_path="d", objective="preference", preference_gamma=1.0), "--preference-gamma "),
         (
-            dict(data_path="d", objective="preference", preference_loss="ipo", preference_label_smoothing=0.1),
-            "--preference-label-smoothing ",
+            dict(data_path="d", objective="preference", preference_loss="ipo", label_smoothing=0.1),
+            "--label-smoothing ",
         ),
         (
-            dict(data_path="d", objective="preference", preference_label_smoothing=0.5),
-            "--preference-label-smoothing 0.5: ",
+            dict(data_path="d", objective="preference", label_smoothing=0.5),
+            "--label-smoothing 0.5: ",
         ),
         (dict(data_path="d", objective="preference", preference_nll_weight=-1.0), "--preference-nll-weight -1.0"),
         (
@@ -112,7 +118,7 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
             "--reference-model: ",
         ),
         (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha 5.0: "),
-        (dict(data_path="d", objective="preference", label_smoothing=0.1), "--label-smoothing: "),
+        (dict(data_path="d", objective="reward", label_smoothing=0.1), "--label-smoothing: "),
         (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
         (dict(input_file="r", format="classification"), "--format classification "),
         (dict(input_file="r", validation_share=0.1, validation_data_path="v"), "--validation-share"),
@@ -165,7 +171,7 @@ def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, c
     elif data_of in RANDOM:
         model = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "model"))
         data = tmp_path / "d.arrow"
-        random = dict(mock_data=20, mock_length=24, format=RANDOM[data_of], output_file=str(data), num_proc=1)
+        random = dict(mock_data=20, block_size=24, format=RANDOM[data_of], output_file=str(data), num_proc=1)
         process_data(group_options(ProcessDataOptions, **random, model_name_or_path=str(model)))
         inputs = dict(model_name_or_path=str(model), data_path=str(data), objective=data_of)
     elif data_of == "images":
@@ -242,8 +248,8 @@ def test_an_objective_implies_the_format_of_its_rows():
     assert complete_rows(RowOptions(feedback_from_pairs=True), "kto").format == "preference"
     given = dict(output_dir="o", model_name_or_path="m", input_file="r", max_steps=1)
     for more in (
-        dict(objective="sequence-classification", label_field="kind"),
-        dict(objective="preference", chosen_field="good"),
+        dict(objective="sequence-classification", columns=("label=kind",)),
+        dict(objective="preference", columns=("chosen=good",)),
         dict(objective="kto", feedback_from_pairs=True),
     ):
         assert find_problems(group_options(TrainOptions, **given, **more)) == []

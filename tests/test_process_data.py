@@ -296,18 +296,18 @@ def test_a_template_without_a_stop_token_is_used_only_on_demand(model, tokenizer
     file = tmp_path / "mine.jinja"
     file.write_text(CHATML_TEMPLATE.replace("<|im_end|>", ""))
     source, output = write_rows(tmp_path / "in.jsonl", [chat(1)]), tmp_path / "out.jsonl"
-    process_data(options_for(model, source, output, chat_template=str(file), allow_missing_stop_token=True))
+    process_data(options_for(model, source, output, chat_template=str(file), missing_stop_token="allow"))
     assert "TO STOP" in capsys.readouterr().out
     assert trained_texts(output, tokenizer) == [chat(1)["messages"][-1]["content"]]
     sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
-    assert sidecar["stop_token_id"] is None and sidecar["options"]["allow_missing_stop_token"] is True
-    with pytest.raises(ValueError, match=r"--allow-missing-stop-token .*stop token"):
-        process_data(options_for(model, source, output, allow_missing_stop_token=True))
+    assert sidecar["stop_token_id"] is None and sidecar["options"]["missing_stop_token"] == "allow"
+    with pytest.raises(ValueError, match=r"--missing-stop-token allow .*stop token"):
+        process_data(options_for(model, source, output, missing_stop_token="allow"))
     tokenizer.chat_template, template = None, tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path / "base")
     tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=r"--allow-missing-stop-token .*no chat"):
-        process_data(options_for(tmp_path / "base", source, output, allow_missing_stop_token=True))
+    with pytest.raises(ValueError, match=r"--missing-stop-token allow .*no chat"):
+        process_data(options_for(tmp_path / "base", source, output, missing_stop_token="allow"))
 
 
 def trained_texts(path: Path, tokenizer) -> list[str]:

@@ -182,7 +182,7 @@ def test_the_stub_takes_what_the_arguments_take():
                  lora_target_modules=("q_proj", "v_proj")),
         ),
         (dict(data_path=TrainingArgs().data_path, process_data=True, mock_data=True, mock_data_len=64),
-         dict(data_path=(), mock_data=10_000, mock_length=64)),
+         dict(data_path=(), mock_data=10_000, block_size=64)),
         (dict(mock_data=False), dict()),
         (dict(data_path=TrainingArgs().data_path, process_data=True, input_file="rows.jsonl", preset="toy"),
          dict(data_path=(), input_file=("rows.jsonl",), preset="toy")),
@@ -247,8 +247,10 @@ def test_trackers_by_instructlabs_names():
                  wandb_run_name=None, is_padding_free=True, tensorboard_log_dir=None)  # fmt: skip
     args = TrainingArgs(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False, **given)
     options = parse(TrainOptions, make_train_words(args))
-    assert options["track"] == ("mlflow", "wandb") and options["track_project"] == "mine"
-    assert make_environment(args) == {"MLFLOW_TRACKING_URI": "http://host:5000", "WANDB_ENTITY": "team"}
+    assert options["track"] == ("mlflow", "wandb")
+    assert make_environment(args) == {
+        "MLFLOW_TRACKING_URI": "http://host:5000", "MLFLOW_EXPERIMENT_NAME": "mine", "WANDB_ENTITY": "team"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [dict(tensorboard_log_dir="logs"), dict(wandb_run_name="run-{time}")])

@@ -180,7 +180,7 @@ def test_a_plan_knows_the_sizes_of_what_is_read(tmp_path):
     plans = []
     for source in make_inputs("mxfp4", tmp_path):
         run = dict(output_dir=tmp_path / "run", max_steps=STEPS, activation_checkpointing="none")
-        options = OPTIONS | source | run | dict(dry_run=True, plan_world_size=2)
+        options = OPTIONS | source | run | dict(dry_run=True, plan_for="2")
         result = run_forked(0, "train.py", *flags(**options))
         assert result.returncode == 0, result.stderr
         plans.append(re.findall(r"(?:weights that|model:|export of)[^;]*", result.stdout))

@@ -154,21 +154,23 @@ def test_columns_of_other_names_give_what_the_usual_ones_give(tokenizer_dir, tmp
 
     chats = samples_of(CHATS)
     nested = [{"text": "not this", "chat": {"turns": row["messages"]}} for row in CHATS]
-    assert samples_of(nested, messages_field="chat.turns") == chats
-    assert samples_of([{"a.b": row["messages"]} for row in CHATS], messages_field="a.b") == chats
+    assert samples_of(nested, columns=("messages=chat.turns",)) == chats
+    assert samples_of([{"a.b": row["messages"]} for row in CHATS], columns=("messages=a.b",)) == chats
     speakers = {"user": "human", "assistant": "gpt"}
     shared = [
         {"dialog": [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in row["messages"]]}
         for row in CHATS
     ]
-    assert samples_of(shared, messages_field="dialog") == chats
+    assert samples_of(shared, columns=("messages=dialog",)) == chats
     pairs = [{"prompt": f"{i} and", "completion": f" {i}"} for i in range(5)]
     renamed = [{"q": {"x": row["prompt"]}, "answer": row["completion"], "text": "not this"} for row in pairs]
-    assert samples_of(renamed, prompt_field="q.x", completion_field="answer") == samples_of(pairs)
+    assert samples_of(renamed, columns=("prompt=q.x", "completion=answer")) == samples_of(pairs)
     half = [{"question": row["prompt"], "completion": row["completion"]} for row in pairs]
-    assert samples_of(half, prompt_field="question") == samples_of(pairs)
+    assert samples_of(half, columns=("prompt=question",)) == samples_of(pairs)
     texts = [{"text": "How many"}, {"text": "are 12"}]
-    assert samples_of([{"body": row["text"], "messages": []} for row in texts], text_field="body") == samples_of(texts)
+    assert samples_of([{"body": row["text"], "messages": []} for row in texts], columns=("text=body",)) == samples_of(
+        texts
+    )
 
 
 def test_a_nested_column_of_texts_to_classify(tokenizer_dir, tmp_path):
@@ -176,27 +178,28 @@ def test_a_nested_column_of_texts_to_classify(tokenizer_dir, tmp_path):
     nested = [{"review": {"body": row["text"]}, "mark": {"of": row["label"]}} for row in rows]
     plain = tokenize(tokenizer_dir, tmp_path / "p.arrow", format="classification",
                      input_file=str(write_jsonl(tmp_path / "p.jsonl", rows)))  # fmt: skip
-    found = tokenize(tokenizer_dir, tmp_path / "n.arrow", format="classification", text_field="review.body",
-                     label_field="mark.of", input_file=str(write_jsonl(tmp_path / "n.jsonl", nested)))  # fmt: skip
+    found = tokenize(tokenizer_dir, tmp_path / "n.arrow", format="classification",
+                     columns=("text=review.body", "label=mark.of"),
+                     input_file=str(write_jsonl(tmp_path / "n.jsonl", nested)))  # fmt: skip
     assert found == plain
 
 
 def test_a_wrong_name_lists_the_columns_there_are(tokenizer_dir, tmp_path):
     source = write_jsonl(tmp_path / "r.jsonl", [{"id": 1, "chat": {"turns": make_turns(1), "lang": "en"}}] * 3)
     names = r"'chat\.turns'\?; .* chat, chat\.lang, chat\.turns, id$"
-    with pytest.raises(ValueError, match=rf"--messages-field chat\.turn: .*{names}"):
-        tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(source), messages_field="chat.turn")
+    with pytest.raises(ValueError, match=rf"--columns messages=chat\.turn: .*{names}"):
+        tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(source), columns=("messages=chat.turn",))
     mixed = write_jsonl(tmp_path / "m.jsonl", [{"chat": make_turns(1)}, {"talk": make_turns(2)}])
-    with pytest.raises(ValueError, match=r"m\.jsonl:2: .*'chat' \(--messages-field\).*'talk'"):
-        tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(mixed), messages_field="chat")
+    with pytest.raises(ValueError, match=r"m\.jsonl:2: .*'chat' \(--columns messages=\).*'talk'"):
+        tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(mixed), columns=("messages=chat",))
 
 
 # --- random tokens
 
 
 def test_random_tokens_are_ordinary_ones_and_the_same_for_every_number_of_workers(tokenizer_dir, tmp_path):
-    first = tokenize(tokenizer_dir, tmp_path / "a.arrow", mock_data=2500, mock_length=7)
-    assert first == tokenize(tokenizer_dir, tmp_path / "b.arrow", mock_data=2500, mock_length=7, num_proc=2)
+    first = tokenize(tokenizer_dir, tmp_path / "a.arrow", mock_data=2500, block_size=7)
+    assert first == tokenize(tokenizer_dir, tmp_path / "b.arrow", mock_data=2500, block_size=7, num_proc=2)
     ids = np.array([row["input_ids"] for row in first])
     assert ids.shape == (2500, 7) and len(np.unique(ids, axis=0)) == 2500
     special = train_tokenizer([], vocab_size=300).all_special_ids
@@ -208,7 +211,7 @@ def test_random_tokens_are_ordinary_ones_and_the_same_for_every_number_of_worker
 def test_random_answers_share_their_prompt_and_are_read_back(kind, tokenizer_dir, tmp_path):
     for length in (4, 5, 21):
         path = tmp_path / f"{length}.arrow"
-        rows = tokenize(tokenizer_dir, path, mock_data=6, mock_length=length, format=kind)
+        rows = tokenize(tokenizer_dir, path, mock_data=6, block_size=length, format=kind)
         data = TokenizedData(path)
         assert data.task.objective == kind
         assert [data.read(row)["sequence_lengths"].sum() for row in range(6)] == 6 * [length]
@@ -222,7 +225,7 @@ def test_random_answers_share_their_prompt_and_are_read_back(kind, tokenizer_dir
 
 
 def test_a_run_on_random_tokens_resumes_and_packs_as_any_other(model, world, tmp_path):
-    tokenize(model, tmp_path / "mock.arrow", mock_data=12, mock_length=20)
+    tokenize(model, tmp_path / "mock.arrow", mock_data=12, block_size=20)
 
     def train(name: str, **options) -> list[dict]:
         train_here(world, model_name_or_path=str(model), data_path=str(tmp_path / "mock.arrow"), batch_size=5,
@@ -296,7 +299,7 @@ def test_rows_are_tokenized_once_as_process_data_does_and_nothing_half_done_is_u
 def test_a_subset_is_drawn_by_the_seed_of_what_is_kept(tokenizer_dir, tmp_path):
     paths = []
     for name, count in (("a", 300), ("b", 40)):
-        tokenize(tokenizer_dir, tmp_path / f"{name}.arrow", mock_data=count, mock_length=3 + (name == "b"))
+        tokenize(tokenizer_dir, tmp_path / f"{name}.arrow", mock_data=count, block_size=3 + (name == "b"))
         paths.append(tmp_path / f"{name}.arrow")
 
     def choose(subset: str, *, seed: int = 0) -> list[list[int]]:

@@ -71,9 +71,9 @@ def parse_defaults() -> dict:
         (dict(lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.25}, learning_rate=0.5),
          dict(lr_scheduler="cosine", learning_rate=0.5, min_lr_ratio=0.5)),
         (dict(lr_scheduler="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 3}),
-         dict(lr_scheduler="cosine_with_restarts", num_cycles=3)),
+         dict(lr_scheduler="cosine_with_restarts", lr_shape=3.0)),
         (dict(lr_scheduler="polynomial", lr_scheduler_kwargs={"power": 2.0, "lr_end": 1e-5}),
-         dict(lr_scheduler="polynomial", lr_power=2.0, min_lr_ratio=1.0)),
+         dict(lr_scheduler="polynomial", lr_shape=2.0, min_lr_ratio=1.0)),
         (dict(lr_scheduler="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 2}),
          dict(lr_scheduler="wsd", num_decay_steps=2)),
         (dict(lr_scheduler="cosine", lr_scheduler_kwargs={}), dict(lr_scheduler="cosine")),
@@ -196,7 +196,7 @@ def test_documents_that_are_no_tokens_yet_are_process_data_s(tmp_path):
     args = TrainingArgs(model_path="m", data_path="docs.jsonl", data_output_dir="data", ckpt_output_dir="o",
                         pretraining_config=config, block_size=64, max_seq_len=9)  # fmt: skip
     made = parse(ProcessDataOptions, make_data_words(make_data_args(args)))
-    assert (made["format"], made["text_field"], made["block_size"]) == ("document", "body", 64)
+    assert (made["format"], made["columns"], made["block_size"]) == ("document", ("text=body",), 64)
     assert made["max_sample_num_tokens"] is None and "block_size" not in make_train_values(args)
 
 

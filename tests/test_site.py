@@ -53,12 +53,12 @@ def test_the_reference_has_exit_codes_columns_names_and_versions(site):
 
 def test_what_an_option_needs_is_found_by_trying():
     free = ("learning_rate", "seed", "input_file", "model_name_or_path")
-    wanted = ("lora_rank", "num_cycles", "hub_private", *free)
+    wanted = ("lora_rank", "num_decay_steps", "lora_alpha", *free)
     options = {option.name: option for option, _ in iterate_fields(TrainOptions) if option.name in wanted}
     needs = {name: " ".join(option_reference.find_needs("train", option)) for name, option in options.items()}
     assert needs.pop("lora_rank") == "**Needs** `--lora`"
-    assert needs.pop("num_cycles") == "**Needs** `--lr-scheduler cosine_with_restarts`"
-    assert needs.pop("hub_private") == "**Needs** `--push-to-hub`"
+    assert needs.pop("num_decay_steps") == "**Needs** `--lr-scheduler wsd`"
+    assert needs.pop("lora_alpha") == "**Needs** `--lora`"
     assert needs == dict.fromkeys(free, "")
 
 

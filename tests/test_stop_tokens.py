@@ -96,17 +96,17 @@ def count_by_hand(model: Path, samples: list[dict]) -> int:
 def test_single_turns_that_never_stop_are_refused_or_get_a_stop_token(name, models, tmp_path, capsys):
     _, _, _, ending, _ = TRAITS[name]
     rows, tokenizer = rows_of(ASK, ANSWER, count=50), AutoTokenizer.from_pretrained(models[name])
-    with pytest.raises(ValueError, match=r"0 of 50 rows .*--append-stop-token .*--allow-missing-stop-token"):
+    with pytest.raises(ValueError, match=r"0 of 50 rows .*--missing-stop-token append .*--missing-stop-token allow"):
         prepare(models[name], rows, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     rendered = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
     assert not any(stop in rendered.partition("assistant")[2] for stop in SPECIAL if stop != "<|assistant|>")
-    allowed, sidecar = prepare(models[name], rows, tmp_path, allow_missing_stop_token=True)
+    allowed, sidecar = prepare(models[name], rows, tmp_path, missing_stop_token="allow")
     assert count_by_hand(models[name], allowed) == 0
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 0, "appended": 0}
     assert [tokenizer.decode(sample["input_ids"]) for sample in allowed] == [rendered] * 50
     assert "note: 0 of 50 rows " in capsys.readouterr().out
-    samples, sidecar = prepare(models[name], rows, tmp_path, append_stop_token=True)
+    samples, sidecar = prepare(models[name], rows, tmp_path, missing_stop_token="append")
     assert count_by_hand(models[name], samples) == 50
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 50, "appended": 50}
     assert tokenizer.convert_ids_to_tokens(sidecar["stop_token_id"]) == ending.strip()
@@ -137,7 +137,7 @@ def test_inner_turns_and_what_follows_calls(name, models, tmp_path):
         rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         continued = tokenizer.apply_chat_template([*messages, follower], tools=tools, tokenize=False)
         assert continued.startswith(rendered + ending)
-        ((sample,), sidecar) = prepare(models[name], rows, tmp_path, append_stop_token=True)
+        ((sample,), sidecar) = prepare(models[name], rows, tmp_path, missing_stop_token="append")
         assert tokenizer.decode(sample["input_ids"]) == rendered + ending
         assert decode_trained(tokenizer, sample).endswith(ending)
         assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 1}
@@ -159,29 +159,29 @@ def test_half_of_the_rows_is_enough(num_inner, models, tmp_path, capsys):
     samples, _ = prepare(model, rows, tmp_path)
     assert count_by_hand(model, samples) == num_inner
     assert ("note: 10 of 20 rows " in capsys.readouterr().out) == (num_inner == 10)
-    prepare(model, rows, tmp_path, allow_missing_stop_token=True)
-    assert ("--allow-missing-stop-token is" in capsys.readouterr().out) == (num_inner == 20)
+    prepare(model, rows, tmp_path, missing_stop_token="allow")
+    assert ("--missing-stop-token allow is" in capsys.readouterr().out) == (num_inner == 20)
 
 
 def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
     model = models["closed by the next turn"]
     tokenizer = AutoTokenizer.from_pretrained(model)
     inner = [ASK, ANSWER, ASK, ANSWER | {"train": False}]
-    ((sample,), sidecar) = prepare(model, rows_of(*inner), tmp_path, append_stop_token=True)
+    ((sample,), sidecar) = prepare(model, rows_of(*inner), tmp_path, missing_stop_token="append")
     bare = [{key: message[key] for key in ("role", "content")} for message in inner]
     assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(bare, tokenize=False)
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 0}
-    assert "--append-stop-token" in capsys.readouterr().out
+    assert "--missing-stop-token append" in capsys.readouterr().out
     # A weight is the stop token's, too.
-    ((sample,), _) = prepare(model, rows_of(ASK, ANSWER | {"weight": 0.25}), tmp_path, append_stop_token=True)
+    ((sample,), _) = prepare(model, rows_of(ASK, ANSWER | {"weight": 0.25}), tmp_path, missing_stop_token="append")
     assert sample["loss_weights"][-1] == 0.25 and sample["labels"][-1] == tokenizer.eos_token_id
 
 
 def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(models["none"])
-    with pytest.raises(ValueError, match=r"end-of-turn .*--allow-missing-stop-token"):
+    with pytest.raises(ValueError, match=r"end-of-turn .*--missing-stop-token allow"):
         prepare(models["none"], rows_of(ASK, ANSWER), tmp_path)
-    samples, sidecar = prepare(models["none"], rows_of(ASK, ANSWER, count=3), tmp_path, append_stop_token=True)
+    samples, sidecar = prepare(models["none"], rows_of(ASK, ANSWER, count=3), tmp_path, missing_stop_token="append")
     rendered = tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False)
     assert [tokenizer.decode(sample["input_ids"]) for sample in samples] == [rendered + "<|im_end|>"] * 3
     assert sidecar["stop_token_id"] == tokenizer.eos_token_id
@@ -201,17 +201,16 @@ def test_completions_and_documents_end_with_the_tokenizers_eos(models, tmp_path)
 
 
 def test_random_tokens_are_not_looked_at(models, tmp_path):
-    given = dict(mock_data=4, mock_length=8, output_file=str(tmp_path / "mock.jsonl"), num_proc=1, preview=0)
+    given = dict(mock_data=4, block_size=8, output_file=str(tmp_path / "mock.jsonl"), num_proc=1, preview=0)
     process_data(group_options(ProcessDataOptions, model_name_or_path=str(models["all"]), **given))
     sidecar = json.loads((tmp_path / "mock.jsonl.meta.json").read_text())
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 0, "appended": 0}
 
 
 def test_options_without_effect_are_refused(models, tmp_path):
-    for flag in ("allow_missing_stop_token", "append_stop_token"):
-        name = f"--{flag.replace('_', '-')}"
-        with pytest.raises(ValueError, match=f"^{name} .*stop token"):
-            prepare(models["all"], rows_of(ASK, ANSWER), tmp_path, **{flag: True})
+    for choice in ("allow", "append"):
+        with pytest.raises(ValueError, match=f"^--missing-stop-token {choice} .*stop token"):
+            prepare(models["all"], rows_of(ASK, ANSWER), tmp_path, missing_stop_token=choice)
 
 
 def test_rows_with_images(tmp_path):
@@ -225,9 +224,9 @@ def test_rows_with_images(tmp_path):
     make_image(1).save(tmp_path / "1.png")
     rows = rows_of({"role": "user", "content": "<image> What is this?"}, ANSWER, images=["1.png"])
     given = dict(images=True)
-    with pytest.raises(ValueError, match=r"0 of 1 rows .*--append-stop-token"):
+    with pytest.raises(ValueError, match=r"0 of 1 rows .*--missing-stop-token append"):
         prepare(model, rows, tmp_path, **given)
-    ((sample,), sidecar) = prepare(model, rows, tmp_path, append_stop_token=True, **given)
+    ((sample,), sidecar) = prepare(model, rows, tmp_path, missing_stop_token="append", **given)
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 1}
     assert decode_trained(tokenizer, sample) == "42\n<|im_end|>"  # the line break is what the template writes last
     assert len(TokenizedData(tmp_path / "out.jsonl").lengths) == 1

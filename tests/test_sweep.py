@@ -63,7 +63,7 @@ def read_losses(root: Path) -> dict[str, list]:
 def test_a_sweep_that_is_killed_finds_the_same(given, tmp_path, capsys):
     """Halving with a schedule that depends on the run's end; checkpoints in every step, or none but a rung's."""
     given = given | HALVING
-    given["train"] = given["train"] | {"lr_scheduler": "linear", "warmup_ratio": 0.25}
+    given["train"] = given["train"] | {"lr_scheduler": "linear", "num_warmup_steps": 0.25}
     whole = run(given | {"output_dir": str(tmp_path / "whole")}, tmp_path, num_parallel=2)
     results = read_results(whole)
     assert [one["state"] for one in results] == ["complete", "complete", "pruned", "pruned"]

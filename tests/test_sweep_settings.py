@@ -60,7 +60,7 @@ def test_the_recipe_is_a_sweep_of_the_quickstart(monkeypatch):
     [
         ("learning_rate", ["1e-5", 1], dict(choices=(1e-5, 1.0))),
         ("learning-rate", {"low": "1e-5", "high": 1, "log": True}, dict(low=1e-5, high=1.0, log=True)),
-        ("warmup_ratio", {"low": 0, "high": 0.5}, dict(low=0.0, high=0.5)),
+        ("num_warmup_steps", {"low": 0, "high": 0.5}, dict(low=0.0, high=0.5)),
         ("batch_size", {"low": 8, "high": 64, "step": 8}, dict(low=8, high=64, step=8)),
         ("lora", [True, False], dict(choices=(True, False))),
         ("max_grad_norm", [1.0, None], dict(choices=(1.0, None))),
@@ -74,7 +74,7 @@ def test_values_are_those_of_the_options_types(name, value, expected, tmp_path):
 
 
 def test_ranges_with_steps_have_a_grid(tmp_path):
-    parameters = {"batch_size": {"low": 2, "high": 5}, "warmup_ratio": {"low": 0.1, "high": 0.35, "step": 0.1}}
+    parameters = {"batch_size": {"low": 2, "high": 5}, "num_warmup_steps": {"low": 0.1, "high": 0.35, "step": 0.1}}
     settings = read(GIVEN | {"parameters": parameters}, tmp_path)
     grid = [tuple(values.values()) for values in list_grid(settings)]
     assert [size for size, _ in grid] == [size for size in (2, 3, 4, 5) for _ in range(3)]

@@ -287,7 +287,7 @@ def in_cells(row: dict) -> dict:
 @pytest.mark.parametrize("name", AS_TEXT)
 def test_messages_as_json_text_in_tables(name, model, tmp_path):
     row = AS_TEXT[name]
-    options = {"messages_field": "turns"} if "turns" in row else {}
+    options = {"columns": ("messages=turns",)} if "turns" in row else {}
     expected = tokenize(model, write_jsonl(tmp_path / "in.jsonl", [row] * 2), **options)
     frame = pd.DataFrame([in_cells(row)] * 2)
     frame.to_csv(tmp_path / "in.csv", index=False)
@@ -297,8 +297,8 @@ def test_messages_as_json_text_in_tables(name, model, tmp_path):
         assert tokenize(model, tmp_path / f"in.{ending}", **options) == expected
 
 
-def read_pair(row: dict, **columns: str):
-    return read_preference(row, RowOptions(**columns), Counter())
+def read_pair(row: dict, columns: tuple[str, ...] = ()):
+    return read_preference(row, RowOptions(columns=columns), Counter())
 
 
 def test_messages_as_json_text_for_the_other_readers(tmp_path):
@@ -306,7 +306,7 @@ def test_messages_as_json_text_for_the_other_readers(tmp_path):
         (read_pair, {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": NO}),
         (read_pair, {"chosen": CHAT, "rejected": [USER, *NO]}),
         (
-            lambda row: read_pair(row, prompt_field="p", chosen_field="c", rejected_field="r"),
+            lambda row: read_pair(row, columns=("prompt=p", "chosen=c", "rejected=r")),
             {"p": CHAT[:1], "c": CHAT[1:], "r": NO},
         ),
         (lambda row: read_feedback(row | {"label": True}, RowOptions(), Counter()), {"messages": CHAT}),

@@ -50,12 +50,14 @@ def tracked(world, tmp_path_factory) -> SimpleNamespace:
     """A run with all trackers, ended after step 4 as if by a kill, and resumed from step 2 to its end."""
     need_trackers()
     root = tmp_path_factory.mktemp("tracked")
-    environment = dict(WANDB_MODE="offline", TRACKIO_DIR=str(root / "trackio"), HF_TOKEN=SECRET,
+    environment = dict.fromkeys(("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT"), "a project")
+    environment |= dict.fromkeys(("WANDB_NAME", "MLFLOW_RUN_NAME"), "a name")
+    environment |= dict(WANDB_MODE="offline", TRACKIO_DIR=str(root / "trackio"), HF_TOKEN=SECRET,
                        MLFLOW_TRACKING_URI=f"sqlite:///{root}/mlflow.db")  # fmt: skip
     more = [write_samples(root / f"{i}.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=i)) for i in range(2)]
     options = make_inputs(root, "llama_tied_bias") | OPTIONS
     options |= dict(validation_data_path=tuple(map(str, more)), validate_every_steps=2, export_best=False)
-    options |= dict(output_dir=str(root / "run"), track=TRACKERS, track_name="a name", track_project="a project")
+    options |= dict(output_dir=str(root / "run"), track=TRACKERS)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -154,7 +156,7 @@ def test_a_run_that_was_deleted_at_mlflow_is_replaced(tracked, monkeypatch, tmp_
 @pytest.mark.slow
 def test_trackio_has_every_step_once(tracked):
     known = tracked.ids["trackio"]
-    assert known["name"].startswith("a name-")
+    assert known["name"].startswith("run-")
     (database,) = (tracked.root / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", [known["name"]]).fetchall()
@@ -377,9 +379,7 @@ def find_tracking_problems(**options: object) -> list[str]:
 
 def test_options_without_effect_are_refused():
     need_trackers()
-    assert find_tracking_problems(track=TRACKERS, track_project="p", track_name="n") == []
-    (problem,) = find_tracking_problems(track_project="p")
-    assert problem.startswith("--track-project: ")
+    assert find_tracking_problems(track=TRACKERS) == []
     assert find_tracking_problems(track=("wandb", "wandb")) == ["--track wandb: given twice"]
 
 

@@ -232,14 +232,11 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "skip_verification",  # test_contents.py
     "preset",  # these: test_presets.py
     "check_export",
-    "validate_training_data",
     "subset",  # these: test_raw_rows.py
     "data_cache_dir",
     "config",  # these: test_options.py
     "print_config",
-    "warmup_ratio",
-    "num_cycles",  # these: test_optimization.py
-    "lr_power",
+    "lr_shape",  # test_optimization.py
     "osft_basis",  # these six in test_osft.py
     "osft_calibration_data",
     "osft_statistics",
@@ -253,7 +250,6 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "lora_alpha",
     "lora_dropout",
     "lora_target_modules",
-    "lora_use_rslora",
     "lora_use_dora",
     "lora_modules_to_save",
     "lora_adapter",
@@ -271,30 +267,21 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "preference_loss",  # these: test_preferences.py
     "preference_beta",
     "preference_gamma",
-    "preference_label_smoothing",
     "preference_nll_weight",
     "reference_model",
-    "reuse_reference_only",
-    "desirable_weight",
-    "undesirable_weight",
+    "kto_weight_ratio",
     "reward_centering",
     "neftune_alpha",  # test_regularization.py
-    "best_metric",  # these two: test_class_validation.py
-    "write_predictions",
+    "best_metric",  # test_class_validation.py
     "validation_data_path",  # these: test_validation.py
     "validate_every_steps",
     "validate_at_epoch",
     "export_best",
     "early_stopping_patience",
     "sample_prompts",  # test_samples.py
-    "track",  # these three: test_tracking.py
-    "track_project",
-    "track_name",
-    "callbacks",  # these two: test_callbacks.py
-    "callback_errors",
-    "push_to_hub",  # these three: test_model_card.py
-    "hub_private",
-    "hub_license",
+    "track",  # test_tracking.py
+    "callbacks",  # test_callbacks.py
+    "push_to_hub",  # test_model_card.py
     "upload_to",  # test_stores.py
     "loss_weighting",  # these: test_teachers.py
     "teacher_weight",
@@ -320,22 +307,15 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "cpu_offload",
     "use_liger_kernels",  # these two below: refused without a GPU
     "float8",
-    "adam_learning_rate",  # these: test_muon.py
-    "muon_momentum",
-    "muon_scale",
-    "learning_rate_for",
-    "layer_lr_decay",
+    "learning_rate_for",  # these: test_muon.py
     "weight_average",  # these: test_weight_average.py
-    "ema_decay",
     "ema_half_life",
     "tail_steps",
-    "validate_average",
     "model_revision",  # these: test_hostile_inputs.py
     "trust_remote_code",
     "memory_budget_gb",  # these: test_planner.py
     "dry_run",
-    "plan_world_size",
-    "plan_device",
+    "plan_for",
     "model_name_or_path",
     "data_path",
     "output_dir",

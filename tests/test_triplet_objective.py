@@ -364,7 +364,7 @@ def test_data_without_the_number_of_targets_is_refused(model_dir, tmp_path):
 
 
 def test_it_is_planned(model_dir, tmp_path):
-    text = run_registered(0, **make_options(tmp_path, model_dir, dry_run=True, plan_world_size=2))
+    text = run_registered(0, **make_options(tmp_path, model_dir, dry_run=True, plan_for="2"))
     assert f"{2 * NUM_SAMPLES} samples" in text and "memory" in text and "no problems" in text
 
 

@@ -453,7 +453,7 @@ def test_objectives_of_texts_refuse_data_with_images(objective, world, elsewhere
     message = f"--objective {objective}: "
     with pytest.raises(ValueError, match=f"{message}.*images") as raised:
         train_here(world, **options)
-    code, printed = elsewhere(print_plan, options | dict(dry_run=True, plan_world_size=2))
+    code, printed = elsewhere(print_plan, options | dict(dry_run=True, plan_for="2"))
     assert code == ExitCode.BAD_INPUT
     for text in (str(raised.value), printed):
         assert text.count(message) == 1 and "--objective causal-lm" in text

@@ -180,7 +180,7 @@ def test_plans_know_the_tower_and_its_cap(models, data, elsewhere, tmp_path):
     frozen = elsewhere(simulate, given["llava"], "vision", 256)
     assert frozen.peak["activations"] < many.peak["activations"]
     assert frozen.peak["frozen"] > many.peak["frozen"]
-    code, text = elsewhere(print_plan, given["qwen2.5-vl"] | dict(dry_run=True, plan_world_size=2))
+    code, text = elsewhere(print_plan, given["qwen2.5-vl"] | dict(dry_run=True, plan_for="2"))
     assert code == ExitCode.DONE and "memory" in text and "token more" in text
 
 

@@ -41,7 +41,6 @@ def average_of(weights: list[np.ndarray], start: np.ndarray, shares: list[float]
 
 
 CASES = {
-    "decay": (dict(weight_average="ema", ema_decay=0.7), [1 - 0.7] * STEPS),
     "half-life": (dict(weight_average="ema", ema_half_life=16), [1 - 0.5 ** (8 / 16)] * STEPS),
     "half-life, by tokens": (dict(weight_average="ema", ema_half_life=16, batch_size=None, batch_tokens=90), None),
     "tail": (dict(weight_average="tail", tail_steps=3), [0, 0, 1, 1 / 2, 1 / 3]),
@@ -49,9 +48,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "num_ranks"), [*((case, 1) for case in CASES), long("tail", 2), wide("decay", 2), wide("half-life", 2)]
-)
+@pytest.mark.parametrize(("case", "num_ranks"), [*((case, 1) for case in CASES), long("tail", 2), wide("half-life", 2)])
 def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, inputs, world, tmp_path):
     options, shares = CASES[case]
     run = train(world, inputs, tmp_path, num_ranks=num_ranks, **options)
@@ -78,20 +75,20 @@ def test_it_is_numpys_over_the_weights_of_all_steps_to_the_bit(case, num_ranks, 
 @pytest.mark.slow
 def test_it_changes_nothing_and_a_resumed_run_on_another_number_of_ranks_goes_on_with_it(inputs, world, tmp_path):
     plain = train(world, inputs, tmp_path / "plain")
-    whole = train(world, inputs, tmp_path / "whole", **CASES["decay"][0])
+    whole = train(world, inputs, tmp_path / "whole", **CASES["half-life"][0])
     assert read_rows(whole) == read_rows(plain)
-    train(world, inputs, tmp_path / "parts", num_ranks=2, max_steps=2, **CASES["decay"][0])
-    parts = train(world, inputs, tmp_path / "parts", **CASES["decay"][0])
+    train(world, inputs, tmp_path / "parts", num_ranks=2, max_steps=2, **CASES["half-life"][0])
+    parts = train(world, inputs, tmp_path / "parts", **CASES["half-life"][0])
     start = load_checkpoint(parts / "checkpoints" / "step_2")
     steps = read_steps(parts)
     for name in (name for name in steps[-1] if name.startswith("average/")):
         weights = [step[name.replace("average/", "model/")] for step in steps[2:]]
-        expected = average_of(weights, start[name].numpy(), CASES["decay"][1][2:])
+        expected = average_of(weights, start[name].numpy(), CASES["half-life"][1][2:])
         assert np.array_equal(steps[-1][name], expected)
 
 
 def test_of_lora_only_the_factors_are_kept(inputs, world, tmp_path):
-    options = dict(lora=True, lora_rank=2, lora_export="adapter", weight_average="ema", ema_decay=0.5)
+    options = dict(lora=True, lora_rank=2, lora_export="adapter", weight_average="ema", ema_half_life=8)
     run = train(world, inputs, tmp_path, **options)
     steps = read_steps(run)
     names = [name for name in steps[-1] if name.startswith("average/")]
@@ -106,7 +103,7 @@ def test_of_lora_only_the_factors_are_kept(inputs, world, tmp_path):
 
 def test_its_validation_is_that_of_its_export(inputs, world, tmp_path):
     validation = dict(validation_data_path=[inputs["data_path"]], validate_every_steps=STEPS, export_best=False)
-    run = train(world, inputs, tmp_path / "run", validate_average=True, **validation, **CASES["decay"][0])
+    run = train(world, inputs, tmp_path / "run", **validation, **CASES["half-life"][0])
     first, last = map(json.loads, (run / "validation_metrics_0.jsonl").read_text().splitlines())
     assert first["average_loss"] == first["loss"]
     assert last["average_loss"] != last["loss"]
@@ -118,7 +115,7 @@ def test_its_validation_is_that_of_its_export(inputs, world, tmp_path):
 
 
 def test_old_averages_go_with_their_exports(inputs, world, tmp_path):
-    exports = dict(keep_exports=1, min_samples_per_checkpoint=8, weight_average="ema", ema_decay=0.5)
+    exports = dict(keep_exports=1, min_samples_per_checkpoint=8, weight_average="ema", ema_half_life=8)
     run = train(world, inputs, tmp_path, **exports)
     assert sorted(path.name for path in (run / "hf_format").iterdir()) == ["average_samples_40", "latest", "samples_40"]
 
@@ -126,7 +123,7 @@ def test_old_averages_go_with_their_exports(inputs, world, tmp_path):
 def test_one_that_is_switched_on_at_a_resume_begins_at_the_restored_weights(inputs, world, tmp_path):
     """With tail, inside its window: the restored weights stand for the step that it has missed."""
     for name, shares in (
-        ("decay", CASES["decay"][1][2:]),
+        ("half-life", CASES["half-life"][1][2:]),
         ("tail", [1, 1 / 2, 1 / 3]),
         ("late tail", [1 / 2, 1 / 3, 1 / 4]),
     ):

@@ -33,10 +33,22 @@ class FieldsByName:
         return {field.name: field for field in dataclasses.fields(owner)}
 
 
+def refuse_unknown(cls: type, *args: Any, **given: Any) -> Any:
+    """`__new__` of a class of arguments; TypeError with what to use for a name that is no field."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    for name in given.keys() - names:
+        from mini_trainer.options.names_elsewhere import describe_unknown
+
+        raise TypeError(f"{cls.__name__}: unknown argument {name!r}{describe_unknown(name, names, spell=repr)}")
+    return object.__new__(cls)
+
+
 def make_own_fields(name: str, options_class: type) -> type:
     """Makes a dataclass with a field for every option of every group; all fields are optional."""
     fields = [(option.name, option.type | Given, field(default=NOTHING)) for option, _ in iterate_fields(options_class)]
-    return dataclasses.make_dataclass(name, fields, kw_only=True, namespace={"model_fields": FieldsByName()})
+    return dataclasses.make_dataclass(
+        name, fields, kw_only=True, namespace={"model_fields": FieldsByName(), "__new__": refuse_unknown}
+    )
 
 
 class DistributedBackend(Enum):
@@ -190,15 +202,15 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     mlflow_tracking_uri: str | None = None
     """Track with MLflow at this address."""
     mlflow_experiment_name: str | None = None
-    """Track with MLflow: `track_project`."""
+    """Track with MLflow: the experiment."""
     mlflow_run_name: str | None = None
-    """Track with MLflow: `track_name`."""
+    """Track with MLflow: the run's name."""
     wandb_project: str | None = None
-    """Track with wandb: `track_project`."""
+    """Track with wandb: the project."""
     wandb_entity: str | None = None
     """Track with wandb for this entity."""
     wandb_run_name: str | None = None
-    """Track with wandb: `track_name`."""
+    """Track with wandb: the run's name."""
     tensorboard_log_dir: str | None = None
     """Refused: `track="tensorboard"` writes into the run's directory."""
     is_padding_free: bool | None = None

@@ -46,7 +46,7 @@ TRAIN_NAMES = {
     "adamw_eps": "adam_eps",
     "use_liger": "use_liger_kernels",
     "log_level": "logging_level",
-    "mock_data_len": "mock_length",
+    "mock_data_len": "block_size",
 }
 DATA_NAMES = {
     "data_path": "input_file",
@@ -56,16 +56,15 @@ DATA_NAMES = {
     "chat_tmpl_path": "chat_template",
     "num_cpu_procs": "num_proc",
 }
-# InstructLab's tracker fields: the tracker that each enables, and the option that it sets, if any.
-TRACKER_NAMES = {
-    "mlflow_experiment_name": ("mlflow", "track_project"),
-    "mlflow_run_name": ("mlflow", "track_name"),
-    "mlflow_tracking_uri": ("mlflow", None),
-    "wandb_project": ("wandb", "track_project"),
-    "wandb_run_name": ("wandb", "track_name"),
-    "wandb_entity": ("wandb", None),
+# InstructLab's tracker fields: the tracker that each enables, and the environment variable that it sets.
+TRACKER_VARIABLES = {
+    "mlflow_experiment_name": ("mlflow", "MLFLOW_EXPERIMENT_NAME"),
+    "mlflow_run_name": ("mlflow", "MLFLOW_RUN_NAME"),
+    "mlflow_tracking_uri": ("mlflow", "MLFLOW_TRACKING_URI"),
+    "wandb_project": ("wandb", "WANDB_PROJECT"),
+    "wandb_run_name": ("wandb", "WANDB_NAME"),
+    "wandb_entity": ("wandb", "WANDB_ENTITY"),
 }
-TRACKER_VARIABLES = {"mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "wandb_entity": "WANDB_ENTITY"}
 # Options that are on by default and that None turns off; for all other fields, None means not given.
 NONE_IS_A_VALUE = {
     option.name
@@ -207,7 +206,8 @@ def make_data_args(args: TrainingArgs) -> DataProcessArgs:
 def make_document_args(config: PretrainingConfig | None) -> dict[str, Any]:
     if config is None:
         return {}
-    return dict(format="document", text_field=config.document_column_name, block_size=config.block_size)
+    columns = (f"text={config.document_column_name}",)
+    return dict(format="document", columns=columns, block_size=config.block_size)
 
 
 def check_template(path: str) -> None:
@@ -307,15 +307,13 @@ def give_trackers(values: Values, given: dict[str, Any]) -> None:
             "tensorboard_log_dir has no counterpart here: track='tensorboard' writes to ckpt_output_dir/tensorboard"
         )
     asked = list(given.pop("track", None) or ())
-    for name, (tracker, option) in TRACKER_NAMES.items():
+    for name, (tracker, _) in TRACKER_VARIABLES.items():
         value = given.pop(name, None)
         if value is None:
             continue
         asked += [] if tracker in asked else [tracker]
-        if option is not None:
-            if "{" in value:
-                raise make_bad_input(f"{name} {value!r}: placeholders are not supported: give the name itself")
-            values.give(option, value, by=name)
+        if "{" in value:
+            raise make_bad_input(f"{name} {value!r}: placeholders are not supported: give the name itself")
     if asked:
         values.give("track", tuple(asked), by="the trackers' fields")
 
@@ -339,11 +337,11 @@ def find_callback_folders(args: TrainingArgs) -> list[str]:
 
 
 def make_environment(args: TrainingArgs, sent_to: Path | None = None) -> dict[str, str]:
-    """Environment variables for fields of trackers that have no option, and for where callbacks are.
+    """Environment variables for the fields of trackers, and for where callbacks are.
 
     `sent_to`: the folder of the modules of callbacks that are sent, which may import all that this process can.
     """
-    pairs = ((variable, getattr(args, name)) for name, variable in TRACKER_VARIABLES.items())
+    pairs = ((variable, getattr(args, name)) for name, (_, variable) in TRACKER_VARIABLES.items())
     known = [] if sent_to is None else [str(sent_to), *filter(None, sys.path)]
     folders = {FOLDERS: os.pathsep.join(find_callback_folders(args) + known) or None}
     return {variable: value for variable, value in [*pairs, *folders.items()] if value is not None}

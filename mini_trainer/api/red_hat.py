@@ -20,7 +20,7 @@ NAMES = {  # theirs -> ours
 }
 DTYPES = {"train_dtype": "master_weights", "save_dtype": "export_dtype"}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-VALIDATION_DATA = ("validation_data_path", "validation_split", "validation_share", "validate_training_data")
+VALIDATION_DATA = ("validation_data_path", "validation_split", "validation_share")
 ENDS = {"epoch": "max_epochs", "step": "max_steps", "token": "max_tokens", "infinite": None}
 ALWAYS = {
     "on_demand_checkpointing": "every run saves its state when asked to stop (SIGTERM, SIGINT, SIGUSR1)",
@@ -38,8 +38,8 @@ LEARNING_RATE = OptimizationOptions().learning_rate
 RATES = {"min_lr", "lr_end"}  # of a schedule's arguments, those that are learning rates
 SCHEDULE_ARGUMENTS = {
     "cosine_with_min_lr": {"min_lr": "min_lr_ratio", "min_lr_rate": "min_lr_ratio"},
-    "cosine_with_restarts": {"num_cycles": "num_cycles"},
-    "polynomial": {"power": "lr_power", "lr_end": "min_lr_ratio"},
+    "cosine_with_restarts": {"num_cycles": "lr_shape"},
+    "polynomial": {"power": "lr_shape", "lr_end": "min_lr_ratio"},
     "warmup_stable_decay": {"num_decay_steps": "num_decay_steps", "min_lr_ratio": "min_lr_ratio"},
 }
 

@@ -15,18 +15,19 @@ from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion
 from mini_trainer.data.columns.base import CAUSAL_LM
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS
 from mini_trainer.data.rows.files import find_sources
-from mini_trainer.data.rows.formats import Example, FieldPaths, read_text_row
+from mini_trainer.data.rows.formats import PATHS, Example, FieldPaths, read_text_row
 from mini_trainer.data.rows.preparation import read_rows
 from mini_trainer.data.rows.prompts import Prompt, split_chat
 from mini_trainer.data.rows.rows import read_formatted_chunks
 from mini_trainer.data.rows.split import falls_into_validation
 from mini_trainer.data.stores.disk import read_fields, read_object, written_aside
 from mini_trainer.data.tokenized.outputs import DataSetFiles, Outputs
+from mini_trainer.options.fields import parse_column
 from mini_trainer.run.stages import Stage
 
 # Options of process-data about reading rows, not about processing them.
 OF_ROWS = {
-    *("format", "messages_field", "prompt_field", "completion_field", "text_field", "ignore_columns"),
+    *("format", "columns", "ignore_columns"),
     *("validation_share", "max_sample_num_tokens", "skip_invalid"),
 }
 
@@ -118,8 +119,8 @@ def read_questions(task: Task, settings: ContinualSettings) -> Iterator[Prompt]:
     ValueError for a row that is neither a chat nor a completion.
     """
     options = settings.process_data | task.process_data
-    names = ("messages_field", "prompt_field", "completion_field", "text_field")
-    paths = FieldPaths(*(options.get(name) for name in names), ignored=options.get("ignore_columns", ()))
+    columns = dict(map(parse_column, options.get("columns", ())))
+    paths = FieldPaths(**{name: columns.get(name) for name in PATHS}, ignored=options.get("ignore_columns", ()))
     given, share = options.get("format"), options.get("validation_share")
     read = partial(read_text_row, is_given=given is not None, paths=paths)
     for chunk in read_formatted_chunks(find_sources(list(task.input_file)), given, paths):

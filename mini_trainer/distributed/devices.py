@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from mini_trainer.distributed.process import count_local_ranks
+from mini_trainer.options.doors import DTYPES as NAMES
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # by an option's value
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES}
 # Dense bf16 matrix multiplication, FLOP/s, from the vendors' data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,

@@ -23,8 +23,6 @@ ATTENTION = frozenset({
     "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
 })  # fmt: skip
 
-MODES = ("none", "selective", "full")  # ordered by how much is recomputed
-
 
 def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: str, compile: bool) -> frozenset[str]:
     """The operations whose outputs --activation-checkpointing selective keeps for backward."""

@@ -5,6 +5,7 @@ transformers; a model then calls the one that its config names, once per layer, 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,29 +14,32 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
-from mini_trainer.options.doors import Doors, open_door
+from mini_trainer.options.doors import ATTENTION, open_door
 
-# In order of preference: features each backend supports beyond causal or bidirectional attention with sliding windows.
-BACKENDS: dict[str, set[str]] = {
-    "flash_attn": {"dropout", "softcap"},  # CUDA, bfloat16, package flash-attn
-    "varlen": set(),  # CUDA, bfloat16, ships with torch
-    "varlen_fa3": set(),  # Hopper, bfloat16, varlen by the kernels of FlashAttention 3, package flash_attn_interface
-    "sdpa": {"dropout", "blocks"},  # any device, one sequence at a time
-    "eager": {"dropout", "softcap", "sinks", "blocks"},  # any device, one sequence at a time, stores its score matrix
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend can do."""
+
+    features: frozenset[str] = frozenset()  # beyond causal or bidirectional attention with sliding windows
+    find_obstacle: str | None = None  # "module:function" that says why it cannot be used here; None: it always can
+    is_automatic: bool = True  # whether "auto" may choose it
+    is_compiled: bool = True  # else torch.compile skips its loop over sequences
+    stores_scores: bool = False
+
+
+ON_GPU = "mini_trainer.model.attention_kernels:find_kernel_obstacle"
+# By the names of ATTENTION (options.doors), in order of preference.
+BACKENDS: dict[str, Backend] = {
+    "flash_attn": Backend(frozenset({"dropout", "softcap"}), ON_GPU),
+    "varlen": Backend(find_obstacle=ON_GPU),
+    "varlen_fa3": Backend(find_obstacle=ON_GPU, is_automatic=False),  # since no GPU has measured it yet
+    "sdpa": Backend(frozenset({"dropout", "blocks"}), is_compiled=False),
+    "eager": Backend(frozenset({"dropout", "softcap", "sinks", "blocks"}), is_compiled=False, stores_scores=True),
 }
-FUNCTIONS: Doors[Callable[..., Tensor]] = Doors(
-    {
-        "flash_attn": "mini_trainer.model.attention_kernels:attend_flash_attn",
-        "varlen": "mini_trainer.model.attention_kernels:attend_varlen",
-        "varlen_fa3": "mini_trainer.model.attention_kernels:attend_varlen",
-        "sdpa": "mini_trainer.model.attention:attend_sdpa",
-        "eager": "mini_trainer.model.attention:attend_eager",
-    }
-)
-BY_NAME = frozenset({"varlen_fa3"})  # not chosen by "auto", since no GPU has measured them yet
 SHORT = 128  # tokens up to which CPUs attend in fp32 for bfloat16, whose backward pass takes 2 to 3 times as long there
 OWN = "own"  # the model's own attention, one sequence at a time, if no backend supports its features
-UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile skips their loop over sequences
+UNCOMPILED = frozenset({OWN, "padded", *(name for name, backend in BACKENDS.items() if not backend.is_compiled)})
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
 
 
@@ -70,7 +74,7 @@ def registered_name(backend: str) -> str:
 
 def register_backend(name: str) -> None:
     """Registers the backend with transformers as an attention implementation."""
-    AttentionInterface.register(registered_name(name), make_interface(name, FUNCTIONS[name]))
+    AttentionInterface.register(registered_name(name), make_interface(name, ATTENTION[name]))
 
 
 def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
@@ -102,7 +106,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         is_two_sided = row.is_two_sided and not looks_back
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         rule = Rule(scaling, sliding_window, is_two_sided, dropout, softcap, s_aux, blocks)
-        dropped = rule.features - BACKENDS[name]
+        dropped = rule.features - BACKENDS[name].features
         if attention_mask is not None or position_bias is not None or (is_causal is False and not is_two_sided):
             dropped |= {"attention masks, position biases or attention that is not causal"}
         if dropped:
@@ -198,7 +202,8 @@ def choose_backend(
     ValueError, with the reason for each candidate, if none can be used.
     """
     needed = find_features(model, config)
-    candidates = [name for name in BACKENDS if name not in BY_NAME] if requested == "auto" else [requested]
+    automatic = [name for name, backend in BACKENDS.items() if backend.is_automatic]
+    candidates = automatic if requested == "auto" else [requested]
     reasons = {name: find_obstacle(name, needed, config=config, device=device, dtype=dtype) for name in candidates}
     usable = [name for name, obstacle in reasons.items() if obstacle is None]
     if not usable:
@@ -233,12 +238,10 @@ def find_obstacle(
     name: str, needed: set[str], *, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Why backend `name` cannot be used; None if it can."""
-    if missing := needed - BACKENDS[name]:
+    backend = BACKENDS[name]
+    if missing := needed - backend.features:
         return f"does not support this model's attention {', '.join(sorted(missing))}"
-    if name in ("sdpa", "eager"):
+    if backend.find_obstacle is None:
         return None
-    if device.type != "cuda":
-        return f"needs a CUDA device, not {device.type}"
-    return open_door("mini_trainer.model.attention_kernels:find_kernel_obstacle")(
-        name, config=config, head_sizes=[size for _, size in list_heads(config)], device=device, dtype=dtype
-    )
+    head_sizes = [size for _, size in list_heads(config)]
+    return open_door(backend.find_obstacle)(name, config=config, head_sizes=head_sizes, device=device, dtype=dtype)

@@ -24,10 +24,8 @@ from mini_trainer.model.weights import Reader
 from mini_trainer.model.whole_weights import WholeWeights, cast_inputs
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ShardingOptions
+from mini_trainer.options.doors import KEEPING, RESHARDING
 
-RESHARDING = {"auto": None, "always": True, "never": False}  # fully_shard's reshard_after_forward
-# --reshard-after-backward: whether weights stay gathered between a step's micro-batches. auto: until it is settled.
-KEEPING = {"auto": False, "always": False, "never": True}
 READING = ("hidden_states", "look_ahead", "predict", "reference", "score")  # methods that read weights, beside forward
 STATE = 4  # numbers for each weight that trains: itself, its gradient, two moments
 ROOM = 0.85  # share of the memory that weights, gradients, moments and weights in the compute type may fill

@@ -17,7 +17,6 @@ from mini_trainer.objectives.class_scores import (
     METRICS,
     ClassLoss,
     choose_class_weights,
-    describe_prediction,
     summarize_classes,
 )
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
@@ -189,10 +188,6 @@ class Classification(Objective):
         loss_sum, divisor = sums.tolist()
         targets, logits = self.split_predictions(predictions)
         return {"loss": loss_sum / divisor} | summarize_classes(self.task, targets, logits)
-
-    def describe_prediction(self, row: np.ndarray) -> dict[str, Any]:
-        targets, logits = self.split_predictions(row[None])
-        return describe_prediction(self.task, targets[0], logits[0])
 
     def split_predictions(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:  # (N, K), (N, C)
         """Targets and logits, from what `HeadLoss.score` gives of each target."""

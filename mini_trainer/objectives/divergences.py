@@ -132,15 +132,5 @@ def leave_out(logits: Tensor, target: Tensor) -> Tensor:
     return logits.scatter(1, target, -torch.inf)
 
 
-# By --teacher-divergence: from a file of the K most probable tokens, and from the teacher's own logits.
-FROM_TOP = {
-    "forward-kl": FromTop(keep_all),
-    "top-k-kl": FromTop(keep_named),
-    "masked-kl": FromTop(keep_others_than_target, leaves_target_out=True),
-}
-FROM_LOGITS = {
-    "forward-kl": diverge_forward,
-    "masked-kl": diverge_forward_beside_target,
-    "reverse-kl": diverge_in_reverse,
-    "jsd": diverge_jensen_shannon,
-}
+FORWARD_WITHIN_TOP, FORWARD_OVER_TOP = FromTop(keep_all), FromTop(keep_named)
+FORWARD_BESIDE_TARGET = FromTop(keep_others_than_target, leaves_target_out=True)

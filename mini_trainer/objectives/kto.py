@@ -53,8 +53,7 @@ class KTOLoss(AnswerLoss):
     """The loss of good and bad answers, each with its weight."""
 
     beta: float = BETA
-    good_weight: float = 1.0
-    bad_weight: float = 1.0
+    weight_ratio: float = 1.0
 
     looks_ahead = True
 
@@ -72,7 +71,7 @@ class KTOLoss(AnswerLoss):
         return (logps - reference) * is_there, is_there
 
     def measure(self, ratios: Tensor, point: Tensor | float, targets: FeedbackTargets) -> Tensor:  # (S,)
-        signs, weights = 2 * targets.good - 1, torch.where(targets.good > 0, self.good_weight, self.bad_weight)
+        signs, weights = 2 * targets.good - 1, torch.where(targets.good > 0, self.weight_ratio, 1.0)
         return targets.numbers.weights * weights * (1 - torch.sigmoid(self.beta * signs * (ratios - point)))
 
     def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
@@ -129,8 +128,7 @@ class Feedback(CausalLM):
 
     family: Family = field(default_factory=TextFamily)
     beta: float = BETA
-    good_weight: float = 1.0
-    bad_weight: float = 1.0
+    weight_ratio: float = 1.0
 
     name = KTO
     metrics = {"loss": False, "rewards/margins": True}  # noqa: RUF012
@@ -143,7 +141,7 @@ class Feedback(CausalLM):
     ) -> "Feedback":
         o = settings.preference
         beta = BETA if o.preference_beta is None else o.preference_beta
-        return cls(family, beta=beta, good_weight=o.desirable_weight, bad_weight=o.undesirable_weight)
+        return cls(family, beta=beta, weight_ratio=o.kto_weight_ratio)
 
     @property
     def reference(self) -> Reference:
@@ -185,7 +183,7 @@ class Feedback(CausalLM):
         return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_samples(samples)}
 
     def make_loss(self, *, is_fused: bool = False) -> KTOLoss:
-        return KTOLoss(is_fused=is_fused, beta=self.beta, good_weight=self.good_weight, bad_weight=self.bad_weight)
+        return KTOLoss(is_fused=is_fused, beta=self.beta, weight_ratio=self.weight_ratio)
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, Any]:
         point = float(reports["feedback_point"]) / (divisors[TARGETS] or 1)
@@ -200,10 +198,6 @@ class Feedback(CausalLM):
         by_kind = torch.stack([weights, weights * self.beta * ratios, weights * logps])
         kinds = torch.stack([good, 1 - good]) @ by_kind.T
         return {"loss": float(loss)} | describe_kinds(*kinds.numpy(), point)
-
-    def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
-        good, _, ratio, logp, *_ = prediction.tolist()
-        return {"good": bool(good), "reward": self.beta * ratio, "logp": logp}
 
 
 def take_sequence(sample: Sample, number: int) -> Sample | None:

@@ -28,13 +28,13 @@ from mini_trainer.objectives.objective import (
 )
 from mini_trainer.objectives.token_loss import (
     CHUNK_BYTES,
-    WEIGHTINGS,
     CrossEntropy,
     MeasureChunk,
     TrainedTokens,
     score_tokens,
     sum_token_loss,
 )
+from mini_trainer.options.doors import WEIGHTINGS
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
 

@@ -209,10 +209,6 @@ class Objective(ABC):
         """Metrics of one of several data sets in a step beside its loss. `divisor`: of the sums, 0 without targets."""
         return {}
 
-    def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
-        """One of these rows as it is written to a file."""
-        raise AssertionError(f"validations of {self.name} give no predictions")
-
     # Derived from the above.
 
     def pack(

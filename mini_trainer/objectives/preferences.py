@@ -134,7 +134,7 @@ class Preferences(CausalLM):
         kind = LOSSES[o.preference_loss]
         strength = Strength(
             kind.beta if o.preference_beta is None else o.preference_beta,
-            o.preference_label_smoothing,
+            settings.classification.label_smoothing,
             (kind.gamma or 0.0) if o.preference_gamma is None else o.preference_gamma,
         )
         nll_weight = kind.nll_weight if o.preference_nll_weight is None else o.preference_nll_weight

@@ -19,7 +19,7 @@ from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sampl
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import RowGroup
-from mini_trainer.objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
+from mini_trainer.objectives.divergences import Divergence, Top
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextReader
@@ -35,6 +35,7 @@ from mini_trainer.objectives.objective import (
 )
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
 from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
+from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 
 SEEN_COLUMN = "seen"  # of samples: the row, itself a sample, that a teacher reads instead
 DEFAULT_TOP_K = 32

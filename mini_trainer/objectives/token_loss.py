@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mini_trainer.distributed.devices import memory_kind
+from mini_trainer.options.doors import WEIGHTINGS
 
 # Of a chunk: fp32 logits at most, and tokens at most. Each chunk reads and writes the sum of the head's gradient; with
 # fewer rows its product would wait for memory, more gain nothing (benchmarks/results/head_bytes.txt).
@@ -166,7 +167,6 @@ def weigh_by_entropy(log_probs: Tensor, target: Tensor) -> Tensor:  # (rows, V),
 
 
 NUM_TOP = 20
-WEIGHTINGS = {"dft": weigh_by_probability, "eaft": weigh_by_entropy}
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ train.py are in options/tools.py.
 
 from mini_trainer.options.data import (
     DEFAULT_BATCH_SIZE,
+    TRAINING_DATA,
     DataOptions,
     RowOptions,
     ValidationOptions,
@@ -24,6 +25,7 @@ from mini_trainer.options.fields import (
     list_facts,
     list_types,
     parse_duration,
+    parse_machine,
     parse_named_values,
     parse_rate,
     parse_shard,

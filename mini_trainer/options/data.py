@@ -1,14 +1,15 @@
 """Data options: rows, tokenized data sets, and the samples that a run draws."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS
-from mini_trainer.options.fields import option, parse_subset
+from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS, WEIGHED_BY
+from mini_trainer.options.fields import option, parse_column, parse_subset
 
 DEFAULT_BATCH_SIZE = 128
+TRAINING_DATA = "training-data"  # among validation sets: the run's own
 DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
 
 
@@ -22,7 +23,7 @@ class DataOptions:
     data_weights: tuple[float, ...] = option((), decides="numbers")
     """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch contains every sample
     once."""
-    data_weights_by: Literal["samples", "tokens"] = option("samples", decides="numbers")
+    data_weights_by: Literal[*WEIGHED_BY] = option("samples", needs="data_weights", decides="numbers")
     """Unit of the weights: samples drawn, or their tokens."""
     batch_size: int | None = option(None, at_least=1, decides="numbers")
     """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""
@@ -57,63 +58,45 @@ class RowOptions:
     input_dataset: str | None = option(None, may_differ=True)
     """Instead of files: a data set on the hub (NAME or NAME:CONFIG), streamed, or a local folder saved by the datasets
     library."""
-    split: str | None = None
+    split: str | None = option(None, needs="input_dataset")
     """Split of --input-dataset. Default: train."""
-    revision: str | None = None
+    revision: str | None = option(None, needs="input_dataset")
     """Branch, tag or commit of --input-dataset on the hub. Default: its main branch."""
     mock_data: int | None = option(None, at_least=1)
-    """Instead of rows: this many samples of random tokens, to measure training speed; with --format preference or
-    feedback, of two sequences each."""
-    mock_length: int | None = option(None, at_least=2)
-    """Tokens in each sample of --mock-data, over all its sequences. Default: 2048."""
+    """Instead of rows: this many samples of random tokens, to measure training speed, each of --block-size tokens or
+    2048; with --format preference or feedback, of two sequences each."""
     format: Literal[*TEXT_FORMATS, *NAMED_FORMATS] | None = None
     """Format of the rows. Default: detected from each file's first row; the last three are never detected."""
-    messages_field: str | None = None
-    """Column or key of the messages; dots select nested ones (chat.turns). Default: messages."""
-    prompt_field: str | None = None
-    """Column or key of the prompt. Default: prompt."""
-    completion_field: str | None = None
-    """Column or key of the completion. Default: completion or generation."""
-    chosen_field: str | None = None
-    """Preferences: column or key of the better answer. Default: chosen or chosen_response."""
-    rejected_field: str | None = None
-    """Preferences: column or key of the worse answer. Default: rejected or rejected_response."""
+    columns: tuple[str, ...] = option((), parse=parse_column)
+    """Other names of columns or keys, as NAME=COLUMN; dots select nested ones (messages=chat.turns). NAME: messages,
+    prompt, completion, system, chosen, rejected, text, text_pair or label (docs/reference/data.md)."""
     feedback_from_pairs: bool = False
     """With --format preference: write each pair as a good and a bad answer, for --objective kto."""
-    text_field: str | None = None
-    """Column or key of the text: a document, or the text, words or chat to classify."""
     ignore_columns: tuple[str, ...] = ()
     """Columns, or keys of messages (messages.KEY), to ignore although they would change the training signal, such as
     score, label or rejected. A file with such a column is refused if its format does not read the column."""
     images: bool = False
     """Rows may have images; the model's own processor determines the tokens of each (docs/reference/vision.md). Needs
     the package pillow; transformers' processors import torch if it is installed."""
-    allow_downloads: bool = False
+    allow_downloads: bool = option(False, needs="images")
     """With --images: download images given by URL and store them in the data set."""
     chat_template: str | None = option(None, may_differ=True)
     """Chat template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory next to the output, which training uses."""
     add_special_tokens: tuple[str, ...] = ()
     """Special tokens to add to the vocabulary; saved in the same directory."""
-    allow_missing_stop_token: bool = False
-    """Allow chat templates that write no stop token after the last turn, or after any turn, so that fewer than half of
-    the rows have a trained stop token. The model may not learn to stop."""
-    append_stop_token: bool = False
-    """If the chat template writes no stop token after a conversation's last turn, append and train the one that ends
-    earlier turns, or else the tokenizer's eos_token."""
+    missing_stop_token: Literal["refuse", "append", "allow"] = "refuse"
+    """If the chat template writes no stop token after a conversation's last turn, so that fewer than half of the rows
+    have a trained one: refuse the data; append and train the token that ends earlier turns, or else the tokenizer's
+    eos_token; or allow it, also after every turn, so that the model may not learn to stop."""
     thinking_prefix: Literal["as-rendered", "train-as-prompted"] = "as-rendered"
     """If the template's generation prompt has text that rendered rows lack, such as <think>: as-rendered trains answers
     as the template renders rows; train-as-prompted trains the last answer of each row after the prompt's own text,
     starting with the text that closes the reasoning."""
     max_sample_num_tokens: int | None = option(None, at_least=1)
     """Drop and count samples with more tokens than this."""
-    truncate: bool = False
+    truncate: bool = option(False, needs="max_sample_num_tokens")
     """Classification: truncate and count samples longer than --max-sample-num-tokens, instead of dropping them."""
-    text_pair_field: str | None = None
-    """Classification: column or key of a second text. Default: text_pair, in rows that have it."""
-    label_field: str | None = None
-    """Classification: column or key of the label, or of the words' labels. Default: label or labels. Feedback: column
-    or key of true or false. Default: label or kto_tag."""
     label_separator: str | None = None
     """Classification: separator of several labels in one text, such as ; in a table."""
     label_type: Literal["single", "multi", "regression"] | None = None
@@ -124,7 +107,7 @@ class RowOptions:
     """Classification: tokenized data set, or its sidecar, whose labels to reuse, such as the training set's for a
     validation set."""
     block_size: int | None = option(None, at_least=3)
-    """Documents: cut their stream into blocks of this many tokens."""
+    """Documents: cut their stream into blocks of this many tokens. --mock-data: tokens of a sample."""
     validation_share: float | None = option(None, above=0, below=1)
     """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. Which rows these are depends
     only on their content."""
@@ -133,25 +116,36 @@ class RowOptions:
     num_proc: int = option(os.cpu_count() or 1, at_least=1, may_differ=True)
     """Number of tokenizing processes."""
 
+    @property
+    def document_block(self) -> int | None:
+        """Tokens of the blocks that documents are cut into; None if they are not cut."""
+        return self.block_size if self.mock_data is None else None
+
+    def column(self, name: str) -> str | None:
+        """The column that --columns names in place of `name`'s own."""
+        return dict(map(parse_column, self.columns)).get(name)
+
+
+def list_validation_data(given: Sequence[str], training: Sequence[str]) -> tuple[str, ...]:
+    """The sets that a run validates on: those of --validation-data-path, with its own for `TRAINING_DATA`."""
+    return tuple(dict.fromkeys(path for one in given for path in (training if one == TRAINING_DATA else [one])))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions:
     """Validation on held-out data, and early stopping (docs/reference/validation.md)."""
 
     validation_data_path: tuple[str, ...] = option((), may_differ=True, names_data=True)
-    """Tokenized validation sets, scored before the first step, after the last, and as set by the next two options."""
+    """Tokenized validation sets, scored before the first step, after the last, and as set by the next two options;
+    training-data: the run's own, whose loss says nothing about other data."""
     validate_every_steps: int | None = option(None, at_least=1)
     """Number of steps between validations."""
     validate_at_epoch: bool = False
     """Validate at the end of each epoch."""
-    validate_training_data: bool = False
-    """Also validate on the training data."""
     sample_prompts: str | None = option(None, may_differ=True)
     """File of up to 16 prompts, in the formats that generate.py reads. The model answers them at each validation,
     greedily and with at most 64 tokens, in OUTPUT_DIR/samples_0.jsonl. Each new token takes a forward pass over all
     prompts, which may have 4,096 tokens together."""
-    validate_average: bool = False
-    """Also validate the average of --weight-average: metrics named average_NAME."""
     export_best: bool = True
     """Export the model to hf_format/best whenever a validation is the best so far by --best-metric."""
     best_metric: str = "loss"
@@ -159,24 +153,11 @@ class ValidationOptions:
     accuracy, precision, recall, f1, f1_weighted or matthews; for regression loss, mse, mae, pearson or spearman; for
     preferences loss, rewards/accuracies or rewards/margins. METRIC:D, such as loss:0.01, counts only improvements of
     more than D."""
-    write_predictions: bool = False
-    """Classifiers: write each validation's predictions to OUTPUT_DIR/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None = option(None, at_least=1)
     """Stop after this many validations in a row without improvement."""
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether there is validation data."""
-        return bool(self.validation_data_path) or self.validate_training_data
 
     @property
     def deciding(self) -> tuple[str, float]:
         """The metric of --best-metric, and the improvement that it has to exceed."""
         metric, _, least = self.best_metric.partition(":")
         return metric, float(least or 0)
-
-
-def list_validation_data(given: Iterable[str], training: Iterable[str], *, adds_training: bool) -> tuple[str, ...]:
-    """The sets that a run validates on: those of --validation-data-path; with --validate-training-data, also its own
-    data."""
-    return tuple(dict.fromkeys([*given, *(training if adds_training else ())]))

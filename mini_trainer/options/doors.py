@@ -1,7 +1,7 @@
 """Tables of everything that can be chosen by name, each with the module that is imported once it is chosen.
 
 A table is keyed by the words of options and files. With its row, a new entry needs nothing but its own module: the
-options' choices, --help, completion, the reference and the checks read the table.
+options' choices, --help, the reference and the checks read the table.
 """
 
 import importlib
@@ -46,6 +46,65 @@ OPTIMIZERS = Doors(
         "muon": "mini_trainer.model.optim.muon:MuonForMatrices",
     }
 )
+
+ATTENTION = Doors(  # by the backends of model.attention
+    {
+        "flash_attn": "mini_trainer.model.attention_kernels:attend_flash_attn",  # package flash-attn
+        "varlen": "mini_trainer.model.attention_kernels:attend_varlen",  # ships with torch
+        "varlen_fa3": "mini_trainer.model.attention_kernels:attend_varlen",  # package flash_attn_interface
+        "sdpa": "mini_trainer.model.attention:attend_sdpa",  # any device, one sequence at a time
+        "eager": "mini_trainer.model.attention:attend_eager",  # the same, for every feature
+    }
+)
+
+# Schedules that fall towards the end of the run, which therefore has to be known: fraction of the peak, from 1 to 0, as
+# a function of the decay's progress, from 0 to 1.
+DECAYS = Doors(
+    {
+        "linear": "mini_trainer.model.optim.rates:decay_linearly",
+        "cosine": "mini_trainer.model.optim.rates:decay_by_cosine",
+        "cosine_with_restarts": "mini_trainer.model.optim.rates:decay_in_cycles",
+        "polynomial": "mini_trainer.model.optim.rates:decay_by_power",
+        "wsd": "mini_trainer.model.optim.rates:decay_linearly",
+    }
+)
+SCHEDULES = ("constant_with_warmup", "constant", "inverse_sqrt", *DECAYS)
+
+# Weights of single tokens' losses, by the model's own probabilities.
+WEIGHTINGS = Doors(
+    {
+        "dft": "mini_trainer.objectives.token_loss:weigh_by_probability",
+        "eaft": "mini_trainer.objectives.token_loss:weigh_by_entropy",
+    }
+)
+
+# Divergences from a teacher: from a file of its K most probable tokens, and from its own logits.
+FROM_TOP = Doors(
+    {
+        "forward-kl": "mini_trainer.objectives.divergences:FORWARD_WITHIN_TOP",
+        "top-k-kl": "mini_trainer.objectives.divergences:FORWARD_OVER_TOP",
+        "masked-kl": "mini_trainer.objectives.divergences:FORWARD_BESIDE_TARGET",
+    }
+)
+FROM_LOGITS = Doors(
+    {
+        "forward-kl": "mini_trainer.objectives.divergences:diverge_forward",
+        "masked-kl": "mini_trainer.objectives.divergences:diverge_forward_beside_target",
+        "reverse-kl": "mini_trainer.objectives.divergences:diverge_in_reverse",
+        "jsd": "mini_trainer.objectives.divergences:diverge_jensen_shannon",
+    }
+)
+
+# Choices whose meaning is a value.
+DTYPES = ("bfloat16", "float16", "float32")  # torch's names
+CHECKPOINTING = ("none", "selective", "full")  # ordered by how much is recomputed
+RESHARDING = {"auto": None, "always": True, "never": False}  # fully_shard's reshard_after_forward
+# --reshard-after-backward: whether weights stay gathered between a step's micro-batches. auto: until it is settled.
+KEEPING = {"auto": False, "always": False, "never": True}
+LORA_EXPORTS = {"adapter": (True, False), "merged": (False, True), "both": (True, True)}  # adapter, merged model
+BASE_QUANTIZATIONS = {"none": False, "nf4": True}  # whether the base is packed
+WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
+FREEZABLE = ("vision", "projector", "language", "nothing")  # parts of vision-language models
 
 TRACKERS = Doors(
     {

@@ -11,6 +11,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 Options = TypeVar("Options")
 
+# Values of rows whose columns can have other names.
+COLUMN_NAMES = ("messages", "prompt", "completion", "text", "system", "chosen", "rejected", "text_pair", "label")
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -20,8 +23,9 @@ class Facts:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    parse: Callable[[str], Any] | None = None  # ValueError for a text that the option does not take
+    parse: Callable[[Any], Any] | None = None  # ValueError for a text or number that the option does not take
     only_with: tuple[str, tuple[str, ...]] | None = None  # another option, and the values of it that this one is for
+    needs: str | None = None  # another option, without which this one has no effect
     # What it decides. numbers: those of a run, which stay the same when it is resumed; state: also the content of
     # checkpoints, which a run that continues another one takes over; method: so much of it that nothing can change it.
     decides: Literal["nothing", "numbers", "state", "method"] | None = None  # None: what its group decides
@@ -145,6 +149,28 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise ValueError(f"{text}: must be a step (10), or a first and last step (10:13), counted from 1")
     return first, last
+
+
+def parse_steps_or_share(value: float) -> None:
+    """ValueError for a number of steps that is neither whole nor a share below 1."""
+    if value >= 1 and not float(value).is_integer():
+        raise ValueError(f"{value}: must be a whole number of steps (100), or a share of the run's below 1 (0.03)")
+
+
+def parse_column(text: str) -> tuple[str, str]:
+    """Name and column in 'messages=chat.turns'; ValueError if it is something else."""
+    name, _, column = text.partition("=")
+    if name not in COLUMN_NAMES or not column:
+        raise ValueError(f"{text}: must be NAME=COLUMN, with one of the names {', '.join(COLUMN_NAMES)}")
+    return name, column
+
+
+def parse_machine(text: str) -> tuple[int, str | None]:
+    """Number of processes, and the name of their GPUs, if any, in '8xH100' or '8'; ValueError if it is neither."""
+    match = re.fullmatch(r"([1-9]\d*)(?:x(\S.*))?", text)
+    if match is None:
+        raise ValueError(f"{text}: must be a number of processes (8), or of GPUs with their name (8xH100)")
+    return int(match[1]), match[2]
 
 
 def parse_shard(text: str) -> tuple[int, int]:

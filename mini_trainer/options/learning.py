@@ -3,13 +3,22 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mini_trainer.options.doors import OPTIMIZERS
-from mini_trainer.options.fields import option, parse_rate
+from mini_trainer.options.doors import (
+    BASE_QUANTIZATIONS,
+    DECAYS,
+    FREEZABLE,
+    FROM_LOGITS,
+    FROM_TOP,
+    LORA_EXPORTS,
+    OPTIMIZERS,
+    SCHEDULES,
+    WEIGHTINGS,
+)
+from mini_trainer.options.fields import option, parse_rate, parse_steps_or_share
 from mini_trainer.options.objectives import OBJECTIVES
 
-# Schedules that fall towards the end of the run, so the end has to be known.
 MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
-SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", "wsd")
+SCHEDULES_WITH_END = tuple(DECAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +45,12 @@ class ClassificationOptions:
     class_weights: tuple[str, ...] = ()
     """Classifiers: weight of each class in the loss, in the order of the labels; balanced: inversely proportional to
     its frequency."""
-    loss_weighting: Literal["dft", "eaft"] | None = None
+    loss_weighting: Literal[*WEIGHTINGS] | None = None
     """Language models: weigh each token's loss by the model's own probabilities, as constants. dft: by the target's
     (arXiv 2508.05629); eaft: by the entropy of the 20 most probable tokens (arXiv 2601.02151)."""
     label_smoothing: float = option(0.0, at_least=0, below=1)
-    """Share of each target spread over all classes, or over the vocabulary for language models. Validations of language
-    models do not use it."""
+    """Share of each target spread over all classes, or over the vocabulary for language models, whose validations do
+    not use it. Preferences, dpo only: share of pairs whose answers are assumed to be swapped (conservative DPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +66,12 @@ class PreferenceOptions:
     0.1; simpo: 2."""
     preference_gamma: float | None = None
     """simpo only: target margin between the rewards. Default: 0.5."""
-    preference_label_smoothing: float = option(0.0, at_least=0, below=0.5)
-    """dpo and robust only: share of pairs whose answers are assumed to be swapped (conservative DPO, robust DPO)."""
     preference_nll_weight: float | None = option(None, at_least=0)
     """Weight of the chosen answers' negative log-likelihood per token, added to the loss (RPO). Default: 0; orpo: 1."""
     reference_model: str | None = option(None, is_path=True)
     """Directory or hub name of the reference model. Default: the model that the run starts with."""
-    reuse_reference_only: bool = option(False, decides="nothing")
-    """Refuse to start unless the reference's log-probabilities were computed by an earlier run."""
-    desirable_weight: float = option(1.0, at_least=0)
-    """kto only: weight of good answers' losses."""
-    undesirable_weight: float = option(1.0, at_least=0)
-    """kto only: weight of bad answers' losses."""
+    kto_weight_ratio: float = option(1.0, above=0)
+    """kto only: weight of good answers' losses, relative to bad answers'."""
     reward_centering: float = option(0.0, at_least=0)
     """reward only: weight of the squared sum of a pair's rewards, which keeps their mean near 0; such as 0.01."""
 
@@ -83,7 +86,7 @@ class TeacherOptions:
     teacher_weight: tuple[float, ...] = ()
     """Weight of the divergence from the teacher, from 0 to 1, one for all rows or one for each --data-path; the
     cross-entropy gets the rest. Default: no teacher."""
-    teacher_divergence: Literal["forward-kl", "top-k-kl", "masked-kl", "reverse-kl", "jsd"] = "forward-kl"
+    teacher_divergence: Literal[*dict.fromkeys((*FROM_TOP, *FROM_LOGITS))] = "forward-kl"
     """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket; top-k-kl: the same,
     renormalised over the top k; masked-kl: leaves the target out, so that it can be learned while everything else is
     kept. reverse-kl and jsd need --teacher-model."""
@@ -103,7 +106,7 @@ class TeacherOptions:
 class VisionOptions:
     """Vision-language models (docs/reference/vision.md)."""
 
-    freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = option(("vision",), decides="state")
+    freeze: tuple[Literal[*FREEZABLE], ...] = option(("vision",), decides="state")
     """Parts of a vision-language model to freeze; nothing: train all of it."""
     max_image_tokens_per_gpu: int | None = option(None, at_least=1)
     """Maximum number of image patches in a micro-batch on one rank, counted as they enter the vision tower; determines
@@ -124,27 +127,14 @@ class OptimizationOptions:
     updates, so that small ones are not lost; noisier."""
     learning_rate: float = option(1e-5, at_least=0)
     """Peak learning rate."""
-    num_warmup_steps: int = option(0, at_least=0)
-    """Number of linear warm-up steps."""
-    warmup_ratio: float | None = option(None, at_least=0, below=1)
-    """Warm-up steps as a share of the run's, instead of a number."""
-    lr_scheduler: Literal[
-        "constant_with_warmup",
-        "constant",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "polynomial",
-        "inverse_sqrt",
-        "wsd",
-    ] = option("constant_with_warmup")
+    num_warmup_steps: int | float = option(0, at_least=0, parse=parse_steps_or_share)
+    """Number of linear warm-up steps; below 1: their share of the run's steps, such as 0.03."""
+    lr_scheduler: Literal[*SCHEDULES] = "constant_with_warmup"
     """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
     schedule_steps: int | None = option(None, at_least=1)
     """Number of steps of the schedule, where several runs share it (--continue-from). Default: those of the run."""
-    num_cycles: int | None = option(None, at_least=1, only_with=("lr_scheduler", ("cosine_with_restarts",)))
-    """cosine_with_restarts only: number of cycles."""
-    lr_power: float | None = option(None, above=0, only_with=("lr_scheduler", ("polynomial",)))
-    """polynomial only: power of the decay. Default: 1 (linear)."""
+    lr_shape: float | None = option(None, above=0, only_with=("lr_scheduler", ("cosine_with_restarts", "polynomial")))
+    """cosine_with_restarts: number of cycles; polynomial: power of the decay. Default: 1, for polynomial."""
     num_decay_steps: int | None = option(None, at_least=1, only_with=("lr_scheduler", ("wsd",)))
     """wsd only: length of the final decay in steps. Default: 10 % of the run."""
     min_lr_ratio: float | None = option(None, at_least=0, at_most=1, only_with=("lr_scheduler", SCHEDULES_WITH_END))
@@ -157,26 +147,14 @@ class OptimizationOptions:
     """AdamW's decay of the second moment."""
     adam_eps: float = option(1e-8, above=0)
     """AdamW's epsilon."""
-    adam_learning_rate: float | None = option(None, at_least=0, only_with=("optimizer", ("muon",)))
-    """muon only: peak learning rate of the parameters that AdamW updates. Default: --learning-rate."""
-    muon_momentum: float = option(0.95, at_least=0, below=1, only_with=("optimizer", ("muon",)))
-    """muon only: decay of the Nesterov momentum."""
-    muon_scale: Literal["match-rms-adamw", "original"] = option("match-rms-adamw", only_with=("optimizer", ("muon",)))
-    """muon only: how a matrix's update is scaled by its shape. match-rms-adamw: about as large as AdamW's, so that its
-    learning rates carry over; original: as Muon was first published."""
     learning_rate_for: tuple[str, ...] = option((), parse=parse_rate)
     """Peak learning rate, weight decay or both of parameters by their names, as PATTERN=RATE ('lm_head*=1e-6'),
     PATTERN=:DECAY or PATTERN=RATE:DECAY; the first match counts. The schedule is the same."""
-    layer_lr_decay: float | None = option(None, above=0, at_most=1)
-    """Learning rate of each block as a multiple of the one above it; embeddings come last. A vision tower is a stack of
-    its own."""
     weight_average: Literal["none", "ema", "tail"] = "none"
-    """Keep an fp32 average of the trained weights, and export it as average_NAME. ema: exponential, from the start;
-    tail: the mean of the weights after each of the last steps."""
-    ema_decay: float | None = option(None, at_least=0, below=1, only_with=("weight_average", ("ema",)))
-    """ema only: decay of the average per step, such as 0.999."""
+    """Keep an fp32 average of the trained weights, and export it as average_NAME. ema: exponential, from the start,
+    validated beside the model; tail: the mean of the weights after each of the last steps."""
     ema_half_life: int | None = option(None, at_least=1, only_with=("weight_average", ("ema",)))
-    """ema only, instead of --ema-decay: number of samples after which a step's share in the average has halved."""
+    """ema only: number of samples after which a step's share in the average has halved."""
     tail_steps: int | None = option(None, at_least=1, only_with=("weight_average", ("tail",)))
     """tail only: number of last steps to average over."""
     router_aux_loss: float | None = option(None, at_least=0)
@@ -194,7 +172,7 @@ class OptimizationOptions:
     @property
     def needs_end(self) -> bool:
         """Whether the learning rate depends on the schedule's number of steps."""
-        return self.lr_scheduler in SCHEDULES_WITH_END or self.warmup_ratio is not None
+        return self.lr_scheduler in SCHEDULES_WITH_END or 0 < self.num_warmup_steps < 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,16 +228,14 @@ class LoRAOptions:
     lora_target_modules: tuple[str, ...] = ()
     """Layers to adapt: names, their endings (q_proj), or patterns (layers.[0-3].*). Default: all linear layers of the
     blocks, experts included."""
-    lora_use_rslora: bool = False
-    """Scale by alpha / sqrt(rank), which suits high ranks."""
     lora_use_dora: bool = False
     """DoRA: also train the magnitude of each row of a weight."""
     lora_modules_to_save: tuple[str, ...] = ()
     """Modules to train in full and save with the adapters, such as embed_tokens or lm_head."""
     lora_adapter: str | None = option(None, is_path=True)
     """Directory of an adapter to continue from, which determines rank, alpha and layers."""
-    lora_export: Literal["adapter", "merged", "both"] = option("adapter", decides="nothing")
+    lora_export: Literal[*LORA_EXPORTS] = option("adapter", decides="nothing")
     """Content of an export: the adapter, for peft and vLLM; the model with the adapter merged into its weights; or
     both, with the adapter in the subdirectory adapter/."""
-    base_quantization: Literal["none", "nf4"] = "none"
+    base_quantization: Literal[*BASE_QUANTIZATIONS] = "none"
     """nf4: hold the blocks' linear layers and experts in 4 bits (QLoRA; pip install peft bitsandbytes)."""

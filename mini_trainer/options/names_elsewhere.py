@@ -10,10 +10,40 @@ from collections.abc import Callable, Collection
 
 from mini_trainer.options import TrainOptions, flag_name, list_types
 from mini_trainer.options.doors import TRAINERS
+from mini_trainer.options.fields import COLUMN_NAMES
 from mini_trainer.options.tools import ProcessDataOptions
 
 LEAST_SIMILARITY = 0.75  # below, most suggestions mean something else: --sharding-strategy is not --learning-rate
 PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(ProcessDataOptions)}
+
+# Names that options had, and what to use instead.
+RENAMED: dict[str, str] = {
+    "warmup_ratio": "--num-warmup-steps takes a share below 1, such as 0.03",
+    "ema_decay": "--ema-half-life, in samples: the batch's size x ln 0.5 / ln DECAY",
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), "--kto-weight-ratio is the first over the second"),
+    "preference_label_smoothing": "--label-smoothing",
+    "validate_training_data": "--validation-data-path training-data",
+    "validate_average": "--weight-average ema is validated beside the model",
+    "write_predictions": "evaluate_model.py --data writes the predictions of each sample",
+    "reuse_reference_only": "mini-trainer score-data computes the reference's log-probabilities beforehand",
+    **{f"{name}_field": f"--columns {name}=COLUMN" for name in COLUMN_NAMES},
+    "hub_private": "the repository's own settings: create it before the run, as private",
+    "hub_license": "the license of the base model's card is taken over; change it in the repository's README.md",
+    "track_project": "the tracker's environment: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, TRACKIO_PROJECT",
+    "track_name": "the tracker's environment: WANDB_NAME, MLFLOW_RUN_NAME; by default the name of --output-dir",
+    "lora_use_rslora": "--lora-alpha times the square root of --lora-rank is the same scale",
+    "mock_length": "--block-size",
+    "append_stop_token": "--missing-stop-token append",
+    "allow_missing_stop_token": "--missing-stop-token allow",
+    "plan_world_size": "--plan-for 8, or 8xH100",
+    "plan_device": "--plan-for 8xH100",
+    **dict.fromkeys(("num_cycles", "lr_power"), "--lr-shape"),
+    "muon_momentum": "it is always 0.95",
+    "muon_scale": "it is always that of AdamW's updates, so that AdamW's learning rates carry over",
+    **dict.fromkeys(("adam_learning_rate", "layer_lr_decay"),
+                    "--learning-rate-for sets the learning rate of parameters by their names"),
+    "callback_errors": "an exception ends the run; catch it in the hook to continue",
+}  # fmt: skip
 
 # Our options with the same meaning; of several, the first that a program has.
 NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -26,7 +56,6 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "dataset_train_split": ("split",),
     **dict.fromkeys(("eval_dataset", "validation_file", "test_datasets"), ("validation_data_path",)),
     **dict.fromkeys(("val_set_size", "val_size", "validation_split"), ("validation_share",)),
-    "dataset_text_field": ("text_field",),
     **dict.fromkeys(("interleave_probs", "mixing_weights"), ("data_weights",)),
     **dict.fromkeys(("output", "ckpt_output_dir", "save_dir", "checkpoint_dir"), ("output_dir", "output_file")),
     **dict.fromkeys(("data_output_path", "tokenized_path", "dataset_prepared_path"), ("output_file",)),
@@ -37,7 +66,7 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dataset_num_proc", "preprocessing_num_workers", "num_cpu_procs", "dataset_processes",
                      "data_process_num_cpu_procs", "num_workers"), ("num_proc",)),
     **dict.fromkeys(("tokens", "add_tokens", "special_tokens"), ("add_special_tokens",)),
-    "mock_data_len": ("mock_length",),
+    "mock_data_len": ("block_size",),
     "effective_batch_size": ("batch_size",),
     **dict.fromkeys(("lr", "learning_rate_peak", "peak_lr"), ("learning_rate",)),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), ("max_epochs",)),
@@ -60,9 +89,9 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "simpo_gamma": ("preference_gamma",),
     **dict.fromkeys(("pref_ftx", "rpo_alpha", "cpo_alpha"), ("preference_nll_weight",)),
     **dict.fromkeys(("ref_model", "ref_model_name_or_path"), ("reference_model",)),
-    **dict.fromkeys(("kto_desirable_weight", "kto_chosen_weight"), ("desirable_weight",)),
-    **dict.fromkeys(("kto_undesirable_weight", "kto_rejected_weight"), ("undesirable_weight",)),
-    "dpo_label_smoothing": ("preference_label_smoothing",),
+    **dict.fromkeys(("kto_desirable_weight", "kto_chosen_weight", "kto_undesirable_weight", "kto_rejected_weight"),
+                    ("kto_weight_ratio",)),
+    "dpo_label_smoothing": ("label_smoothing",),
     "center_rewards_coefficient": ("reward_centering",),
     **dict.fromkeys(("use_lora", "use_peft", "peft"), ("lora",)),
     **dict.fromkeys(("lora_r", "r", "rank"), ("lora_rank",)),
@@ -70,7 +99,6 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "dropout": ("lora_dropout",),
     **dict.fromkeys(("target_modules", "lora_target", "lora_targets"), ("lora_target_modules",)),
     **dict.fromkeys(("modules_to_save", "additional_target"), ("lora_modules_to_save",)),
-    **dict.fromkeys(("use_rslora", "peft_use_rslora"), ("lora_use_rslora",)),
     **dict.fromkeys(("use_dora", "peft_use_dora"), ("lora_use_dora",)),
     **dict.fromkeys(("lora_model_dir", "adapter_name_or_path"), ("lora_adapter",)),
     **dict.fromkeys(("gradient_checkpointing", "use_gradient_checkpointing"), ("activation_checkpointing",)),
@@ -93,11 +121,8 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("eval_steps", "eval_every", "validation_frequency"), ("validate_every_steps",)),
     "patience": ("early_stopping_patience",),
     **dict.fromkeys(("report_to", "log_with"), ("track",)),
-    **dict.fromkeys(("run_name", "experiment_name"), ("track_name",)),
-    "project": ("track_project",),
     "log_level": ("logging_level",),
     "hub_model_id": ("push_to_hub",),
-    "hub_private_repo": ("hub_private",),
 }  # fmt: skip
 
 COMPUTE = "on CUDA compute is in bfloat16 with float32 weights (--compute-dtype, --master-weights)"
@@ -119,7 +144,7 @@ ONE_RANK = "all adapters are alike: --lora-rank and --lora-alpha, in the layers 
 START = "adapters start at zero, with the usual random values in their first matrix"
 RECOGNIZED = "read from the model's own config and tokenizer"
 TEMPLATED = "the chat template writes it: the model's own, or --chat-template"
-SCHEDULE_SHAPE = "--min-lr-ratio, --num-cycles, --lr-power and --num-decay-steps shape the schedule"
+SCHEDULE_SHAPE = "--min-lr-ratio, --lr-shape and --num-decay-steps shape the schedule"
 MESSAGES_ONLY = "only the assistant's turns are trained on; messages with train: false are left out"
 MOMENTS = "--adam-beta1, --adam-beta2 and --adam-eps"
 PREFERENCE = "--preference-loss names the loss of --objective preference, --loss-weighting dft that of single tokens"
@@ -142,7 +167,7 @@ EXPLAINED: dict[str, str] = {
     "do_train": "train.py always trains; --dry-run only plans, evaluate_model.py measures models",
     **dict.fromkeys(("do_eval", "eval_strategy", "evaluation_strategy", "validate_at_final", "eval_on_start",
                      "evals_per_epoch", "eval_delay"), VALIDATED),
-    "do_predict": "generate.py and evaluate_model.py read prompts; --write-predictions is for classifiers",
+    "do_predict": "generate.py and evaluate_model.py read prompts",
     "min_samples_per_validation": "--validate-every-steps counts steps, each of --batch-size samples",
     **dict.fromkeys(("val_loss_improvement_threshold", "early_stopping_threshold"),
                     "--best-metric loss:0.01 sets the least improvement"),
@@ -207,7 +232,8 @@ EXPLAINED: dict[str, str] = {
     "dataset_config": "--input-dataset NAME:CONFIG",
     "dataset_test_split": "tokenize it, and give --validation-data-path; or --validation-share of the rows",
     "data_output_dir": "--output-file, or --data-cache-dir where train.py reads rows itself",
-    "document_column_name": "--format document with --text-field",
+    "document_column_name": "--format document with --columns text=COLUMN",
+    "dataset_text_field": "--columns text=COLUMN",
     "pretraining_config": "--format document with --block-size packs documents",
     "process_data": "--input-file takes rows, --data-path tokenized data",
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss", "train_on_inputs", "train_on_prompt",
@@ -221,7 +247,7 @@ EXPLAINED: dict[str, str] = {
     "loss_weights": "--preference-nll-weight adds the chosen answers' likelihood",
     "disable_dropout": "dropout is --lora-dropout alone, 0 by default, and the model config's own",
     **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"),
-                    "the reference's log-probabilities are always computed first, and kept; --reuse-reference-only"),
+                    "the reference's log-probabilities are always computed first, and kept"),
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
                     "the reference stays as it is (--reference-model)"),
     **dict.fromkeys(("ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "use_weighting"),
@@ -241,14 +267,18 @@ EXPLAINED: dict[str, str] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "exclude_modules",
                      "layer_replication", "trainable_token_indices"), ONE_RANK),
     **dict.fromkeys(("init_lora_weights", "loftq_config", "eva_config", "corda_config", "pissa_init"), START),
-    "wandb_project": f"{WANDB}, with --track-project",
-    **dict.fromkeys(("wandb_run_name", "wandb_name"), f"{WANDB}, with --track-name"),
+    "wandb_project": f"{WANDB}, and the environment variable WANDB_PROJECT",
+    **dict.fromkeys(("wandb_run_name", "wandb_name"), f"{WANDB}, and the environment variable WANDB_NAME"),
     "wandb_entity": f"{WANDB}, and the environment variable WANDB_ENTITY",
     "use_wandb": WANDB,
     "wandb_mode": f"{WANDB}, and the environment variable WANDB_MODE",
     "mlflow_tracking_uri": f"{MLFLOW}, and the environment variable MLFLOW_TRACKING_URI",
-    "mlflow_experiment_name": f"{MLFLOW}, with --track-project",
-    "mlflow_run_name": f"{MLFLOW}, with --track-name",
+    "mlflow_experiment_name": f"{MLFLOW}, and the environment variable MLFLOW_EXPERIMENT_NAME",
+    "mlflow_run_name": f"{MLFLOW}, and the environment variable MLFLOW_RUN_NAME",
+    "project": RENAMED["track_project"],
+    **dict.fromkeys(("run_name", "experiment_name"), RENAMED["track_name"]),
+    "hub_private_repo": RENAMED["hub_private"],
+    **dict.fromkeys(("use_rslora", "peft_use_rslora"), RENAMED["lora_use_rslora"]),
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
                     "--track trackio, and trackio's own environment variables, such as TRACKIO_SPACE_ID"),
     **dict.fromkeys(("tensorboard_log_dir", "use_tensorboard"), "--track tensorboard writes into --output-dir"),
@@ -271,6 +301,8 @@ def describe_unknown(name: str, known: Collection[str], *, spell: Callable[[str]
 
     `known`: options of the program, with no_ in front where that turns one off. `spell`: writes one as users do.
     """
+    if (old := name.removeprefix("no_")) in RENAMED:
+        return f": {name_programs(RENAMED[old], known)}"
     is_off = name.startswith(("no_", "disable_"))
     for each in (name, re.sub("^(no|disable|use|enable|with)_", "", name)):
         if each in EXPLAINED:

@@ -16,7 +16,7 @@ class ObjectiveFacts:
     validation_modules: tuple[str, ...] = ()  # which validations import
 
 
-REFERENCE_OPTIONS = ("preference_beta", "reference_model", "reuse_reference_only")
+REFERENCE_OPTIONS = ("preference_beta", "reference_model")
 NO_ROUTER_LOSS = dict.fromkeys(
     ("router_aux_loss", "router_loss_over"), "whose models have no such loss in transformers"
 )
@@ -26,7 +26,7 @@ SAME_NOISE = {"neftune_alpha": "whose answers would get different noise"}
 CLASSIFIER = ObjectiveFacts(
     "mini_trainer.objectives.classes:Classification",
     row_format="classification",
-    options=("class_weights", "label_smoothing", "write_predictions"),
+    options=("class_weights", "label_smoothing"),
     excluded=NO_ROUTER_LOSS | OF_SEQUENCES | NO_TEXT,
     validation_modules=("sklearn",),
 )
@@ -43,7 +43,7 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
         "mini_trainer.objectives.preferences:Preferences",
         row_format="preference",
         options=(
-            *("preference_loss", "preference_gamma", "preference_label_smoothing", "preference_nll_weight"),
+            *("preference_loss", "preference_gamma", "preference_nll_weight", "label_smoothing"),
             *REFERENCE_OPTIONS,
         ),
         excluded=SAME_NOISE,
@@ -52,7 +52,7 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
         "mini_trainer.objectives.kto:Feedback",
         data="feedback",
         row_format="feedback",
-        options=(*REFERENCE_OPTIONS, "desirable_weight", "undesirable_weight"),
+        options=(*REFERENCE_OPTIONS, "kto_weight_ratio"),
         excluded=SAME_NOISE,
     ),
     "reward": ObjectiveFacts(

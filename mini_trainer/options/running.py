@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mini_trainer.options.doors import TRACKERS
-from mini_trainer.options.fields import option, parse_duration, parse_steps
+from mini_trainer.options.doors import ATTENTION, CHECKPOINTING, DTYPES, KEEPING, RESHARDING, TRACKERS
+from mini_trainer.options.fields import option, parse_duration, parse_machine, parse_steps
 
 MOST_SECONDS = 10 * 24 * 3600  # of a timeout: 10 days; torch's clocks overflow at far larger ones
 
@@ -67,7 +67,7 @@ class ExportOptions:
     """Export the model at the end of each epoch."""
     save_final_checkpoint: bool = True
     """Export the model at the end of the run."""
-    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    export_dtype: Literal[*DTYPES] = "bfloat16"
     """Data type of exported weights."""
     keep_exports: int | None = option(None, at_least=1)
     """Number of newest exports to keep, in addition to hf_format/best; None: all. hf_format/latest links to the newest.
@@ -92,11 +92,7 @@ class TrackingOptions:
 
     track: tuple[Literal[*TRACKERS], ...] = ()
     """Experiment trackers that receive all metrics (pip install wandb, and so on). Each reads its own environment
-    variables, such as WANDB_MODE and MLFLOW_TRACKING_URI."""
-    track_project: str | None = None
-    """Project, or MLflow experiment. Default: from the tracker's environment, else mini_trainer."""
-    track_name: str | None = None
-    """Name of the run. Default: the name of OUTPUT_DIR."""
+    variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +103,7 @@ class CallbackOptions:
 
     callbacks: tuple[str, ...] = ()
     """Classes derived from mini_trainer.Callback, as package.module:Class. Modules are found like installed ones, on
-    PYTHONPATH, or in the current directory."""
-    callback_errors: Literal["stop", "log"] = "stop"
-    """After an exception in a callback. stop: end the run with a checkpoint and exit code 1; log: log each kind once
-    and continue."""
+    PYTHONPATH, or in the current directory. An exception ends the run with a checkpoint and exit code 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +113,22 @@ class HubOptions:
     has_switch: ClassVar = True
 
     push_to_hub: str | None = None
-    """Repository to upload exports to, in the background: NAME or OWNER/NAME; created if missing."""
-    hub_private: bool = False
-    """Create the repository as private."""
-    hub_license: str | None = None
-    """License of the exports, for their model cards, such as apache-2.0. Default: the one in the base model's card."""
+    """Repository to upload exports to, in the background: NAME or OWNER/NAME; created if missing, as public or private
+    as its owner's settings say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
     """Computation on each rank: data type, attention, kernels, memory."""
 
-    compute_dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    compute_dtype: Literal["auto", *DTYPES] = "auto"
     """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights. float16 is
     refused: it needs loss scaling."""
-    attention: Literal["auto", "flash_attn", "varlen", "varlen_fa3", "sdpa", "eager"] = "auto"
+    attention: Literal["auto", *ATTENTION] = "auto"
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), varlen by the kernels of
     FlashAttention 3 (Hopper), or SDPA or plain matrix products, one sequence at a time. auto: the fastest one that the
     machine and the model support, except varlen_fa3."""
-    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "full"
+    activation_checkpointing: Literal[*CHECKPOINTING, "auto"] = "full"
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: also keep the outputs of matrix products and attention. auto: the mode with the least recomputation that
     fits micro-batches of --max-tokens-per-gpu, measured at the start."""
@@ -170,12 +160,12 @@ class ShardingOptions:
     nodes: more memory, but nodes exchange only gradients, once per step."""
     shard_size: int | None = option(None, only_with=("sharding", ("hybrid",)), at_least=1)
     """hybrid only: number of ranks that share one copy of the model. Default: the ranks of a node."""
-    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    reshard_after_forward: Literal[*RESHARDING] = "auto"
     """Free a layer's gathered weights after forward and gather them again for backward. never: less communication, but
     memory for the whole model in compute-dtype. auto: never if there is memory for it, which GPUs measure at the start,
     CPUs only for --max-tokens-per-gpu auto and --activation-checkpointing auto; otherwise all layers except the last.
     One rank with memory for it runs without FSDP2."""
-    reshard_after_backward: Literal["auto", "always", "never"] = "auto"
+    reshard_after_backward: Literal[*KEEPING] = "auto"
     """Free gathered weights after the backward of each micro-batch and gather them again for the next one. never: only
     after the last one of a step, at the same price. auto: as in --reshard-after-forward; always without such a
     measurement."""
@@ -208,9 +198,8 @@ class PlanOptions:
 
     dry_run: bool = False
     """Dry run: estimate memory, time and disk, and report all problems; trains and writes nothing."""
-    plan_world_size: int | None = option(None, at_least=1)
-    """--dry-run only: plan for this many GPUs (or CPU processes) from this one process."""
-    plan_device: str | None = None
-    """--dry-run only: plan for GPUs of this name (H100, A100, L4, ...) on a machine without them."""
+    plan_for: str | None = option(None, parse=parse_machine, needs="dry_run")
+    """--dry-run only: plan for this many processes, of this machine (8) or with GPUs of this name (8xH100; A100, L4,
+    RTX 4090, ...), from this one process."""
     print_config: bool = False
     """Print the value of every option as YAML for --config, and exit."""

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
-from mini_trainer.options.doors import ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
+from mini_trainer.options.doors import DTYPES, ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
 from mini_trainer.options.fields import option
 
+OF_SERVER = ("engine", ("openai",))
 MOST_TOP_K = 256  # tokens that a teacher's file names of each position
 
 
@@ -24,8 +25,6 @@ class ContentOptions:
     """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
     as_chat: bool = False
     """With --format completion: make a chat of each row, the prompt as the user's message."""
-    system_field: str | None = None
-    """Column or key of the system prompt, for --as-chat, alpaca and sharegpt. Default: system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +69,18 @@ class EngineOptions:
     engine: Literal[*ENGINES] = "hf"
     """hf: transformers; vllm: the package (pip install vllm); openai: a server with an OpenAI-compatible API, such as
     those of vLLM, SGLang or llama.cpp."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Literal["auto", *DTYPES] = option("auto", only_with=("engine", ("hf", "vllm")))
     """Data type of computation; auto: the stored weights' data type."""
-    engine_args: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = option((), only_with=("engine", ("vllm",)))
     """vllm: arguments of its engine, as NAME=VALUE by vLLM's own names, with a JSON value or a text:
     tensor_parallel_size=4 max_model_len=8192 quantization=fp8."""
-    batch_size: int = option(32, at_least=1)
+    batch_size: int = option(32, at_least=1, only_with=("engine", ("hf",)))
     """hf: maximum number of prompts in a batch."""
-    base_url: str | None = None
+    base_url: str | None = option(None, only_with=OF_SERVER)
     """openai: URL of the server, such as http://localhost:8000/v1."""
-    api_key_env: str = "OPENAI_API_KEY"
+    api_key_env: str = option("OPENAI_API_KEY", only_with=OF_SERVER)
     """openai: environment variable with the API key; self-hosted servers often need none."""
-    concurrency: int = option(16, at_least=1)
+    concurrency: int = option(16, at_least=1, only_with=OF_SERVER)
     """openai: number of concurrent requests."""
 
 
@@ -123,7 +122,7 @@ class GenerateOptions:
     the terminal."""
     output: str | None = None
     """File for the answers: .jsonl."""
-    format: Literal[*TEXT_FORMATS] | None = None
+    format: Literal[*TEXT_FORMATS] | None = option(None, needs="prompts")
     """Format of the rows. Default: detected for each row."""
     config: str | None = None
     """YAML file with any of these options; flags override it."""
@@ -151,7 +150,7 @@ class EvaluateOptions:
     of the correct one."""
     lm_eval: tuple[str, ...] = ()
     """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = option((), needs="task")
     """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
     rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references. Choices are always
     scored by their likelihood."""
@@ -161,7 +160,7 @@ class EvaluateOptions:
     """Run code that comes with the models; for a model on the hub only with a commit as --model-revision."""
     skip_verification: bool = False
     """Use models and data sets without comparing their files to the hashes recorded when they were written."""
-    format: Literal[*TEXT_FORMATS] | None = None
+    format: Literal[*TEXT_FORMATS] | None = option(None, needs="task")
     """Format of the tasks' rows. Default: detected for each row."""
     max_tokens_per_gpu: int = option(8192, at_least=1)
     """Maximum number of tokens in a micro-batch of --data."""
@@ -206,11 +205,11 @@ class ScoreDataOptions:
     """Use models and data sets without comparing their files to the hashes recorded when they were written."""
     engine: Literal[*SCORERS] = "hf"
     """hf: transformers, in this process or under torchrun; openai: a server that returns prompt_logprobs (vLLM)."""
-    base_url: str | None = None
+    base_url: str | None = option(None, only_with=OF_SERVER)
     """openai: URL of the server, such as http://localhost:8000/v1."""
-    api_key_env: str = "OPENAI_API_KEY"
+    api_key_env: str = option("OPENAI_API_KEY", only_with=OF_SERVER)
     """openai: environment variable with the API key; self-hosted servers often need none."""
-    concurrency: int = option(16, at_least=1)
+    concurrency: int = option(16, at_least=1, only_with=OF_SERVER)
     """openai: number of concurrent requests."""
     config: str | None = None
     """YAML file with any of these options; flags override it."""
@@ -258,7 +257,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     """Names by which clients may reach transformers serve, as in a request's Host header, without the port. Default:
     localhost, 127.0.0.1 and [::1] on a loopback address, and any name elsewhere."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Literal["auto", *DTYPES] = "auto"
     """Data type of computation; auto: the stored weights' data type."""
     engine_args: tuple[str, ...] = ()
     """Further arguments of the server, as NAME=VALUE by its own names: max_model_len=8192."""
@@ -290,7 +289,7 @@ class MergeAdapterOptions:
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
     value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
-    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    export_dtype: Literal[*DTYPES] = "bfloat16"
     """Data type of the merged weights."""
 
 
@@ -373,7 +372,7 @@ class PlotOptions:
     """File to write: .html, a self-contained page; .png, .svg or .pdf, a figure."""
     follow: bool = False
     """Serve the page on this machine until Ctrl-C, updated while runs continue."""
-    port: int | None = None
+    port: int | None = option(None, needs="follow")
     """Port of --follow, 0 for any free one. Default: 8765."""
     smoothing: int | None = option(None, at_least=1)
     """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
@@ -423,7 +422,7 @@ class ContinualOptions:
     """Output directory. Default: the file's output_dir."""
     compare: bool = False
     """Compare experiments with the same tasks, instead of running one."""
-    output: str | None = None
+    output: str | None = option(None, needs="compare")
     """--compare only: page to write (.html), in addition to the tables."""
     allow_env: tuple[str, ...] = ()
     """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""

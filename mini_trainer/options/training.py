@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from mini_trainer.options.data import DATA_CACHE_DIR, DataOptions, RowOptions, ValidationOptions
+from mini_trainer.options.data import DATA_CACHE_DIR, TRAINING_DATA, DataOptions, RowOptions, ValidationOptions
 from mini_trainer.options.fields import flatten_options, iterate_fields, list_facts, option
 from mini_trainer.options.learning import (
     ClassificationOptions,
@@ -29,6 +29,20 @@ from mini_trainer.options.running import (
     TrackingOptions,
 )
 from mini_trainer.options.urls import is_url
+
+# Values that presets set for options not given by flags or YAML.
+PRESETS: dict[str, dict[str, Any]] = {
+    "sanity": {
+        "subset": "10",
+        "batch_size": 5,
+        "max_steps": 2,
+        "validation_data_path": TRAINING_DATA,
+        "export_best": False,
+        "check_export": True,
+    },
+    "toy": {"subset": "1%", "max_steps": 100},
+    "full": {},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +71,7 @@ class TrainOptions:
     value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", may_differ=True)
     """Log level of rank 0; WARNING suppresses the step lines."""
-    preset: Literal["sanity", "toy", "full"] | None = option(None, may_differ=True)
+    preset: Literal[*PRESETS] | None = option(None, may_differ=True)
     """Defaults for other options. sanity: 10 samples, 2 steps, a validation, an export that is loaded back; toy: 1 % of
     the data, at most 100 steps; full: no changes."""
     data_cache_dir: str = option(DATA_CACHE_DIR, may_differ=True)
@@ -88,23 +102,8 @@ class TrainOptions:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
-# Values that presets set for options not given by flags or YAML.
-PRESETS: dict[str, dict[str, Any]] = {
-    "sanity": {
-        "subset": "10",
-        "batch_size": 5,
-        "max_steps": 2,
-        "validate_training_data": True,
-        "export_best": False,
-        "check_export": True,
-    },
-    "toy": {"subset": "1%", "max_steps": 100},
-    "full": {},
-}
-
-
 # Options that exclude each other: a given one replaces the preset's.
-EXCLUSIVE = (frozenset({"batch_size", "batch_tokens"}),)
+EXCLUSIVE = (frozenset({"batch_size", "batch_tokens"}), frozenset({"validation_data_path", "validation_share"}))
 
 
 def list_preset_values(preset: str | None, given: Collection[str]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.devices import GIB, MemoryCounter, describe_device, memory_limit, resident_memory
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import call_on_rank0, count_sharing
-from mini_trainer.model.activation_checkpointing import MODES, set_activation_checkpointing
+from mini_trainer.model.activation_checkpointing import set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
 from mini_trainer.model.sharding import choose_resharding, count_gathered_bytes, prepare_backward
 from mini_trainer.options import flag_name
+from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_choice import (
     Probe,
     Room,
@@ -198,7 +199,7 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
             log.info(f"auto: --activation-checkpointing {mode}")
         return prober.find_room(mode, least=least, most=most)
 
-    mode, room = choose_mode(find, MODES if mode == "auto" else (mode,), enough=most, is_timed=True)
+    mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=most, is_timed=True)
     prober.set_mode(mode)
     if room.num_tokens == 0 and given == "auto":
         raise ValueError(refuse_longest(data, room))

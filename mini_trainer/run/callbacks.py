@@ -20,7 +20,6 @@ from mini_trainer.distributed.ending import FLAG_NAMES, ExitCode, Flag, RunError
 from mini_trainer.distributed.messages import describe_error
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
-from mini_trainer.options import CallbackOptions
 from mini_trainer.options.command_line import suggest
 from mini_trainer.run.hooks import FOLDERS, Answer, Callback, StartedRun, check_callback
 from mini_trainer.run.training_log import Sink
@@ -79,17 +78,16 @@ def describe_raised(error: BaseException) -> str:
 class Callbacks(Sink):
     """Calls the hooks of this rank's callbacks, and collects their answers and errors.
 
-    With --callback-errors stop, a callback that has raised is not called again, and `flags` ends the run.
+    A callback that has raised is not called again, and `take_flags` ends the run.
     """
 
-    def __init__(self, classes: Classes, options: CallbackOptions, control: RunControl, run: StartedRun):
+    def __init__(self, classes: Classes, control: RunControl, run: StartedRun):
         """Makes the objects and calls `on_start`; ValueError or RunError if that fails."""
-        self.errors, self.control, self.step = options.callback_errors, control, run.first_step
+        self.control, self.step = control, run.first_step
         self.callbacks: dict[str, Callback] = {}
         self.pending: list[tuple[str, Answer]] = []  # since the last step's reduction: callbacks and their requests
         self.asked: list[str] = []  # callbacks that asked for a stop
-        self.failed: list[str] = []  # callbacks that raised, with --callback-errors stop
-        self.logged: set[tuple[str, str, type]] = set()  # kinds of errors
+        self.failed: list[str] = []  # callbacks that raised
         for path, made in classes.items():
             if run.rank == 0 or made.on_all_ranks:
                 try:
@@ -144,7 +142,7 @@ class Callbacks(Sink):
                 try:
                     self._take(who, getattr(callback, hook)(received))
                 except (Exception, SystemExit) as error:
-                    self._fail(who, path, hook, error)
+                    self._fail(who, path, error)
 
     def _take(self, who: str, answer: Answer | None) -> None:
         if answer is None:
@@ -153,16 +151,12 @@ class Callbacks(Sink):
             raise TypeError(f"a hook returned {answer!r}: must be None or a mini_trainer.Answer")
         self.pending += [(who, one) for one in answer]
 
-    def _fail(self, who: str, path: str, hook: str, error: BaseException) -> None:
-        """Handles an exception by --callback-errors; the log gets its whole traceback, on any rank."""
+    def _fail(self, who: str, path: str, error: BaseException) -> None:
+        """Ends the run after the next step; the log gets the whole traceback, on any rank."""
         trace = "".join(traceback.format_exception(error)).rstrip()
-        if self.errors == "stop":
-            log.error(f"the callback {who} raised; the run ends after the next step\n{trace}")
-            self.failed.append(f"{who}: {describe_raised(error)}")
-            del self.callbacks[path]
-        elif (path, hook, type(error)) not in self.logged:
-            self.logged.add((path, hook, type(error)))
-            log.error(f"the callback {who} raised; training continues, and repetitions are not logged\n{trace}")
+        log.error(f"the callback {who} raised; the run ends after the next step\n{trace}")
+        self.failed.append(f"{who}: {describe_raised(error)}")
+        del self.callbacks[path]
 
 
 def explain_stop(stop: Stop | None, failed: list[str], asked: list[str]) -> Stop | None:

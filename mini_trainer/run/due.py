@@ -54,7 +54,7 @@ def is_export_due(position: RunPosition, options: ExportOptions, *, epoch_length
 
 def is_validation_due(position: RunPosition, options: ValidationOptions, *, epoch_length: int, is_last: bool) -> bool:
     """Whether the model is to be validated at `position`, the end of a step."""
-    if not options.is_asked:
+    if not options.validation_data_path:
         return False
     every = options.validate_every_steps
     return (
@@ -71,7 +71,7 @@ def count_validations(step: int, options: ValidationOptions, *, num_steps: int, 
         every = 0 if options.validate_every_steps is None else last // options.validate_every_steps
         return every + (int(last / steps_per_epoch) if options.validate_at_epoch else 0)
 
-    return 1 + count(num_steps - 1) - count(step - 1) if options.is_asked else 0
+    return 1 + count(num_steps - 1) - count(step - 1) if options.validation_data_path else 0
 
 
 def has_crossed(position: RunPosition, every: int) -> bool:

@@ -149,6 +149,13 @@ def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bo
     return [changes[key] for key in keys if key in changes]
 
 
+# Options of older versions that decided numbers, with the value that is like having none.
+FORMER = {
+    **{"desirable-weight": 1.0, "undesirable-weight": 1.0, "preference-label-smoothing": 0.0},
+    **{"lora-use-rslora": False, "muon-momentum": 0.95, "muon-scale": "match-rms-adamw"},
+}
+
+
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Changed parts of a run's identity, described by name. Options that an older version did not record count as their
     defaults; other parts that it did not record are not compared.
@@ -159,7 +166,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     for name in sorted(before.keys() | now.keys()):
         if name not in before and name not in defaults:
             continue
-        old, new = before.get(name, defaults.get(name)), now.get(name)
+        old, new = before.get(name, defaults.get(name)), now.get(name, FORMER.get(name))
         if isinstance(new, list) and not isinstance(old, list):  # an older version took one value, or None
             old = [] if old is None else [old]
         if old != new:

@@ -32,8 +32,7 @@ MAX_POINTS = 300  # maximum points of the curve; each is the mean of equally man
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
 LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
-            "continue_from", "track", "track_project", "track_name", "push_to_hub", "hub_private", "upload_to",
-            "hub_license")  # fmt: skip
+            "continue_from", "track", "push_to_hub", "upload_to")  # fmt: skip
 TEMPLATE = """---
 {{ card_data }}
 ---
@@ -110,7 +109,7 @@ def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
 def describe_head(name: str, inputs: RunInputs, values: Mapping[str, Any], measured: dict[str, float]) -> ModelCardData:
     """The card's metadata. Models and data sets are named only if they are on the hub, which would look for them."""
     config, method, base = inputs.config, inputs.method, inputs.model_options.model_name_or_path
-    rows, license_name = values["input_dataset"], values["hub_license"]
+    rows = values["input_dataset"]
     sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
     task = "image-text-to-text" if sees_images else inputs.objective.pipeline_tag
     held_out = ", ".join(name_validation_data(values)) if measured else ""
@@ -122,7 +121,7 @@ def describe_head(name: str, inputs: RunInputs, values: Mapping[str, Any], measu
     return ModelCardData(
         **({} if Path(base).exists() else dict(base_model=base, base_model_relation=method.relation)),
         **({} if rows is None or Path(rows).exists() else dict(datasets=rows.partition(":")[0])),
-        **(dict(license=license_name) if license_name else find_license(Path(inputs.model_dir))),
+        **find_license(Path(inputs.model_dir)),
         library_name=LIBRARIES[method.relation],
         model_name=name,
         eval_results=results or None,
@@ -204,9 +203,7 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
 
 def name_validation_data(values: Mapping[str, Any]) -> list[str]:
     """Names of the sets that the run validates on, by its options."""
-    paths = list_validation_data(
-        values["validation_data_path"], values["data_path"], adds_training=values["validate_training_data"]
-    )
+    paths = list_validation_data(values["validation_data_path"], values["data_path"])
     return list(map(shorten_paths, name_sources(list(map(Path, paths)))))
 
 

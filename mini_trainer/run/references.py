@@ -42,11 +42,6 @@ def add_reference(
     known = [read_known(data, key, world) for data in list_sets(inputs)]
     num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
     log.info(f"reference: {num_rows - num_missing:,} of {num_rows:,} samples scored before, {num_missing:,} to score")
-    if num_missing and inputs.values["reuse_reference_only"]:
-        raise ValueError(
-            f"--reuse-reference-only: {num_missing:,} samples have no log-probabilities by this reference model; leave"
-            " the option out to compute them"
-        )
     other = inputs.other_models.get(REFERENCE_MODEL)
     scorer = model if not num_missing or other is None else build(other)
     for own in known:

@@ -17,7 +17,6 @@ from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import (
-    CallbackOptions,
     CheckpointOptions,
     OptimizationOptions,
     TrackingOptions,
@@ -160,7 +159,6 @@ class RunDirectory:
         inputs: RunInputs,
         validation: ValidationOptions,
         tracking: TrackingOptions,
-        callbacks: CallbackOptions,
         *,
         num_validations: int,
     ) -> TrainingLog:
@@ -179,7 +177,7 @@ class RunDirectory:
                 rank=self.world.rank,
                 world_size=self.world.world_size,
             )
-            self.callbacks = Callbacks(inputs.callbacks, callbacks, self.control, started)
+            self.callbacks = Callbacks(inputs.callbacks, self.control, started)
             self.log.sinks.append(self.callbacks)
         return self.log
 

@@ -194,11 +194,8 @@ def open_data(
 
 
 def open_validation_data(o: DataOptions, validation: ValidationOptions, errors: Errors) -> Mixture | None:
-    """Opens the sets of --validation-data-path, and the training data if requested; each must have something to
-    predict."""
-    paths = list_validation_data(
-        validation.validation_data_path, o.data_path, adds_training=validation.validate_training_data
-    )
+    """Opens the sets of --validation-data-path; each must have something to predict."""
+    paths = list_validation_data(validation.validation_data_path, o.data_path)
 
     def open_sets() -> Mixture:
         data = Mixture([TokenizedData(path, option="--validation-data-path") for path in paths])

@@ -22,6 +22,7 @@ from mini_trainer.model.fingerprints import fingerprint_config_files, fingerprin
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import (
+    TRAINING_DATA,
     EndOptions,
     ExportOptions,
     OptimizationOptions,
@@ -103,7 +104,7 @@ def find_oddities(
         num_updates = inputs.num_steps_before + num_steps
         if num_updates < FEW_UPDATES:
             inputs.warnings.append(describe_few_updates(num_updates, inputs, optimization, end))
-    if data is not None and inputs.validation_data is not None and not validation.validate_training_data:
+    if data is not None and inputs.validation_data is not None and TRAINING_DATA not in validation.validation_data_path:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
             if source.path.resolve() in trained:

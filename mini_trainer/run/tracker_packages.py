@@ -30,8 +30,8 @@ def start_wandb(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     keep({"id": run_id})  # before creating the run: however this start ends, the next one uses the same id
     console, silent = os.environ.get("WANDB_CONSOLE", "off"), os.environ.get("WANDB_SILENT", "true")
     started = wandb.init(
-        project=run.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
-        name=run.name,
+        project=os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+        name=os.environ.get("WANDB_NAME") or run.name,
         id=run_id,
         resume="allow",
         dir=None if "WANDB_DIR" in os.environ else str(run.output_dir),
@@ -86,7 +86,8 @@ def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
         logging.getLogger(name).setLevel(logging.WARNING)
     client, run_id, params = MlflowClient(), ids.get("run_id"), []
     if run_id is None or not resume_run(client, run_id):
-        run_id = client.create_run(find_experiment(client, run.project), run_name=run.name).info.run_id
+        name = os.environ.get("MLFLOW_RUN_NAME") or run.name
+        run_id = client.create_run(find_experiment(client), run_name=name).info.run_id
         keep({"run_id": run_id})
         params = [Param(name, str(value)[:MLFLOW_LONGEST]) for name, value in run.options.items()]
     tags = [RunTag(name, json.dumps(value)[:MLFLOW_LONGEST].strip('"')) for name, value in run.facts.items()]
@@ -114,12 +115,12 @@ def resume_run(client: Any, run_id: str) -> bool:
     return True
 
 
-def find_experiment(client: Any, project: str | None) -> str:
+def find_experiment(client: Any) -> str:
     from mlflow.exceptions import MlflowException
 
-    if project is None and "MLFLOW_EXPERIMENT_ID" in os.environ:
+    if "MLFLOW_EXPERIMENT_ID" in os.environ:
         return os.environ["MLFLOW_EXPERIMENT_ID"]
-    name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_PROJECT
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_PROJECT
     with contextlib.suppress(MlflowException):  # it exists
         return client.create_experiment(name)
     return client.get_experiment_by_name(name).experiment_id
@@ -138,7 +139,7 @@ def start_trackio(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
-    project = ids.get("project") or run.project or os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT
+    project = ids.get("project") or os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT
     name = ids.get("name") or f"{run.name}-{secrets.token_hex(2)}"
     keep({"project": project, "name": name})
     config = {"options": run.options, "run": run.facts}

@@ -51,7 +51,6 @@ class TrackedRun:
     """The run's description for trackers, before its first metrics."""
 
     name: str
-    project: str | None  # None: from the tracker's own environment, else `DEFAULT_PROJECT`
     output_dir: Path
     first_step: int  # steps completed before this start
     options: dict[str, Any]  # by name, JSON
@@ -206,14 +205,18 @@ def open_trackers(options: TrackingOptions, output_dir: Path, values: Mapping[st
     """The sink of --track, of a run with these `values` of options; training_params.json has recorded this start."""
     start, place = read_params(output_dir), output_dir.absolute()
     run = TrackedRun(
-        name=options.track_name or place.name,
-        project=options.track_project,
+        name=name_run(place),
         output_dir=output_dir,
         first_step=start["first_step"],
         options=json.loads(json.dumps(values)),
         facts={"host": socket.gethostname(), "output_dir": str(place)} | {name: start[name] for name in FACTS},
     )
     return Trackers({title: TRACKERS[title] for title in options.track}, run)
+
+
+def name_run(place: Path) -> str:
+    """The name of a run's directory; of a sweep's trial, SWEEP_TRIAL, since each has its run in a directory `run`."""
+    return place.name if place.name != "run" else f"{place.parent.parent.name}_{place.parent.name}"
 
 
 def read_earlier(output_dir: Path, *, last_step: int) -> Iterator[Entry]:

@@ -59,8 +59,7 @@ class Hub:
     def prepare(self) -> None:
         """Creates the repository. Raises an error if nothing can be uploaded, as `Store.prepare` does."""
         disable_progress_bars()
-        private = True if self.options.hub_private else None
-        self.repo_id = HfApi().create_repo(self.repo_id, private=private, exist_ok=True).repo_id
+        self.repo_id = HfApi().create_repo(self.repo_id, exist_ok=True).repo_id
 
     def upload(self, upload: Upload) -> str:
         return retry(lambda: self._commit(upload), SECONDS_TO_WAIT)

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.stores.disk import hash_json
@@ -78,7 +77,6 @@ def validate(
     objective: Objective,
     *,
     cap: int,
-    predictions_file: Path | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Any]:
     """Scores all sets together, and each separately; also returns the seconds taken. All ranks call this.
@@ -92,10 +90,6 @@ def validate(
 
     found = score_data(state.model, data, objective, cap=cap, world=state.world, progress=say_where)
     scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, found))
-    if predictions_file is not None:
-        from mini_trainer.run.predictions import write_predictions
-
-        call_on_rank0(state.world, lambda: write_predictions(predictions_file, data, objective, found.predictions))
     return scores["all"] | {"seconds": time.monotonic() - start, "sets": scores["sets"]}
 
 
@@ -181,7 +175,6 @@ class Validations:
             "epoch": position.num_samples / len(inputs.data.kept),
             "total_samples_accumulated": position.num_samples,
         }
-        predictions_file = exports.output_dir / f"predictions_samples_{position.num_samples}.jsonl"
         run = functools.partial(
             validate,
             state,
@@ -190,8 +183,8 @@ class Validations:
             cap=cap,
             progress=self.control.progress,
         )
-        metrics = where | run(predictions_file=predictions_file if self.options.write_predictions else None)
-        if self.options.validate_average:
+        metrics = where | run()
+        if state.average is not None and state.average.half_life is not None:
             with state.average.in_place():
                 of_average = run()
             metrics |= {f"average_{name}": of_average[name] for name in inputs.objective.metrics}

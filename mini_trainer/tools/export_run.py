@@ -7,6 +7,7 @@ For a run that was stopped before its end. The export is the one that the run wo
 its hf_format. A large model is shared by the ranks of torchrun.
 """
 
+import math
 from pathlib import Path
 
 from mini_trainer.distributed.monitor import RunControl
@@ -66,7 +67,7 @@ LEFT_OUT = {
     **dict.fromkeys(("validation_data_path", "callbacks", "track"), ()),
     **dict.fromkeys(("upload_to", "keep_exports", "continue_from", "profile_steps", "sample_prompts"), None),
     **dict.fromkeys(("config", "preset"), None),
-    **dict(validate_training_data=False, resume="auto", trust_remote_code=False),
+    **dict(resume="auto", trust_remote_code=False),
 }
 KEPT = ("compute_dtype", "attention")  # of the computation
 
@@ -117,6 +118,11 @@ def restore_options(checkpoint: Checkpoint, run: Path, *, trust_remote_code: boo
             f"{run}: was trained with --trust-remote-code: give it here as well, to run the code that comes with its"
             " model"
         )
+    if recorded.get("lora_use_rslora"):  # of older versions: alpha / sqrt(rank)
+        from mini_trainer.model.methods.lora_layers import DEFAULT_RANK
+
+        rank = recorded["lora_rank"] or DEFAULT_RANK
+        recorded["lora_alpha"] = (recorded["lora_alpha"] or 2 * rank) * math.sqrt(rank)
     kept = {name: recorded[name] for name in KEPT}
     known = list_types(TrainOptions)
     trained = group_options(TrainOptions, **{name: value for name, value in recorded.items() if name in known})

@@ -85,7 +85,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 TABLE = [
     ("llama", {}),
     ("llama", dict(lora_use_dora=True)),
-    ("llama_tied_bias", dict(lora_use_rslora=True, lora_target_modules=("q_proj", "layers.1.mlp.*"))),
+    ("llama_tied_bias", dict(lora_target_modules=("q_proj", "layers.1.mlp.*"))),
     ("qwen3", dict(lora_modules_to_save=("embed_tokens",))),  # tied
     ("qwen3_moe", {}),
     ("gemma3", {}),

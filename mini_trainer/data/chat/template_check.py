@@ -19,7 +19,7 @@ from mini_trainer.data.chat.turns import Stops
 
 MISSING_STOP_TOKEN = (
     "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
-    " trained on (--allow-missing-stop-token)"
+    " trained on (--missing-stop-token allow)"
 )
 QUESTION, ANSWER = EXCHANGE
 MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
@@ -229,7 +229,7 @@ class StopAppender:
         after_text = learn_ending(locate, self.stops, checker.choose_probes()[1])
         self.after_text = self.tokenizer.eos_token if after_text is None else after_text
         if self.after_text is None:
-            raise ValueError("--append-stop-token: the chat template writes none, and the tokenizer has no eos_token")
+            raise ValueError("--missing-stop-token append: the chat template has none, and the tokenizer no eos_token")
         self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
     def append(self, located: Located, chat: Weighted) -> Located:
@@ -276,7 +276,7 @@ def find_last_stop(text: str, stops: Stops) -> str | None:
 def describe_open_turns(open_turns: Collection[str], name: str, *, appended: str | None) -> list[str]:
     """Notes on a template whose inner or last turns lack a stop token, for a user who allows that or has `appended`
     added to last turns. Raises ValueError if the template has no such turns."""
-    flag = "--allow-missing-stop-token" if appended is None else "--append-stop-token"
+    flag = f"--missing-stop-token {'allow' if appended is None else 'append'}"
     if not open_turns:
         raise ValueError(f"{flag} has no effect: {name} writes a stop token")
     if appended is not None:

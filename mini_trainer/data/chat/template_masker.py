@@ -73,7 +73,7 @@ class TemplateMasker:
 
     @cached_property
     def appender(self) -> StopAppender:
-        """Appends stop tokens (--append-stop-token). Raises ValueError if there is no token to append."""
+        """Appends stop tokens (--missing-stop-token append). Raises ValueError if there is no token to append."""
         return StopAppender(self.locator.locate_one, self.make_checker(), self.stop_token_ids)
 
     def make_checker(self) -> TemplateChecker:

@@ -71,7 +71,7 @@ class TokenizedChat:
     spans: list[TrainedSpan]
     is_weighted: bool = False
     pictures: Pictures | None = None
-    is_stop_appended: bool = False  # by --append-stop-token
+    is_stop_appended: bool = False  # by --missing-stop-token append
     remarks: tuple[Remark, ...] = ()
 
     @property

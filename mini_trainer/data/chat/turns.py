@@ -353,8 +353,8 @@ class TurnLearner:
                 f"the chat template writes no end-of-turn token after an assistant turn: {literal!r} within a"
                 f" conversation, {cut!r} at its end; if a token that begins the next turn ends generation, the model's"
                 " generation_config.json has to name it as eos_token_id; to append a stop token to conversations, pass"
-                " --append-stop-token; to train without, which does not teach the model to stop, pass"
-                " --allow-missing-stop-token"
+                " --missing-stop-token append; to train without, which does not teach the model to stop, pass"
+                " --missing-stop-token allow"
             )
         return end
 

@@ -81,15 +81,15 @@ def read_pairs(values: Fields, chunk: Chunk, tally: Counter[str], *, options: Ro
 
 def read_row(values: Fields, options: RowOptions, tally: Counter[str]) -> Feedback:
     """The row's feedback. Raises ValueError for a missing prompt, answer or label."""
-    ignored, prompt_field, answer_field = options.ignore_columns, options.prompt_field, options.completion_field
+    ignored, prompt_field, answer_field = options.ignore_columns, options.column("prompt"), options.column("completion")
     values = read_turns(values, (prompt_field, answer_field), ignored, tally)
-    label_name = find_name(values, options.label_field, LABELS, option="--label-field")
+    label_name = find_name(values, options.column("label"), LABELS, option="--columns label=")
     is_good = look_up(values, label_name)
     if not isinstance(is_good, bool):
         raise ValueError(f"{label_name!r} is {quote(is_good)}, allowed: true, false")
-    prompt_name = find_name(values, prompt_field, PROMPTS, option="--prompt-field")
+    prompt_name = find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
     is_whole = prompt_name in TURNS and answer_field is None and values.get("completion") is None
-    name = None if is_whole else find_name(values, answer_field, ("completion",), option="--completion-field")
+    name = None if is_whole else find_name(values, answer_field, ("completion",), option="--columns completion=")
     read = {label_name, prompt_name, name, *BESIDE} - {None, "margin"}
     check_beside(values, read, ignored, tally, why="Feedback does not read such columns")
     weight, answer = read_number(values, "weight"), None if name is None else look_up(values, name)

@@ -58,6 +58,9 @@ MOST_PATHS = 40  # most paths listed in a message
 Example = Chat | Completion | Document
 
 
+PATHS = ("messages", "prompt", "completion", "text", "system")  # of --columns, those of the detected formats
+
+
 @dataclass(frozen=True)
 class FieldPaths:
     """Paths in rows to the values that their format reads under other names; a dot leads to a nested key.
@@ -78,7 +81,7 @@ class FieldPaths:
     @property
     def given(self) -> dict[str, str]:
         """The paths that are set, by name."""
-        paths = {name: getattr(self, name) for name in ("messages", "prompt", "completion", "text", "system")}
+        paths = {name: getattr(self, name) for name in PATHS}
         return {name: path for name, path in paths.items() if path is not None}
 
     def rename(self, name: str) -> str:
@@ -118,8 +121,8 @@ def read_text_row(
             error
             if paths.given
             else ValueError(
-                f"{error}; other names: --messages-field, or for a chat of a question and an answer --format alpaca"
-                " --prompt-field question --completion-field answer"
+                f"{error}; other names: --columns messages=NAME, or for a chat of a question and an answer --format"
+                " alpaca --columns prompt=question completion=answer"
             )
         ) from None
     if folders is not None and isinstance(example, Chat):
@@ -198,7 +201,7 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             more = f" and {len(found) - MOST_PATHS} more" if len(found) > MOST_PATHS else ""
             raise ValueError(
-                f"--{name}-field {path}: none of the first {len(rows)} rows of {chunk.file} has"
+                f"--columns {name}={path}: none of the first {len(rows)} rows of {chunk.file} has"
                 f" it{hint}; they have {', '.join(found[:MOST_PATHS])}{more}"
             )
 
@@ -215,7 +218,9 @@ def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = (
     found = parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
     for name, value in found.items():
         if value is None and name != "system":
-            raise ValueError(f"no {given[name]!r} (--{name}-field), or it is empty: the row has {quote(sorted(row))}")
+            raise ValueError(
+                f"no {given[name]!r} (--columns {name}=), or it is empty: the row has {quote(sorted(row))}"
+            )
     beside = BESIDE["completion" if "prompt" in found or "completion" in found else next(iter(found))]
     if "messages" in found and is_sharegpt(found["messages"]):
         found["conversations"], beside = found.pop("messages"), BESIDE["conversations"]

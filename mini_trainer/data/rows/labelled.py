@@ -81,10 +81,11 @@ def check_values(values: Fields, options: RowOptions, tally: Counter[str]) -> Fi
     """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much is
     trained. Unread labels and scores are treated like any other column."""
     values = parse_turns(drop_ignored(values, options.ignore_columns, tally), ())
-    labels = ("label", "labels") if options.label_field is None else (options.label_field,)
-    values = parse_lists(values, (*(("tokens",) if options.text_field is None else ()), *labels))
-    texts = ("text", "tokens", "messages") if options.text_field is None else (options.text_field,)
-    read = {"tools", *texts, options.text_pair_field or "text_pair", *labels}
+    label, text = options.column("label"), options.column("text")
+    labels = ("label", "labels") if label is None else (label,)
+    values = parse_lists(values, (*(("tokens",) if text is None else ()), *labels))
+    texts = ("text", "tokens", "messages") if text is None else (text,)
+    read = {"tools", *texts, options.column("text_pair") or "text_pair", *labels}
     ignored, meanings, why = options.ignore_columns, (WEIGHING,), "Classification does not read such columns"
     check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
     return check_messages(values, ignored, tally, marks=(), meanings=meanings)
@@ -93,7 +94,7 @@ def check_values(values: Fields, options: RowOptions, tally: Counter[str]) -> Fi
 def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
     """The row's content and label. Raises ValueError if one is missing or there are two contents."""
     content = read_content(values, options)
-    name = find_name(values, options.label_field, ("label", "labels"), what="label", option="--label-field")
+    name = find_name(values, options.column("label"), ("label", "labels"), what="label", option="--columns label=")
     given = look_up(values, name)
     if isinstance(content, Words):
         labels = [read_label(label, f"{name!r}, word {i}") for i, label in enumerate(require_items(given, name), 1)]
@@ -110,10 +111,10 @@ def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
 
 def read_content(values: Fields, options: RowOptions) -> Content:
     """The content to classify."""
-    choices = ("text", "tokens", "messages") if options.text_field is None else ()
-    name = find_name(values, options.text_field, choices, what="text", option="--text-field")
-    pair = options.text_pair_field or "text_pair"
-    is_pair = options.text_pair_field is not None or look_up(values, pair) is not None
+    choices = ("text", "tokens", "messages") if options.column("text") is None else ()
+    name = find_name(values, options.column("text"), choices, what="text", option="--columns text=")
+    pair = options.column("text_pair") or "text_pair"
+    is_pair = options.column("text_pair") is not None or look_up(values, pair) is not None
     value = look_up(values, name)
     if is_pair:
         return TextPair(read_text(value, name), read_text(look_up(values, pair), pair))

@@ -180,7 +180,7 @@ def decide_labels(
     if len(names) < 2 and label_type == "single":
         raise ValueError(
             f"all labels are {next(iter(counts.names), None)!r}: at least two classes are needed; list all possible"
-            " classes with --label-names, or check --label-field"
+            " classes with --label-names, or check --columns label="
         )
     return Labels(DataTask(objective, label_type, names, len(names)), takes_indices=takes_indices(names))
 
@@ -226,7 +226,7 @@ def choose_label_type(counts: LabelCounts, given: LabelType | None) -> LabelType
         return "regression"
     if counts.num_rows > FEW_ROWS and 2 * num_classes > counts.num_rows:
         raise ValueError(
-            f"{num_classes:,} different labels in {counts.num_rows:,} rows: if --label-field is right, pass"
+            f"{num_classes:,} different labels in {counts.num_rows:,} rows: if --columns label= is right, pass"
             " --label-type single, or regression if they are values to predict"
         )
     return "single"

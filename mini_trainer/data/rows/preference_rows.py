@@ -79,15 +79,16 @@ def read_preferences(values: Fields, chunk: Chunk, tally: Counter[str], *, optio
 
 def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) -> Preference:
     """The row's preference. Raises ValueError for missing or equal answers, and answers to different prompts."""
-    ignored, prompt_field = options.ignore_columns, options.prompt_field
-    values = read_turns(values, (prompt_field, options.chosen_field, options.rejected_field), ignored, tally)
+    ignored, prompt_field = options.ignore_columns, options.column("prompt")
+    chosen, rejected = options.column("chosen"), options.column("rejected")
+    values = read_turns(values, (prompt_field, chosen, rejected), ignored, tally)
     names = (
-        find_name(values, options.chosen_field, CHOSEN, option="--chosen-field"),
-        find_name(values, options.rejected_field, REJECTED, option="--rejected-field"),
+        find_name(values, chosen, CHOSEN, option="--columns chosen="),
+        find_name(values, rejected, REJECTED, option="--columns rejected="),
     )
     answers = [look_up(values, name) for name in names]
     is_whole = all(map(is_whole_chat, answers))
-    prompt_name = None if is_whole else find_name(values, prompt_field, PROMPTS, option="--prompt-field")
+    prompt_name = None if is_whole else find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
     # With whole chats, `prompt` and `messages` repeat what is in them.
     read = {*names, *BESIDE, *((*PROMPTS, prompt_field) if is_whole else (prompt_name,))} - {None}
     check_beside(values, read, ignored, tally, why="Preferences do not read such columns")

@@ -11,7 +11,7 @@ from mini_trainer.data.chat.pictures import ImageExpander, load_processor
 from mini_trainer.data.chat.templates import change_tokenizer
 from mini_trainer.data.columns.base import FEEDBACK, VISION, DataTask
 from mini_trainer.data.rows.files import Source
-from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, read_text_row
+from mini_trainer.data.rows.formats import OWN_NAMES, PATHS, FieldPaths, read_text_row
 from mini_trainer.data.rows.labelled import CLASSIFICATION, Labelled, read_labelled
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, describe_pairs
 from mini_trainer.data.rows.labels import describe_similar
@@ -59,8 +59,8 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
         masker = ChatMasker(
             tokenizer,
             stop_token_ids=load_stop_token_ids(model_dir),
-            allow_missing_stop_token=options.rows.allow_missing_stop_token,
-            append_stop_token=options.rows.append_stop_token,
+            allow_missing_stop_token=options.rows.missing_stop_token == "allow",
+            append_stop_token=options.rows.missing_stop_token == "append",
             thinking_prefix=options.rows.thinking_prefix,
             strict_reasoning=options.contents.strict_reasoning,
             expander=open_expander(model_dir, options),
@@ -78,11 +78,7 @@ def choose_paths(options: ProcessDataOptions) -> FieldPaths:
     if rows.format in NAMED_FORMATS:
         return OWN_NAMES
     return FieldPaths(
-        rows.messages_field,
-        rows.prompt_field,
-        rows.completion_field,
-        rows.text_field,
-        contents.system_field,
+        **{name: rows.column(name) for name in PATHS},
         ignored=rows.ignore_columns,
         data_format=rows.format,
         as_chat=contents.as_chat,
@@ -151,8 +147,7 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
         given = options.rows.chat_template
         return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
     useless = {
-        "--allow-missing-stop-token": options.rows.allow_missing_stop_token,
-        "--append-stop-token": options.rows.append_stop_token,
+        f"--missing-stop-token {options.rows.missing_stop_token}": options.rows.missing_stop_token != "refuse",
         "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
         "--strict-reasoning": options.contents.strict_reasoning,
         "--template-args": bool(options.contents.template_args),

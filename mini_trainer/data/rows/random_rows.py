@@ -23,7 +23,7 @@ NAME = "random tokens"
 
 def make_random_source(options: RowOptions) -> Source:
     """A source of `--mock-data` rows, which hold only their number."""
-    length = options.mock_length or DEFAULT_LENGTH
+    length = options.block_size or DEFAULT_LENGTH
     num_bytes = BYTES_PER_TOKEN * length
     num_rows = min(CHUNK_ROWS, 1 + CHUNK_BYTES // num_bytes)
 
@@ -42,7 +42,7 @@ def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation[int]:
     token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
     if not len(token_ids):
         raise ValueError("--mock-data: the tokenizer has only special tokens")
-    length = options.mock_length or DEFAULT_LENGTH
+    length = options.block_size or DEFAULT_LENGTH
     kind = options.format or CAUSAL_LM  # also the name of --format preference and feedback data
     draw = partial(draw_samples, columns=COLUMNS[kind], token_ids=token_ids, length=length)
     return Preparation(DataTask(kind), read_numbers, draw)

@@ -296,23 +296,24 @@ def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_t
     because the chat template leaves some turns open (`open_turns`: inner, last), unless that is allowed.
     """
     num_rows, num_trained = totals.stops["rows"], totals.stops["trained"]
-    if options.append_stop_token and not totals.stops["appended"]:
-        return ["--append-stop-token had no effect: no row ends with a trained turn that lacks a stop token"]
+    choice = options.missing_stop_token
+    if choice == "append" and not totals.stops["appended"]:
+        return ["--missing-stop-token append had no effect: no row ends with a trained turn that lacks a stop token"]
     if num_trained == num_rows:
-        needless = options.allow_missing_stop_token and "inner" not in open_turns
-        return ["--allow-missing-stop-token is not needed: every row has a trained stop token"] if needless else []
+        needless = choice == "allow" and "inner" not in open_turns
+        return ["--missing-stop-token allow is not needed: every row has a trained stop token"] if needless else []
     found = f"{num_trained:,} of {num_rows:,} rows have a trained stop token"
     found += f" such as {stop!r}" if stop is not None else ""
     is_enough = num_trained >= LEAST_SHARE * num_rows
-    if is_enough or options.allow_missing_stop_token or not open_turns:
+    if is_enough or choice == "allow" or not open_turns:
         return [found if is_enough else f"{found}: the model may not learn to stop"]
-    if options.append_stop_token:
+    if choice == "append":
         raise ValueError(
-            f"only {found} with --append-stop-token, which appends it to rows that end with a trained turn of the"
-            " assistant: let more rows end with one, or pass --allow-missing-stop-token instead"
+            f"only {found} with --missing-stop-token append, which appends it to rows that end with a trained turn of"
+            " the assistant: let more rows end with one, or pass --missing-stop-token allow instead"
         )
     raise ValueError(
         f"only {found}, so the model would not learn to stop: the chat template writes none after a conversation's last"
-        " turn. Pass --append-stop-token to append one there and train on it, or --allow-missing-stop-token to"
+        " turn. Pass --missing-stop-token append to append one there and train on it, or --missing-stop-token allow to"
         " train without"
     )

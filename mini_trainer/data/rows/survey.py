@@ -63,7 +63,7 @@ class Survey:
 def survey_rows(sources: Sequence[Source], rows: RowOptions, *, num_workers: int) -> Survey:
     """Reads all rows. Raises ValueError if the meaning of the labels is ambiguous."""
     known = None if rows.labels_from is None else read_known_labels(rows.labels_from)
-    declared = () if known is not None or rows.label_names else find_declared_names(sources, rows.label_field)
+    declared = () if known is not None or rows.label_names else find_declared_names(sources, rows.column("label"))
     counts, first, has_pairs = LabelCounts(), None, False
     names, lines, texts, labels = [], [], [], []
     read = (chunk for source in sources for chunk in read_chunks(source))

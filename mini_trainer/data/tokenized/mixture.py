@@ -26,11 +26,10 @@ from mini_trainer.data.tokenized.by_row import (
 )
 from mini_trainer.data.tokenized.order import draw_permutation
 from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
+from mini_trainer.options.doors import WEIGHED_BY
 
 if TYPE_CHECKING:
     from mini_trainer.data.tokenized.images import SampleImages
-
-WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
 
 
 class ByRow(Protocol):

@@ -103,8 +103,8 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "validation_share": options.rows.validation_share,
         "skip_invalid": options.rows.skip_invalid,
         **(describe_label_options(options) if options.rows.format == CLASSIFICATION else {}),
-        "allow_missing_stop_token": options.rows.allow_missing_stop_token,
-        "append_stop_token": options.rows.append_stop_token,
+        "missing_stop_token": options.rows.missing_stop_token,
+        "columns": list(options.rows.columns),
         "ignore_columns": list(options.rows.ignore_columns),
         "thinking_prefix": options.rows.thinking_prefix,
         "strict_reasoning": options.contents.strict_reasoning,
@@ -117,9 +117,6 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
 def describe_label_options(options: ProcessDataOptions) -> dict[str, Any]:
     return {
         "truncate": options.rows.truncate,
-        "text_field": options.rows.text_field,
-        "text_pair_field": options.rows.text_pair_field,
-        "label_field": options.rows.label_field,
         "label_separator": options.rows.label_separator,
         "labels_from": None if options.rows.labels_from is None else Path(options.rows.labels_from).name,
     }

@@ -52,12 +52,11 @@ from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import DataOptions, LoRAOptions
+from mini_trainer.options.doors import BASE_QUANTIZATIONS, LORA_EXPORTS
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-LORA_EXPORTS = {"adapter": (True, False), "merged": (False, True), "both": (True, True)}  # adapter, merged model
-BASE_QUANTIZATIONS = {"none": False, "nf4": True}  # whether the base is packed
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative rounding error of whole models on a GPU
 ERROR_4_BITS = 2e-1  # allowed relative error of a merged model's loss, whose base is no longer in 4 bits
 NUM_COMPARED = 16  # maximum number of samples on which a merged and a quantized model are compared

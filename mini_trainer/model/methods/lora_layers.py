@@ -235,7 +235,6 @@ def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, give
         r=rank,
         lora_alpha=options.lora_alpha or 2 * rank,
         lora_dropout=options.lora_dropout,
-        use_rslora=options.lora_use_rslora,
         use_dora=options.lora_use_dora,
         target_modules=shorten(targets.layers, modules),
         target_parameters=shorten(targets.experts, params, length=2) or None,

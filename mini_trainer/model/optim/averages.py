@@ -10,27 +10,23 @@ from torch.distributed.tensor import DTensor
 from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.options import OptimizationOptions
 
-AVERAGES = ("ema", "tail")
-
 
 class WeightAverage:
     """The average of a model's trained parameters, by their names. It starts as the weights of the model, which
     `start` repeats once a checkpoint's are in it.
 
-    ema: average += (1 - decay) (weight - average) after each step. tail: the mean of the weights after each step from
-    `first_step` on; before, it stays behind. Started after `first_step`, it counts the weights of its start for each
-    step that it has missed.
+    ema: average += (1 - 0.5^(samples / half-life)) (weight - average) after each step. tail: the mean of the weights
+    after each step from `first_step` on; before, it stays behind. Started after `first_step`, it counts the weights of
+    its start for each step that it has missed.
     """
 
-    def __init__(
-        self, model: nn.Module, *, decay: float | None = None, half_life: int | None = None, first_step: int = 0
-    ):
-        """`decay`: of ema, or `half_life`, in samples; without both it is tail. `first_step`: the first optimizer step,
-        0-based, that enters it."""
+    def __init__(self, model: nn.Module, *, half_life: int | None = None, first_step: int = 0):
+        """`half_life`: of ema, in samples; without it it is tail. `first_step`: the first optimizer step, 0-based, that
+        enters it."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         with memory_kind("optimizer"):
             self.values: dict[str, DTensor] = {name: param.detach().clone() for name, param in self.params.items()}
-        self.decay, self.half_life, self.first_step = decay, half_life, first_step
+        self.half_life, self.first_step = half_life, first_step
 
     def has_begun(self, num_steps: int) -> bool:
         """Whether any of the first `num_steps` steps has entered it."""
@@ -47,8 +43,8 @@ class WeightAverage:
         """Adds the weights after optimizer step `step` (0-based), which took `num_samples`."""
         if step < self.first_step:
             return
-        decay = self.decay if self.half_life is None else 0.5 ** (num_samples / self.half_life)
-        share = 1 / (step - self.first_step + 1) if decay is None else 1 - decay
+        is_tail = self.half_life is None
+        share = 1 / (step - self.first_step + 1) if is_tail else 1 - 0.5 ** (num_samples / self.half_life)
         for name, param in self.params.items():
             weight, average = param.to_local(), self.values[name].to_local()
             if share == 1:
@@ -93,4 +89,4 @@ def make_average(model: nn.Module, options: OptimizationOptions, *, end: int | N
     first_step = find_first_step(options, end=end)
     if first_step is None:
         return None
-    return WeightAverage(model, decay=options.ema_decay, half_life=options.ema_half_life, first_step=first_step)
+    return WeightAverage(model, half_life=options.ema_half_life, first_step=first_step)

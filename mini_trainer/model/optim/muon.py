@@ -7,6 +7,7 @@ on its way while the last round's is computed.
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.model.optim.compact_adamw import CompactAdamW
 from mini_trainer.model.optim.matrices import Layout, find_family, find_matrices
 from mini_trainer.model.optim.optimizers import AdamW, choose_settings
-from mini_trainer.model.optim.rates import BLOCK, name_of_file
+from mini_trainer.model.optim.rates import name_of_file
 from mini_trainer.options import OptimizationOptions
 
-COEFFICIENTS, NUM_ITERATIONS, EPS = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch.optim.Muon's
+COEFFICIENTS, NUM_ITERATIONS, EPS, MOMENTUM = (3.4445, -4.775, 2.0315), 5, 1e-7, 0.95  # torch.optim.Muon's
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -48,12 +49,10 @@ def count_flops(shape: torch.Size) -> int:
     return NUM_ITERATIONS * (4 * math.prod(shape) * min(shape) + 2 * min(shape) ** 3)
 
 
-# Factors of the learning rate, for a matrix with these numbers of outputs and inputs.
-SCALES = {
-    # AdamW's updates have a root mean square of about 0.2 (Moonlight, arXiv 2502.16982, section 2.2).
-    "match-rms-adamw": lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)),
-    "original": lambda outputs, inputs: math.sqrt(max(1, outputs / inputs)),
-}
+def scale_of(outputs: int, inputs: int) -> float:
+    """Factor of a matrix's learning rate. AdamW's updates have a root mean square of about 0.2 (Moonlight, arXiv
+    2502.16982, section 2.2), so its learning rates carry over."""
+    return 0.2 * math.sqrt(max(outputs, inputs))
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,10 @@ class Muon(CompactAdamW):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        momentum: float,
-        scale: str,
         compute_dtype: torch.dtype | None = None,
     ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, is_8bit=False, seed=0)
-        self.layouts, self.momentum, self.scale = layouts, momentum, SCALES[scale]
+        self.layouts = layouts
         self.groups = {param: group for group in self.param_groups for param in group["params"]}
         param = next(iter(layouts))
         self.compute_dtype = compute_dtype or (torch.bfloat16 if param.is_cuda else torch.float32)
@@ -143,12 +140,12 @@ class Muon(CompactAdamW):
             self.init_state(param)
         gradient = unit.local(torch.zeros_like(param) if param.grad is None else param.grad)
         average = unit.local(self.state[param]["momentum_buffer"])
-        average.lerp_(gradient, 1 - self.momentum)
-        return gradient.lerp(average, self.momentum).to(self.compute_dtype)
+        average.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(average, MOMENTUM).to(self.compute_dtype)
 
     def orthogonalize(self, unit: Unit, direction: Tensor) -> Tensor:
         """The update of the unit's matrices, divided by the first one's scale."""
-        scales = [self.scale(*shape) for shape in unit.shapes]
+        scales = [scale_of(*shape) for shape in unit.shapes]
         parts = [orthogonalize(part) for part in unit.layout.cut(direction)]
         parts = [
             part if scale == scales[0] else part * (scale / scales[0])
@@ -159,7 +156,7 @@ class Muon(CompactAdamW):
     def apply(self, unit: Unit, update: Tensor) -> None:
         group, weight = self.groups[unit.param], unit.local(unit.param)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(update, alpha=-group["lr"] * self.scale(*unit.shapes[0]))
+        weight.add_(update, alpha=-group["lr"] * scale_of(*unit.shapes[0]))
 
     def exchange(self) -> Iterator[tuple[Unit, Tensor]]:
         """Yields each sharded unit with this rank's rows of its update."""
@@ -249,7 +246,7 @@ class MuonForMatrices(AdamW):
         layouts = self.find_matrices(model)
         log.info(describe_muon(params, layouts))
         own = {params[name]: layout for name, layout in layouts.items()}
-        return Muon(groups, own, **choose_settings(options), momentum=options.muon_momentum, scale=options.muon_scale)
+        return Muon(groups, own, **choose_settings(options))
 
     def count_bytes(self, param: Tensor, *, is_matrix: bool) -> int:
         return 4 * param.numel() if is_matrix else super().count_bytes(param, is_matrix=is_matrix)
@@ -264,7 +261,7 @@ class MuonForMatrices(AdamW):
 
 def describe_muon(params: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> str:
     """Which weights Muon updates, and which AdamW, by their names without the blocks' numbers."""
-    kinds = {name: BLOCK.sub(".*.", name_of_file(name)) for name in params}
+    kinds = {name: re.sub(r"\.\d+\.", ".*.", name_of_file(name)) for name in params}
     counts = Counter(kinds[name] for name in layouts)
     large = dict.fromkeys(kinds[name] for name, param in params.items() if name not in layouts and param.ndim >= 2)
     num_small = sum(param.ndim < 2 for param in params.values())

@@ -81,7 +81,7 @@ def build_optimizer(model: nn.Module, options: OptimizationOptions, *, seed: int
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert all(isinstance(p, DTensor) for p in params.values()), "gathered: the optimizer would train dead copies"
     chosen = open_optimizer(options)
-    decayed, rates = find_decayed(model), choose_rates(model, options, matrices=chosen.find_matrices(model))
+    decayed, rates = find_decayed(model), choose_rates(model, options)
     groups: dict[tuple[bool, Rates], list[DTensor]] = {}
     for name, param in sorted(params.items(), key=lambda item: item[0] not in decayed):  # decayed ones first
         groups.setdefault((name in decayed, rates[name]), []).append(param)

@@ -1,17 +1,14 @@
 """Learning rates: schedules as pure functions of the step, and the rates and weight decay of parts of a model."""
 
 import math
-import re
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from mini_trainer.model.optim.decay import find_decayed
-from mini_trainer.objectives.families.text_tower import find_depths
 from mini_trainer.options import OptimizationOptions, parse_rate
+from mini_trainer.options.doors import DECAYS
 
 INVERSE_SQRT_STEPS = 10_000  # time scale of inverse_sqrt without warm-up, as in transformers
 
@@ -49,10 +46,9 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
 
 
 def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
-    """Warm-up steps of a run of `num_steps`; a ratio is rounded up, as in transformers."""
-    if options.warmup_ratio is None:
-        return options.num_warmup_steps
-    return math.ceil(options.warmup_ratio * num_steps)
+    """Warm-up steps of a run of `num_steps`; a share is rounded up, as in transformers."""
+    given = options.num_warmup_steps
+    return math.ceil(given * num_steps) if 0 < given < 1 else int(given)
 
 
 def decay_linearly(progress: float, options: OptimizationOptions) -> float:
@@ -60,7 +56,7 @@ def decay_linearly(progress: float, options: OptimizationOptions) -> float:
 
 
 def decay_by_power(progress: float, options: OptimizationOptions) -> float:
-    return (1 - progress) ** (1.0 if options.lr_power is None else options.lr_power)
+    return (1 - progress) ** (options.lr_shape or 1.0)
 
 
 def decay_by_cosine(progress: float, options: OptimizationOptions) -> float:
@@ -68,22 +64,8 @@ def decay_by_cosine(progress: float, options: OptimizationOptions) -> float:
 
 
 def decay_in_cycles(progress: float, options: OptimizationOptions) -> float:
-    in_cycle = 1.0 if progress >= 1 else (options.num_cycles * progress) % 1.0
+    in_cycle = 1.0 if progress >= 1 else (options.lr_shape * progress) % 1.0
     return decay_by_cosine(in_cycle, options)
-
-
-# Fraction of the peak, from 1 to 0, as a function of the decay's `progress`, from 0 to 1.
-DECAYS: dict[str, Callable[[float, OptimizationOptions], float]] = {
-    "linear": decay_linearly,
-    "wsd": decay_linearly,
-    "polynomial": decay_by_power,
-    "cosine": decay_by_cosine,
-    "cosine_with_restarts": decay_in_cycles,
-}
-SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", *DECAYS)
-
-
-BLOCK = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -94,21 +76,17 @@ class Rates:
     weight_decay: float
 
 
-def choose_rates(model: nn.Module, options: OptimizationOptions, *, matrices: Collection[str]) -> dict[str, Rates]:
-    """The rates of each trained parameter, by name. `matrices`: names of those that Muon updates.
+def choose_rates(model: nn.Module, options: OptimizationOptions) -> dict[str, Rates]:
+    """The rates of each trained parameter, by name.
 
-    ValueError if a pattern of --learning-rate-for matches no parameter, or no block is trained.
+    ValueError if a pattern of --learning-rate-for matches no parameter.
     """
-    peak, adam = options.learning_rate, options.adam_learning_rate
+    peak = options.learning_rate
     patterns = {pattern: values for pattern, *values in map(parse_rate, options.learning_rate_for)}
     names = {name: name_of_file(name) for name, param in model.named_parameters() if param.requires_grad}
-    depths = measure_depths(model, names) if options.layer_lr_decay is not None else {}
     decayed, rates, unused = find_decayed(model), {}, dict(patterns)
     for name, own in names.items():
-        rate = 1.0 if adam is None or name in matrices else adam / peak
-        if depths:
-            rate *= options.layer_lr_decay ** depths[name]
-        decay = options.weight_decay if name in decayed else 0.0
+        rate, decay = 1.0, options.weight_decay if name in decayed else 0.0
         found = next((pattern for pattern in patterns if fnmatchcase(own, pattern)), None)
         if found is not None:
             unused.pop(found, None)
@@ -127,12 +105,3 @@ def choose_rates(model: nn.Module, options: OptimizationOptions, *, matrices: Co
 def name_of_file(name: str) -> str:
     """A parameter's name in the model's own files, by its name in the model that is trained."""
     return name.removeprefix("model.")
-
-
-def measure_depths(model: nn.Module, trained: Collection[str]) -> dict[str, int]:
-    """`find_depths` by names in `model`, which may hold transformers' model; ValueError if no block trains."""
-    prefix, inner = next((name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel))
-    depths = {f"{prefix}.{name}" if prefix else name: depth for name, depth in find_depths(inner).items()}
-    if not any(BLOCK.search(name) for name in trained):
-        raise ValueError("--layer-lr-decay: no trained parameter belongs to a numbered block: leave it out")
-    return depths

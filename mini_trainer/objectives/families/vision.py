@@ -39,7 +39,6 @@ REFUSED = {
 WITH_BLOCKS = ("gemma3",)  # model types whose attention within an image is bidirectional in every layer
 # Model types whose get_image_features leaves the projector, of this name, and the pixels' dtype to the caller.
 PROJECTED_APART = {"llama4": "multi_modal_projector"}
-FREEZABLE = ("vision", "projector", "language", "nothing")
 CHECK_IMAGES = ((24, 32), (40, 24))  # pixels
 
 

@@ -37,11 +37,13 @@ def check_value(
     if has_range and isinstance(value, int | float) and not facts.allows(value):
         turns_off = option.default is not None and type(None) in get_args(option.type)
         yield f"{flag} {value}: {facts.describe_range(is_float=isinstance(value, float), turns_off=turns_off)}"
-    for text in () if facts.parse is None or value is None else (value,) if isinstance(value, str) else value:
+    for given in () if facts.parse is None or value is None else value if isinstance(value, tuple) else (value,):
         try:
-            facts.parse(text)
+            facts.parse(given)
         except ValueError as error:
             yield f"{flag} {error}"
+    if facts.needs is not None and not values[facts.needs]:
+        yield f"{flag} has no effect without {name_option(facts.needs)}"
     if facts.only_with is not None:
         other, fitting = facts.only_with
         if values[other] not in fitting:

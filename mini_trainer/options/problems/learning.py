@@ -24,26 +24,22 @@ def find_objective_problems(options: TrainOptions) -> list[str]:
 
 def find_optimization_problems(options: TrainOptions) -> list[str]:
     """Problems with the learning-rate schedule and the optimizer."""
-    problems, o = [], options.optimization
-    decays = o.lr_scheduler in SCHEDULES_WITH_END
-    if o.warmup_ratio is not None and not options.end.is_given:
-        problems.append(
-            "--warmup-ratio is a share of the run's steps, but no end is given: add --max-steps, --max-epochs,"
-            " --max-samples or --max-tokens"
-        )
-    if o.warmup_ratio is not None and o.num_warmup_steps:
-        problems.append("--warmup-ratio and --num-warmup-steps both set the length of warm-up: give only one of them")
-    if decays and not options.end.is_given:
-        problems.append(
-            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, but none is given:"
-            " add --max-steps, --max-epochs, --max-samples or --max-tokens"
-        )
+    o = options.optimization
+    need_end = {
+        f"--num-warmup-steps {o.num_warmup_steps} is a share of the run's steps": 0 < o.num_warmup_steps < 1,
+        f"--lr-scheduler {o.lr_scheduler} decays towards the run's end": o.lr_scheduler in SCHEDULES_WITH_END,
+        "--weight-average tail ends with the run": o.weight_average == "tail",
+    }
+    problems = [
+        f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
+        for what, is_asked in need_end.items()
+        if is_asked and not options.end.is_given
+    ]
     problems += find_schedule_problems(options)
-    if o.lr_scheduler == "cosine_with_restarts" and o.num_cycles is None:
-        problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles, the number of decays from the peak")
-    if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
-        flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
-        problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
+    if o.lr_scheduler == "cosine_with_restarts" and not float(o.lr_shape or 0.5).is_integer():
+        problems.append("--lr-scheduler cosine_with_restarts needs --lr-shape, its whole number of cycles")
+    if o.num_warmup_steps and o.lr_scheduler == "constant":
+        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
     problems += find_rate_problems(options) + find_average_problems(options)
     if options.osft.osft and o.master_weights != "float32":
         problems.append(
@@ -56,23 +52,13 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
 def find_average_problems(options: TrainOptions) -> list[str]:
     """Problems with --weight-average."""
     o, problems = options.optimization, []
-    if o.weight_average == "ema" and (o.ema_decay is None) == (o.ema_half_life is None):
-        problems.append("--weight-average ema needs either --ema-decay or --ema-half-life")
+    if o.weight_average == "ema" and o.ema_half_life is None:
+        problems.append("--weight-average ema needs --ema-half-life, in samples")
     if o.weight_average == "tail" and o.tail_steps is None:
         problems.append("--weight-average tail needs --tail-steps, the number of steps up to the run's end")
-    if o.weight_average == "tail" and not options.end.is_given:
-        problems.append(
-            "--weight-average tail ends with the run, but no end is given: add --max-steps, --max-epochs,"
-            " --max-samples or --max-tokens"
-        )
     if o.weight_average != "none" and o.master_weights != "float32":
         problems.append(
             f"--weight-average is kept in fp32, and cannot be used with --master-weights {o.master_weights}"
-        )
-    if options.validation.validate_average and o.weight_average != "ema":
-        problems.append(
-            "--validate-average needs --weight-average ema"
-            + (": tail averages only the last steps" if o.weight_average == "tail" else "")
         )
     return problems
 
@@ -88,9 +74,8 @@ def find_rate_problems(options: TrainOptions) -> list[str]:
             f"--master-weights {o.master_weights}": o.master_weights != "float32" and "which it does not round",
         }
         problems += [f"--optimizer muon cannot be used with {flag}, {why}" for flag, why in reasons.items() if why]
-    by_part = [name for name in ("adam_learning_rate", "learning_rate_for") if getattr(o, name)]
-    if o.learning_rate == 0 and by_part:
-        problems.append(f"{flag_name(by_part[0])} shares the schedule of --learning-rate, which must be above 0")
+    if o.learning_rate == 0 and o.learning_rate_for:
+        problems.append("--learning-rate-for shares the schedule of --learning-rate, which must be above 0")
     return problems
 
 
@@ -103,6 +88,7 @@ def find_schedule_problems(options: TrainOptions) -> list[str]:
             " of steps: leave it out"
         ]
     if origin is not None and o.needs_end and o.schedule_steps is None:
-        needs = "--warmup-ratio" if o.warmup_ratio is not None else f"--lr-scheduler {o.lr_scheduler}"
+        is_decaying = o.lr_scheduler in SCHEDULES_WITH_END
+        needs = f"--lr-scheduler {o.lr_scheduler}" if is_decaying else f"--num-warmup-steps {o.num_warmup_steps}"
         return [f"--continue-from with {needs} needs --schedule-steps, the number of steps of all its runs together"]
     return []

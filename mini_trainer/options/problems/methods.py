@@ -4,7 +4,7 @@ from mini_trainer.options import OSFTOptions, TrainOptions, VisionOptions, flag_
 from mini_trainer.options.problems.facts import list_given
 
 # Settings that an adapter to continue from determines, so options must not set them.
-LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_dora", "modules_to_save")
 
 
 def find_method_problems(options: TrainOptions) -> list[str]:

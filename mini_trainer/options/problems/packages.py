@@ -44,7 +44,7 @@ def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
         yield f"--track {name}", TRACKER_PACKAGES.get(name, (name,))
     if options.exports.upload_to is not None:
         yield f"--upload-to {options.exports.upload_to}", list_readers(options.exports.upload_to)
-    if options.validation.is_asked or options.rows.validation_share:
+    if options.validation.validation_data_path or options.rows.validation_share:
         objective = options.classification.objective
         yield f"validation with --objective {objective}", OBJECTIVES[objective].validation_modules
     if options.lora.lora:

@@ -23,7 +23,7 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append(f"--preview-html {o.preview_html}: must be a local path")
     if not list_row_sources(o.rows):
         problems.append("no rows are given: give --input-file or --input-dataset")
-    problems += [*find_row_problems(o.rows), *find_content_problems(o)]
+    problems += [*find_row_problems(o.rows, as_chat=o.contents.as_chat), *find_content_problems(o)]
     if o.shard is not None:
         problems += find_shard_problems(o)
     if o.string_for_printing_masks is not None and o.preview == 0:
@@ -45,8 +45,6 @@ def find_content_problems(o: ProcessDataOptions) -> list[str]:
         problems.append(f"--template-args: {error}")
     if o.contents.as_chat and o.rows.format != "completion":
         problems.append("--as-chat needs --format completion: it makes chats of prompts and completions")
-    if o.contents.system_field is not None and not (o.contents.as_chat or o.rows.format in ("alpaca", "sharegpt")):
-        problems.append("--system-field needs --as-chat, or --format alpaca or sharegpt")
     if o.contents.control_tokens == "as-text":
         blocking = ["--images"] if o.rows.images else []
         blocking += ["--thinking-prefix train-as-prompted"] if o.rows.thinking_prefix == "train-as-prompted" else []
@@ -77,31 +75,24 @@ def find_shard_problems(o: ProcessDataOptions) -> list[str]:
     return ["--shard has no effect with --join, which joins all parts"] if o.join else []
 
 
-def find_row_problems(o: RowOptions) -> list[str]:
-    """Problems with row options: values out of range, options without effect, and several row sources."""
+def find_row_problems(o: RowOptions, *, as_chat: bool = False) -> list[str]:
+    """Problems with row options: values out of range, options without effect, and several row sources. `as_chat`:
+    completions become chats."""
     problems, given = [], list_row_sources(o)
     if len(given) > 1:
         problems.append(f"{' and '.join(given)} both specify rows: give only one of them")
-    useless = [flag_name(name) for name in ("split", "revision") if getattr(o, name) is not None]
-    if useless and o.input_dataset is None:
-        problems.append(f"{', '.join(useless)}: no effect without --input-dataset")
-    if o.mock_length is not None and o.mock_data is None:
-        problems.append("--mock-length has no effect without --mock-data")
     if o.mock_data is not None:
-        kept = ("mock_data", "mock_length", "num_proc", *(["format"] if o.format in RANDOM_FORMATS else []))
+        kept = ("mock_data", "block_size", "num_proc", *(["format"] if o.format in RANDOM_FORMATS else []))
         given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
         if given:
             problems.append(f"{', '.join(map(flag_name, given))}: no effect with --mock-data, which reads no rows")
-    if o.format in RANDOM_FORMATS and o.mock_length is not None and 2 <= o.mock_length < LEAST_PAIR:
-        problems.append(f"--mock-length {o.mock_length}: must be at least {LEAST_PAIR} with --format {o.format}")
+        if o.format in RANDOM_FORMATS and o.block_size is not None and o.block_size < LEAST_PAIR:
+            problems.append(f"--block-size {o.block_size}: must be at least {LEAST_PAIR} with --format {o.format}")
+        return problems
     if o.block_size is not None and o.max_sample_num_tokens is not None:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which sets the length of samples")
     if o.block_size is not None and o.format not in (None, "messages", "document"):
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
-    if o.allow_missing_stop_token and o.append_stop_token:
-        problems.append("--allow-missing-stop-token has no effect with --append-stop-token, which adds missing ones")
-    if o.allow_downloads and not o.images:
-        problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":
         problems.append("--images has no effect with --format classification: classifiers do not support images")
     if o.images and o.format in ("preference", "feedback"):
@@ -112,49 +103,50 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append("--images: image paths are relative to the rows' files, which therefore have to be local")
     if o.images and o.input_dataset is not None:
         problems.append("--images: image paths are relative to the rows' files: give these with --input-file")
-    return [*problems, *find_field_problems(o), *find_classification_problems(o)]
+    return [*problems, *find_column_problems(o, as_chat=as_chat), *find_classification_problems(o)]
 
 
-ONLY_GIVEN = ("chosen_field", "rejected_field")  # options of a format that is never detected
+# Names of --columns, by the formats that have them; of the first four, some are detected.
+FORMATS_OF_COLUMNS = {
+    "messages": ("messages", "sharegpt"),
+    "prompt": ("completion", "alpaca", "preference", "feedback"),
+    "completion": ("completion", "alpaca", "feedback"),
+    "text": ("document", "classification"),
+    "system": ("alpaca", "sharegpt"),
+    "chosen": ("preference",),
+    "rejected": ("preference",),
+    "text_pair": ("classification",),
+    "label": ("classification", "feedback"),
+}
+DETECTED = ("messages", "prompt", "completion", "text")
 
 
-def find_field_problems(o: RowOptions) -> list[str]:
-    """Problems with column options: for several formats, or for a different one than --format."""
-    formats = {
-        "messages_field": ("messages", "sharegpt"),
-        "prompt_field": ("completion", "alpaca", "preference", "feedback"),
-        "completion_field": ("completion", "alpaca", "feedback"),
-        "text_field": ("document", "classification"),
-        "chosen_field": ("preference",),
-        "rejected_field": ("preference",),
-    }
-    given = [name for name in formats if getattr(o, name) is not None]
+def find_column_problems(o: RowOptions, *, as_chat: bool) -> list[str]:
+    """Problems with --columns: for several formats, or for a different one than --format."""
+    formats = FORMATS_OF_COLUMNS | ({"system": ("completion", "alpaca", "sharegpt")} if as_chat else {})
+    given = [name for column in o.columns if (name := column.partition("=")[0]) in formats]
+    if len(set(given)) < len(given):
+        return [f"--columns {' '.join(o.columns)}: a name is given twice"]
     if given and not set.intersection(*(set(formats[name]) for name in given)):
-        return [f"{', '.join(map(flag_name, given))}: are for different formats, but rows have one"]
+        return [f"--columns {' '.join(o.columns)}: are for different formats, but rows have one"]
     return [
-        f"{flag_name(name)} has no effect with --format {o.format}, only with {' and '.join(formats[name])}"
+        f"--columns {name}= has no effect {f'with --format {o.format}' if o.format else 'without --format'}, only with"
+        f" {' and '.join(formats[name])}"
         for name in given
-        if o.format not in (formats[name] if name in ONLY_GIVEN else (None, *formats[name]))
+        if o.format not in (*formats[name], *([None] if name in DETECTED else []))
     ]
 
 
 def find_classification_problems(o: RowOptions) -> list[str]:
     """Problems with options only for classifiers or only for language models, and with labels."""
-    only_classification = (
-        *("truncate", "text_pair_field", "label_field", "label_separator"),
-        *("label_type", "label_names", "labels_from"),
-    )
+    only_classification = (*("truncate", "label_separator", "label_type", "label_names", "labels_from"),)
     is_classification = o.format == "classification"
-    only_language = ("allow_missing_stop_token", "append_stop_token", "thinking_prefix")
-    useless = only_language if is_classification else only_classification
-    useless = [name for name in useless if not (name == "label_field" and o.format == "feedback")]
+    useless = ("missing_stop_token", "thinking_prefix") if is_classification else only_classification
     given = [flag_name(name) for name in useless if name in list_changed(o)]
     problems = []
     if given:
         word = "with" if is_classification else "without"
         problems.append(f"{', '.join(given)}: no effect {word} --format classification")
-    if o.truncate and o.max_sample_num_tokens is None:
-        problems.append("--truncate needs --max-sample-num-tokens, the length to truncate to")
     if o.label_names and o.labels_from is not None:
         problems.append("--label-names and --labels-from both set the labels: give only one")
     if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):

@@ -1,6 +1,7 @@
 """Problems with the options of preferences and teachers."""
 
 from mini_trainer.options import TeacherOptions, TrainOptions, flag_name
+from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.facts import list_changed
 
@@ -18,13 +19,15 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
     loss = f"--preference-loss {o.preference_loss}"
     if o.preference_gamma is not None and o.preference_loss != "simpo":
         problems.append(f"--preference-gamma has no effect with {loss}")
-    if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
-        problems.append(f"--preference-label-smoothing has no effect with {loss}")
-    if o.preference_loss in ("simpo", "orpo"):
-        given = [name for name in ("reference_model", "reuse_reference_only") if name in list_changed(o)]
-        problems += (
-            [f"{', '.join(map(flag_name, given))}: no effect with {loss}, which has no reference"] if given else []
+    smoothing = options.classification.label_smoothing
+    if smoothing and o.preference_loss not in ("dpo", "robust"):
+        problems.append(f"--label-smoothing has no effect with {loss}")
+    elif smoothing >= 0.5:
+        problems.append(
+            f"--label-smoothing {smoothing}: must be below 0.5 with {loss}, for half of all pairs is no data"
         )
+    if o.preference_loss in ("simpo", "orpo") and o.reference_model is not None:
+        problems.append(f"--reference-model: no effect with {loss}, which has no reference")
     return problems
 
 
@@ -72,7 +75,7 @@ def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
     """Divergences that this kind of teacher does not have."""
     problems = []
     if o.teacher_model is None:
-        if o.teacher_divergence in ("reverse-kl", "jsd"):
+        if o.teacher_divergence not in FROM_TOP:
             problems.append(
                 f"--teacher-divergence {o.teacher_divergence} needs the teacher's probability of each token that the"
                 " model prefers, which files do not have: give --teacher-model"
@@ -82,9 +85,11 @@ def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
                 "--teacher-data needs --teacher-model: give one, or score the data with score-data --teacher-data"
             )
         return problems
-    if o.teacher_divergence == "top-k-kl":
-        problems.append("--teacher-divergence top-k-kl: --teacher-model computes the whole distribution: give"
-                        " forward-kl")  # fmt: skip
+    if o.teacher_divergence not in FROM_LOGITS:
+        problems.append(
+            f"--teacher-divergence {o.teacher_divergence}: --teacher-model computes the whole distribution: give"
+            " forward-kl"
+        )
     if "teacher_scores" in list_changed(o):
         problems.append("--teacher-scores and --teacher-model both choose the teacher: give only one of them")
     return problems

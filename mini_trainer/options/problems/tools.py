@@ -1,12 +1,11 @@
 """Problems with the options of the programs other than train.py and process_data.py."""
 
-import dataclasses
 import math
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mini_trainer.options import flag_name, parse_named_values
+from mini_trainer.options import parse_named_values
 from mini_trainer.options.problems.signals import find_unpaired
 from mini_trainer.options.tools import (
     BoardOptions,
@@ -34,8 +33,6 @@ def find_plot_problems(o: PlotOptions) -> list[str]:
         problems.append("--output has no effect with --follow, which serves the page and writes no file: give only one")
     if o.output is not None and Path(o.output).suffix.lower() not in endings:
         problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
-    if o.port is not None and not o.follow:
-        problems.append("--port has no effect without --follow")
     if o.port is not None:
         problems += find_port_problems(o.port)
     return problems
@@ -61,8 +58,6 @@ def find_generate_problems(o: GenerateOptions) -> list[str]:
         problems.append("--output has no effect without --prompts: a chat in the terminal is not saved")
     if o.output is not None and Path(o.output).suffix != ".jsonl":
         problems.append(f"--output {o.output}: must end in .jsonl")
-    if o.format is not None and not o.prompts:
-        problems.append("--format has no effect without --prompts")
     if not o.prompts and o.sampling.num_samples != 1:
         problems.append("--num-samples has no effect in a chat")
     if o.engines.engine == "openai" and (o.adapter is not None or o.model_revision is not None or o.trust_remote_code):
@@ -73,12 +68,6 @@ def find_generate_problems(o: GenerateOptions) -> list[str]:
 def find_engine_problems(o: EngineOptions) -> list[str]:
     """Problems with engine options: for a different engine than the chosen one, or out of range."""
     problems = []
-    of_engine = {"batch_size": ("hf",), "dtype": ("hf", "vllm"), "engine_args": ("vllm",), "base_url": ("openai",),
-                 "api_key_env": ("openai",), "concurrency": ("openai",)}  # fmt: skip
-    for option in dataclasses.fields(o):
-        engines = of_engine.get(option.name, (o.engine,))
-        if o.engine not in engines and getattr(o, option.name) != option.default:
-            problems.append(f"{flag_name(option.name)} has no effect with --engine {o.engine}")
     try:
         parse_named_values(o.engine_args)
     except ValueError as error:
@@ -127,10 +116,6 @@ def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
         problems.append("nothing to evaluate on: give --data, --task or --lm-eval")
     if len(set(o.model)) < len(o.model):
         problems.append("--model: a model is given twice")
-    if o.metrics and not o.task:
-        problems.append("--metrics has no effect without --task")
-    if o.format is not None and not o.task:
-        problems.append("--format has no effect without --task")
     if o.sampling.num_samples != 1:
         problems.append("--num-samples has no effect: one answer per prompt is evaluated")
     if o.engines.engine != "hf" and (o.data or o.lm_eval):
@@ -180,7 +165,6 @@ def find_continual_problems(o: ContinualOptions) -> list[str]:
         if o.output is not None and Path(o.output).suffix != ".html":
             problems.append(f"--output {o.output}: must end in .html")
         return problems
-    problems = ["--output has no effect without --compare"] if o.output is not None else []
     if len(o.paths) != 1:
-        problems.append(f"{len(o.paths)} files are given, allowed: one YAML file; --compare takes output directories")
-    return problems
+        return [f"{len(o.paths)} files are given, allowed: one YAML file; --compare takes output directories"]
+    return []

@@ -80,8 +80,6 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite")
     if weights and len(o.data_path) <= 1:
         problems.append("--data-weights has no effect on a single data set: give several with --data-path")
-    if not weights and o.data_weights_by != "samples":
-        problems.append("--data-weights-by has no effect without --data-weights")
     if o.batch_size is not None and o.batch_tokens is not None:
         problems.append(
             f"--batch-size {o.batch_size} and --batch-tokens {o.batch_tokens} both set the size of a step: give only"
@@ -93,7 +91,7 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
 def find_validation_problems(options: TrainOptions) -> list[str]:
     """Problems with validation options."""
     o = options.validation
-    if not (o.is_asked or options.rows.validation_share):
+    if not (o.validation_data_path or options.rows.validation_share):
         given = list_given(o)
         return [f"{', '.join(given)}: no effect without --validation-data-path"] if given else []
     if o.validation_data_path and options.rows.validation_share:
@@ -194,7 +192,7 @@ def find_sharing_problems(options: TrainOptions) -> list[str]:
 
 def find_ending_problems(options: TrainOptions) -> list[str]:
     """Problems with checkpoints, exports and dry runs."""
-    problems, exports, plan = [], options.exports, options.plan
+    problems, exports = [], options.exports
     if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
         problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
     resume = options.checkpoints.resume
@@ -203,9 +201,6 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
             f"--continue-from and --resume {resume} both name a checkpoint to start from: --resume continues the same"
             " run, --continue-from starts a new one: give only one of them"
         )
-    given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
-    if given and not plan.dry_run:
-        problems.append(f"{', '.join(given)}: no effect without --dry-run")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the run has no end, so the trained model would never be written: add --max-epochs, --max-steps,"

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 from mini_trainer.distributed.devices import DTYPES, GIB, MARGIN
-from mini_trainer.model.activation_checkpointing import MODES
+from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.sharding import (
     choose_resharding,
     count_gathered_bytes,
@@ -13,6 +13,7 @@ from mini_trainer.model.sharding import (
     stays_whole,
 )
 from mini_trainer.options import ComputeOptions, flag_name, replace_options
+from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_choice import (
     NUM_BATCHES,
     Probe,
@@ -103,7 +104,7 @@ def settle_mode(options: StepOptions) -> StepOptions:
     """Falls back to the least memory if nothing could be determined."""
     if options.compute.activation_checkpointing != "auto":
         return options
-    return replace_options(options, activation_checkpointing=MODES[-1])
+    return replace_options(options, activation_checkpointing=CHECKPOINTING[-1])
 
 
 def describe_model(options: StepOptions, model: PlannedModel, findings: Findings) -> None:
@@ -122,10 +123,10 @@ def describe_model(options: StepOptions, model: PlannedModel, findings: Findings
 def simulated_compute(compute: ComputeOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
     """The compute options for a simulation, which always runs on a CPU.
 
-    A GPU's attention kernels keep what SDPA keeps; only eager attention holds more.
+    A GPU's attention kernels keep what SDPA keeps, unless they store their scores.
     """
     attention = compute.attention
-    if target.device.type != "cpu" and attention != "eager":
+    if target.device.type != "cpu" and not (attention in BACKENDS and BACKENDS[attention].stores_scores):
         attention = "auto"
     dtype = str(inputs.compute_dtype).removeprefix("torch.")
     return replace(
@@ -169,7 +170,7 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
             plenty=0.0,
         )
 
-    mode, room = choose_mode(find, MODES if mode == "auto" else (mode,), enough=enough, is_timed=False)
+    mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=enough, is_timed=False)
     cap = given
     if given == "auto":
         cap = -(-(room.num_tokens or longest) // num_sharing)

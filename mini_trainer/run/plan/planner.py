@@ -1,6 +1,6 @@
 """The plan of a run: its memory, time and disk space, and every problem that can be found beforehand. Writes nothing.
 
-    python train.py --config run.yaml --dry-run --plan-world-size 8 --plan-device H100 --memory-budget-gb 80
+    python train.py --config run.yaml --dry-run --plan-for 8xH100 --memory-budget-gb 80
 
 Memory comes from a simulated step (simulation.py), time from a few real micro-batches if the plan is for this machine,
 otherwise from FLOPs.
@@ -45,11 +45,11 @@ from mini_trainer.options import (
     CheckpointOptions,
     ExportOptions,
     OptimizationOptions,
-    PlanOptions,
     TrainOptions,
     ValidationOptions,
     flatten_options,
     list_data_sets,
+    parse_machine,
     replace_options,
 )
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
@@ -77,8 +77,8 @@ def plan_run(options: TrainOptions) -> ExitCode:
     """Prints the plan; BAD_INPUT if there are problems. Under torchrun every rank calls this."""
     setup_logging("WARNING")
     num_here = int(os.environ.get("WORLD_SIZE", 1))
-    world_size = options.plan.plan_world_size or num_here
-    is_here = world_size == num_here and options.plan.plan_device is None
+    world_size, device_name = parse_machine(options.plan.plan_for or str(num_here))
+    is_here = world_size == num_here and device_name is None
     is_rank0 = os.environ.get("RANK", "0") == "0"
     findings, given = Findings(), options
     if is_rank0:
@@ -88,7 +88,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
             return ExitCode.BAD_INPUT
         options = replace_options(options, **found)
         step_options = choose_step_options(options)
-        target = find_target(options.plan, step_options, world_size, findings, is_here=is_here)
+        target = find_target(device_name, step_options, world_size, findings, is_here=is_here)
         run = look_at_run(options, target, findings)
         describe_run(target, run, options.optimization, findings)
         settled, packing, is_simulated = plan_memory(step_options, target, run, findings)
@@ -135,16 +135,16 @@ def list_paths(options: TrainOptions) -> dict[str, Any]:
 
 
 def find_target(
-    plan: PlanOptions, options: StepOptions, world_size: int, findings: Findings, *, is_here: bool
+    given: str | None, options: StepOptions, world_size: int, findings: Findings, *, is_here: bool
 ) -> Target:
-    """The machine to plan for, from the options, and this machine otherwise."""
-    has_gpu, given, budget = torch.cuda.is_available(), plan.plan_device, options.compute.memory_budget_gb
+    """The machine to plan for: with GPUs of the name `given`, and this machine otherwise."""
+    has_gpu, budget = torch.cuda.is_available(), options.compute.memory_budget_gb
     sharding = options.sharding
     device = torch.device("cuda" if has_gpu or given is not None else "cpu")
     name = given or describe_device(device)
     peak = find_peak_flops(name)
     if given is not None and peak is None:
-        findings.add_problem(f"--plan-device {name}: unknown device; known are {', '.join(PEAK_FLOPS)}")
+        findings.add_problem(f"--plan-for {world_size}x{name}: unknown GPU; known are {', '.join(PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
     found = findings if not is_here else Findings()  # init_world says it, too
@@ -322,7 +322,7 @@ def plan_disk(
     export_bytes = run.model.method.count_export_bytes(model_bytes)
     num_exports, num_averages = count_exports(exports, optimization, run.inputs, start=run.start)
     num_exports += num_averages
-    if validation.is_asked and validation.export_best:
+    if validation.validation_data_path and validation.export_best:
         num_exports += 2  # the best, and a better one that is being written
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free

@@ -32,11 +32,12 @@ from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.compact_adamw import load_map
 from mini_trainer.model.optim.optimizers import build_optimizer, count_state_bytes, open_optimizer
-from mini_trainer.model.sharding import KEEPING, apply_sharding, prepare_backward
+from mini_trainer.model.sharding import apply_sharding, prepare_backward
 from mini_trainer.model.tiling import apply_tiling
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ComputeOptions
+from mini_trainer.options.doors import KEEPING
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.known_values import KnownValues
 from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights

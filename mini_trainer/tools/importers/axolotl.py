@@ -38,6 +38,7 @@ from mini_trainer.tools.importers.shared_keys import (
     OPTIMIZER,
     OUTSIDE,
     SCHEDULE,
+    STABLE_RANK,
     convert_entropy_weighting,
     convert_epochs,
     convert_evals,
@@ -101,8 +102,8 @@ def convert_default_warmup(to: Conversion, key: str, value: Any) -> str:
         number = min(int(value * steps), 100)
         to.train["num_warmup_steps"] = 2 if number == 1 else number
         return f"num_warmup_steps: {to.train['num_warmup_steps']}"
-    to.train["warmup_ratio"] = value
-    return f"warmup_ratio: {value}; {DIFFERS}: there at most 100 steps"
+    to.train["num_warmup_steps"] = value
+    return f"num_warmup_steps: {value}; {DIFFERS}: there at most 100 steps"
 
 
 def convert_length(to: Conversion, key: str, value: Any) -> str:
@@ -232,15 +233,15 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | AXOLOTL_RULES | {
     "lora_modules_to_save": of_new_lora(set_option("lora_modules_to_save")),
     "lora_model_dir": of_lora(set_option("lora_adapter")),
     "lora_fan_in_fan_out": needless("the layer's own kind says it"),
-    "peft_use_rslora": of_new_lora(set_option("lora_use_rslora")),
+    "peft_use_rslora": STABLE_RANK,
     "peft_use_dora": of_new_lora(set_option("lora_use_dora")),
     "peft_init_lora_weights": of_lora(allow(True, "kaiming", reason="adapters are initialized to zero here")),
     "noisy_embedding_alpha": set_unless_zero("neftune_alpha"),
     "cosine_min_lr_ratio": set_option("min_lr_ratio"),
     "cosine_constant_lr_ratio": differs("the learning rate reaches its lowest at the run's end"),
     "lr_quadratic_warmup": differs("warm-up is linear"),
-    "wandb_project": set_tracker("wandb", option="track_project"),
-    "wandb_name": set_tracker("wandb", option="track_name"),
+    "wandb_project": set_tracker("wandb", variable="WANDB_PROJECT"),
+    "wandb_name": set_tracker("wandb", variable="WANDB_NAME"),
     "use_wandb": needless("wandb_project asks for it"),
     "wandb_run_id": needless("a resumed run continues in the tracker's run"),
     "wandb_entity": missing("set WANDB_ENTITY"),
@@ -248,9 +249,9 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | AXOLOTL_RULES | {
     "wandb_log_model": missing("--push-to-hub uploads exports"),
     "use_tensorboard": set_tracker("tensorboard"),
     "mlflow_tracking_uri": set_tracker("mlflow"),
-    "mlflow_experiment_name": set_tracker("mlflow", option="track_project"),
-    "trackio_project_name": set_tracker("trackio", option="track_project"),
-    "trackio_run_name": set_tracker("trackio", option="track_name"),
+    "mlflow_experiment_name": set_tracker("mlflow", variable="MLFLOW_EXPERIMENT_NAME"),
+    "trackio_project_name": set_tracker("trackio", variable="TRACKIO_PROJECT"),
+    "trackio_run_name": differs("the run is named after output_dir"),
     "trackio_space_id": missing("set TRACKIO_SPACE_ID"),
     "use_swanlab": missing("trackers are wandb, tensorboard, mlflow, trackio"),
     "special_tokens": convert_tokens,

@@ -19,6 +19,7 @@ from mini_trainer.tools.importers.sources import (
     add_sources,
     convert_template_text,
     is_file,
+    join_columns,
     name_columns,
     name_hub_rows,
     take_images,
@@ -107,7 +108,7 @@ def read_type(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any)
     if kind == "sharegpt":
         field = rest.pop("field_messages", "conversations")
         rest.pop("conversation", None)
-        return {"format": "sharegpt"} | name_columns(messages_field=(field, ("conversations",)))
+        return {"format": "sharegpt"} | name_columns(messages=(field, ("conversations",)))
     if kind == "completion":
         return read_documents(to, rest, notes, kind)
     allowed = ", ".join(("chat_template", "completion", "sharegpt", *ALPACA))
@@ -126,7 +127,7 @@ def read_documents(to: Conversion, rest: dict[str, Any], notes: list[str], kind:
     length = read_number("sequence_len", to.get("sequence_len", default=512))
     notes.append(f"{DIFFERS}: texts are joined and cut into blocks of {length} tokens; there each text begins a block")
     source = {"format": "document", "block_size": length, "max_sample_num_tokens": None}
-    return source | name_columns(text_field=(field, ("text", "document")))
+    return source | name_columns(text=(field, ("text", "document")))
 
 
 def read_chat(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def read_chat(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[st
     check_trained(rest)
     if rest.pop("drop_system_message", False):
         notes.append(f"{DIFFERS}: system messages stay")
-    return {"format": kind} | read_template(to, rest, notes) | name_columns(messages_field=(field, (own,)))
+    return {"format": kind} | read_template(to, rest, notes) | name_columns(messages=(field, (own,)))
 
 
 def read_preferences(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any) -> dict[str, Any]:
@@ -177,13 +178,13 @@ def read_messages(to: Conversion, rest: dict[str, Any], notes: list[str], name: 
     if name not in names:
         raise Refusal(f"type 'chat_template.{name}': with rl {to.get('rl')} {' and '.join(names)} are known here")
     chosen, rejected = rest.pop("field_chosen", "chosen"), rest.pop("field_rejected", "rejected")
-    answers = name_columns(chosen_field=(chosen, ("chosen",)), rejected_field=(rejected, ("rejected",)))
+    answers = name_columns(chosen=(chosen, ("chosen",)), rejected=(rejected, ("rejected",)))
     if name != "default":
         return answers
-    prompt = name_columns(prompt_field=(rest.pop("field_messages", "messages"), ("messages", "conversations")))
+    prompt = name_columns(prompt=(rest.pop("field_messages", "messages"), ("messages", "conversations")))
     if prompt:
-        notes.append(f"{DIFFERS}: a prompt in {prompt['prompt_field']} that is one text is continued unchanged")
-    return prompt | answers
+        notes.append(f"{DIFFERS}: a prompt that is one text is continued unchanged ({prompt['columns'][0]})")
+    return join_columns(prompt, answers)
 
 
 def read_own_format(to: Conversion, kind: dict[str, Any]) -> dict[str, Any]:
@@ -196,10 +197,10 @@ def read_own_format(to: Conversion, kind: dict[str, Any]) -> dict[str, Any]:
                           " messages with a chat template")  # fmt: skip
     given.pop("field_system", None)  # only formats write it
     parts = ("prompt", "completion", "label") if to.objective == "kto" else ("prompt", "chosen", "rejected")
-    columns = {f"{part}_field": given.pop(f"field_{part}", part) for part in parts}
+    columns = {part: (given.pop(f"field_{part}", part), (part,)) for part in parts}
     if given:
         raise Refusal(f"a type with the keys {', '.join(sorted(map(str, given)))} is not known here")
-    return {option: name for option, name in columns.items() if f"{name}_field" != option}
+    return name_columns(**columns)
 
 
 def read_message_keys(rest: dict[str, Any], notes: list[str]) -> tuple[str, str]:

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.tools.importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, read_names
-from mini_trainer.tools.importers.sources import MESSAGE_KEYS, add_sources, name_columns, name_hub_rows, take_images
+from mini_trainer.tools.importers.sources import (
+    MESSAGE_KEYS,
+    add_sources,
+    join_columns,
+    name_columns,
+    name_hub_rows,
+    take_images,
+)
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
                   "history": "history", "tools": "tools"}  # fmt: skip
@@ -66,7 +73,7 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, not
         notes.append(f"{DIFFERS}: all rows of {name} are used, given num_samples {entry['num_samples']}")
     if is_pretraining(to):
         text = columns.get("prompt", "instruction")
-        return source | name_columns(text_field=(text, ("text", "document")))
+        return source | name_columns(text=(text, ("text", "document")))
     kind = entry.get("formatting", "alpaca")
     if kind not in ("alpaca", "sharegpt", "openai"):
         raise Refusal(f"{name}: formatting {kind!r} is not known here: alpaca, sharegpt and openai are")
@@ -94,8 +101,8 @@ def read_alpaca(name: str, columns: dict[str, Any]) -> dict[str, Any]:
     if has_query and all(ALPACA_COLUMNS[what] == column for what, column in used.items()):
         return {"format": "alpaca"}
     if used.keys() <= {"prompt", "response"}:
-        return {"format": "completion", "prompt_field": used.get("prompt", "instruction"),
-                "completion_field": used.get("response", "output")}  # fmt: skip
+        prompt, answer = used.get("prompt", "instruction"), used.get("response", "output")
+        return {"format": "completion"} | name_columns(prompt=(prompt, ()), completion=(answer, ()))
     given = ", ".join(f"{what}: {column}" for what, column in used.items() if ALPACA_COLUMNS[what] != column)
     raise Refusal(f"{name}: columns of other names ({given}) can be read for prompt and response alone; rename them")
 
@@ -103,7 +110,7 @@ def read_alpaca(name: str, columns: dict[str, Any]) -> dict[str, Any]:
 def read_chat(name: str, kind: str, columns: dict[str, Any], tags: dict[str, Any]) -> dict[str, Any]:
     """Messages, by the names of their keys; speakers must have names that process_data.py knows."""
     data_format, own = check_message_keys(name, kind, tags)
-    return {"format": data_format} | name_columns(messages_field=(columns.get("messages") or "conversations", (own,)))
+    return {"format": data_format} | name_columns(messages=(columns.get("messages") or "conversations", (own,)))
 
 
 def check_message_keys(name: str, kind: str, tags: dict[str, Any]) -> tuple[str, str]:
@@ -121,13 +128,15 @@ def read_preferences(to: Conversion, name: str, entry: dict[str, Any], notes: li
     columns = {what: column for what, column in entry.get("columns", {}).items() if column is not None}
     check_columns(to, name, entry, columns)
     read_prompt = read_text_prompt if entry.get("formatting", "alpaca") == "alpaca" else read_chat_prompt
-    source = {"format": to.row_format} | read_prompt(to, name, columns, notes)
+    prompt = read_prompt(to, name, columns, notes)
     if to.objective == "kto":
-        return source | name_columns(label_field=(columns["kto_tag"], ("label", "kto_tag")))
-    return source | name_columns(
-        chosen_field=(columns["chosen"], ("chosen", "chosen_response")),
-        rejected_field=(columns["rejected"], ("rejected", "rejected_response")),
-    )
+        answers = name_columns(label=(columns["kto_tag"], ("label", "kto_tag")))
+    else:
+        answers = name_columns(
+            chosen=(columns["chosen"], ("chosen", "chosen_response")),
+            rejected=(columns["rejected"], ("rejected", "rejected_response")),
+        )
+    return {"format": to.row_format} | join_columns(prompt, answers)
 
 
 def check_columns(to: Conversion, name: str, entry: dict[str, Any], columns: dict[str, str]) -> None:
@@ -153,7 +162,7 @@ def read_text_prompt(to: Conversion, name: str, columns: dict[str, str], notes: 
     there = "after one line break" if "query" in columns else "nowhere"
     notes.append(f"{DIFFERS}: a row's input follows its prompt after a blank line, there {there}")
     answer = columns.get("response", "output")
-    return name_columns(completion_field=(answer, ("completion",))) if to.objective == "kto" else {}
+    return name_columns(completion=(answer, ("completion",))) if to.objective == "kto" else {}
 
 
 def read_chat_prompt(to: Conversion, name: str, columns: dict[str, str], notes: list[str]) -> dict[str, Any]:
@@ -161,7 +170,7 @@ def read_chat_prompt(to: Conversion, name: str, columns: dict[str, str], notes: 
     messages = columns.get("messages", "conversations")
     if to.objective == "kto" and messages not in ("messages", "conversations"):
         raise Refusal(f"{name}: whole chats in the column {messages} are not read; rename it to messages")
-    return name_columns(prompt_field=(messages, ("messages", "conversations")))
+    return name_columns(prompt=(messages, ("messages", "conversations")))
 
 
 def convert_freezing(to: Conversion, key: str, value: Any) -> str:

@@ -24,7 +24,7 @@ from mini_trainer.tools.importers.rules import (
     set_if_true,
     set_option,
     set_to,
-    set_unless_zero,
+    set_weight_ratio,
 )
 
 # Losses with a reference by TRL's names. "sft" beside one of them is the chosen answers' negative log-likelihood.
@@ -70,12 +70,12 @@ def convert_loss_smoothing(losses_key: str) -> Rule:
     """Smoothed labels: TRL's loss "robust" uses them, "sigmoid" no longer does."""
     ignored = say(
         f"{DIFFERS}: this loss ignores it in today's TRL; earlier versions trained conservative DPO, which is"
-        " --preference-label-smoothing {value}"
+        " --label-smoothing {value}"
     )
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         is_used = "robust" in read_names(losses_key, to.get(losses_key, default="sigmoid"))
-        return (set_option("preference_label_smoothing") if is_used else ignored)(to, key, value)
+        return (set_option("label_smoothing") if is_used else ignored)(to, key, value)
 
     return if_set(rule)
 
@@ -130,8 +130,10 @@ AXOLOTL_RULES: dict[str, Rule] = {
     "simpo_gamma": of_rl("simpo", rule=set_option("preference_gamma")),
     "cpo_alpha": of_rl("simpo", rule=set_above_zero("preference_nll_weight")),
     "rpo_alpha": of_rl("dpo", rule=set_above_zero("preference_nll_weight")),
-    "kto_desirable_weight": of_rl("kto", rule=set_unless_zero("desirable_weight")),
-    "kto_undesirable_weight": of_rl("kto", rule=set_unless_zero("undesirable_weight")),
+    **dict.fromkeys(
+        ("kto_desirable_weight", "kto_undesirable_weight"),
+        of_rl("kto", rule=set_weight_ratio("kto_desirable_weight", "kto_undesirable_weight")),
+    ),
     "dpo_loss_type": of_rl("dpo", rule=convert_losses("dpo_loss_weights")),
     "dpo_loss_weights": needless("they are written with dpo_loss_type"),
     "dpo_label_smoothing": of_rl("dpo", rule=convert_loss_smoothing("dpo_loss_type")),
@@ -190,11 +192,11 @@ LLAMA_FACTORY_RULES: dict[str, Rule] = {
     "pref_beta": of_objective("preference", "kto", rule=set_option("preference_beta")),
     "pref_ftx": of_objective("preference", "kto", rule=convert_likelihood),
     "pref_bco_weight": of_objective("preference", rule=refuse(OTHER_LOSS)),
-    "dpo_label_smoothing": of_objective("preference", rule=set_above_zero("preference_label_smoothing")),
+    "dpo_label_smoothing": of_objective("preference", rule=set_above_zero("label_smoothing")),
     "simpo_gamma": of_objective("preference", rule=only_if(lambda to: to.get("pref_loss") == "simpo",
                                                                set_option("preference_gamma"))),
-    "kto_chosen_weight": of_objective("kto", rule=set_option("desirable_weight")),
-    "kto_rejected_weight": of_objective("kto", rule=set_option("undesirable_weight")),
+    **dict.fromkeys(("kto_chosen_weight", "kto_rejected_weight"),
+                    of_objective("kto", rule=set_weight_ratio("kto_chosen_weight", "kto_rejected_weight"))),
     "ref_model": of_objective("preference", "kto", rule=set_option("reference_model")),
     "ref_model_adapters": of_objective("preference", "kto", rule=refuse("merge the reference's adapter into it:"
                                                                         " mini-trainer merge-adapter")),

@@ -234,11 +234,21 @@ def with_names(rule: Rule) -> Rule:
     return lambda to, key, value: rule(to, key, read_names(key, value))
 
 
-def set_tracker(name: str, *, option: str | None = None) -> Rule:
-    """Rule for a key that enables tracker `name`; its value is that of `option`."""
+def set_weight_ratio(desirable: str, undesirable: str) -> Rule:
+    """Rule for the weights of good and bad answers under these keys, of which only the ratio counts."""
+
+    def rule(to: Conversion, key: str, value: Any) -> str:
+        good, bad = to.get_number(desirable, default=1) or 1, to.get_number(undesirable, default=1) or 1
+        return set_option("kto_weight_ratio")(to, key, good / bad)
+
+    return rule
+
+
+def set_tracker(name: str, *, variable: str | None = None) -> Rule:
+    """Rule for a key that enables tracker `name`, which reads its value in the environment."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         to.train["track"] = sorted({*to.train.get("track", []), name})
-        return f"track: {name}" + ("" if option is None else f", {set_option(option)(to, key, value)}")
+        return f"track: {name}" + ("" if variable is None else f"; set {variable}={value}")
 
     return if_set(rule)

@@ -1,5 +1,6 @@
 """Rules for keys that several other trainers share: model, optimizer, schedule, end, saves, adapters, sharding."""
 
+import math
 from typing import Any
 
 from mini_trainer.options.doors import TRACKERS
@@ -11,6 +12,8 @@ from mini_trainer.tools.importers.rules import (
     Refusal,
     by_value,
     noting,
+    of_new_lora,
+    only_if,
     read_number,
     refuse_any,
     say,
@@ -71,7 +74,25 @@ def convert_warmup(to: Conversion, key: str, value: Any) -> str:
     if key == "warmup_ratio" and to.get_number("warmup_steps", default=0) > 0:
         return f"{NEEDLESS}: warmup_steps overrides it"
     is_ratio = key == "warmup_ratio" or 0 < value < 1
-    return set_option("warmup_ratio" if is_ratio else "num_warmup_steps")(to, key, value)
+    if is_ratio and value >= 1:
+        raise ValueError(f"{key} {value}: must be below 1")
+    return set_option("num_warmup_steps")(to, key, value)
+
+
+def convert_alpha(to: Conversion, key: str, value: Any) -> str:
+    """Adapters are scaled by alpha / rank; rank-stabilized ones by alpha / sqrt(rank)."""
+    value, is_stable = read_number(key, value), to.get("use_rslora", "peft_use_rslora")
+    rank = to.get_number("lora_r", "lora_rank", default=16)
+    return set_option("lora_alpha")(to, key, value * math.sqrt(rank) if is_stable else value)
+
+
+STABLE_RANK = of_new_lora(
+    only_if(
+        lambda to: to.get("use_rslora", "peft_use_rslora") and to.get("lora_alpha") is None,
+        lambda to, key, value: convert_alpha(to, key, 2 * to.get_number("lora_r", "lora_rank", default=16)),
+        otherwise="lora_alpha is scaled by the square root of the rank",
+    )
+)
 
 
 def convert_schedule_details(to: Conversion, key: str, value: Any) -> str:
@@ -86,7 +107,7 @@ def convert_schedule_details(to: Conversion, key: str, value: Any) -> str:
             raise ValueError(f"min_lr needs a positive learning rate, which is {peak}")
         rate = read_number("min_lr", lowest) / peak
     scheduler = SCHEDULES.get(str(to.get("lr_scheduler", "lr_scheduler_type")))
-    shapes = {"cosine_with_restarts": ("num_cycles", "num_cycles"), "polynomial": ("power", "lr_power"),
+    shapes = {"cosine_with_restarts": ("num_cycles", "lr_shape"), "polynomial": ("power", "lr_shape"),
               "wsd": ("num_decay_steps", "num_decay_steps")}  # fmt: skip
     values = {"min_lr_ratio": rate}
     if scheduler in shapes:

@@ -17,9 +17,16 @@ def name_hub_rows(name: str, config: str | None, *, split: str | None = None) ->
     return source if split in (None, "train") else source | {"split": split}
 
 
-def name_columns(**names: tuple[str, Sequence[str]]) -> dict[str, str]:
-    """Options for columns whose names are not among those that rows are looked through for."""
-    return {option: name for option, (name, known) in names.items() if name not in known}
+def name_columns(**names: tuple[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The option for columns whose names are not among those that rows are looked through for."""
+    columns = [f"{value}={column}" for value, (column, known) in names.items() if column not in known]
+    return {"columns": columns} if columns else {}
+
+
+def join_columns(*named: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The option for the columns of several `name_columns`."""
+    columns = [column for one in named for column in one.get("columns", ())]
+    return {"columns": columns} if columns else {}
 
 
 def take_images(source: dict[str, Any], name: str | None) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from mini_trainer.tools.importers.rules import (
     set_option,
     set_to,
     set_tracker,
+    set_weight_ratio,
     unless,
 )
 from mini_trainer.tools.importers.shared_keys import convert_targets
@@ -206,17 +207,19 @@ SHARED: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "use_liger": set_if_true(use_liger_kernels=True),
     **dict.fromkeys(("padding_free", "pad_to_multiple_of"), PACKED),
     **dict.fromkeys(("dtype", "torch_dtype"), IN_BF16),
-    "wandb_project": set_tracker("wandb", option="track_project"),
+    "wandb_project": set_tracker("wandb", variable="WANDB_PROJECT"),
     "wandb_entity": missing("set WANDB_ENTITY"),
     "hub_model_revision": differs("exports are uploaded to the repository's main branch"),
     "callbacks": missing("write them as classes for callbacks: docs/reference/callbacks.md"),
     "benchmarks": missing("evaluate_model.py measures models"),
     "system_prompt": differs("a system message is the row's own, or the template's"),
-    "dataset_prompt_column": needless("rows show their columns; prompt_field names another"),
+    "dataset_prompt_column": needless("rows show their columns; --columns names another"),
 }  # fmt: skip
 SFT_RULES: dict[str, Rule] = SHARED | {
     "max_seq_length": needless("it is max_length"),
-    "dataset_text_field": unless("text", rule=set_data_option("text_field")),
+    "dataset_text_field": unless(
+        "text", rule=lambda to, key, value: set_data_option("columns")(to, key, [f"text={value}"])
+    ),
     "dataset_kwargs": differs("rows are tokenized by process_data.py"),
     "assistant_only_loss": if_off(say(WHOLE)),
     "completion_only_loss": by_value(
@@ -268,8 +271,9 @@ KTO_RULES: dict[str, Rule] = WITH_REFERENCE | {
         {"kto": needless(f"objective kto; pairs need format: preference and feedback_from_pairs: true; {POINT}")},
         other=refuse_any("the loss {value!r} on single answers is not supported: kto is"),
     ),
-    "desirable_weight": set_option("desirable_weight"),
-    "undesirable_weight": set_option("undesirable_weight"),
+    **dict.fromkeys(
+        ("desirable_weight", "undesirable_weight"), set_weight_ratio("desirable_weight", "undesirable_weight")
+    ),
     "train_sampling_strategy": unless(
         "random", rule=say(f"{DIFFERS}: samples come in a random order, there {{value}}")
     ),

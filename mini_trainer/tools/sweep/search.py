@@ -154,8 +154,6 @@ class Sweep:
         """The run of a trial until a rung."""
         trial, folder = self.study.read(number), self.find_folder(number)
         options = self.settings.options_of(trial.values) | {"output_dir": str(folder / "run")}
-        if options.get("track"):
-            options["track_name"] = f"{self.settings.root.name}_{trial.name}"
         if rung is not None:
             options |= limit_to_rung(options, rung, is_last=rung == self.settings.rungs[-1])
         return Stage(program="train", folder=folder, options=options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import PRESETS, TrainOptions, group_options, list_preset_values
+from mini_trainer.options import PRESETS, TRAINING_DATA, TrainOptions, group_options, list_preset_values
 from mini_trainer.options.fields import option
 from mini_trainer.options.option_files import (
     convert_each,
@@ -30,8 +30,8 @@ BY_SWEEP = "is set for each trial by the sweep itself; leave it out"
 NO_TRIAL = "starts no training; leave it out"
 UPLOADS_ALL = "would upload every trial; leave it out, and train the best one again with it"
 RESERVED = {
-    **dict.fromkeys(("output_dir", "config", "resume", "track_name"), BY_SWEEP),
-    **dict.fromkeys(("dry_run", "print_config", "plan_world_size", "plan_device"), NO_TRIAL),
+    **dict.fromkeys(("output_dir", "config", "resume"), BY_SWEEP),
+    **dict.fromkeys(("dry_run", "print_config", "plan_for"), NO_TRIAL),
     "preset": "cannot differ between trials; give it in train",
     "max_time": "would end trials early without a result; leave it out",
     **dict.fromkeys(("push_to_hub", "upload_to"), UPLOADS_ALL),
@@ -193,6 +193,8 @@ def read_range(name: str, given: dict[Any, Any], options_class: type) -> Paramet
     low, high, step, log = (found.get(key) for key in KEYS_OF_RANGE)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (low, high, step or 0)):
         raise ValueError("takes no numbers; give a list of values")
+    if float in {type(low), type(high), type(step)}:  # also of an option that takes both kinds of numbers
+        found |= {key: float(found[key]) for key in ("low", "high", "step") if key in found}
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"low {low}, high {high}: low must be below high")
     if log and (step is not None or low <= 0):
@@ -278,7 +280,7 @@ def find_trial_problems(options: Values) -> list[str]:
     problems = find_problems(grouped)
     if not grouped.end.is_given:
         problems.append("train: no end is given; give max_steps, max_epochs, max_samples or max_tokens")
-    if not (grouped.validation.is_asked or grouped.rows.validation_share):
+    if not (grouped.validation.validation_data_path or grouped.rows.validation_share):
         problems.append("train: no validation data to compare trials by; give validation_data_path")
     return problems
 
@@ -306,7 +308,7 @@ def list_files(settings: SweepSettings, trials: Sequence[Values]) -> list[Path]:
     named: dict[str, str] = {}
     for values in trials:
         options = settings.options_of(values)
-        named |= {path: name for name in FILE_OPTIONS for path in options.get(name, ())}
+        named |= {path: name for name in FILE_OPTIONS for path in options.get(name, ()) if path != TRAINING_DATA}
     refuse(f"{name} {path}: must be local for a sweep" for path, name in named.items() if is_url(path))
     refuse(f"{name}: {path} does not exist" for path, name in named.items() if not Path(path).exists())
     return [Path(path) for path in named]
