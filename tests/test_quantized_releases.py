@@ -94,6 +94,24 @@ def test_rows_of_4_bits_may_end_within_a_block(tmp_path, never_whole):
     assert read.shape == (64, 96) and torch.equal(read.flatten(), expected.to(torch.bfloat16))
 
 
+def test_fbgemm_has_a_scale_for_each_row(tmp_path, never_whole):
+    """As in Llama 3.1 405B's release; transformers dequantizes it on GPUs only."""
+    expected = {}
+
+    def quantize(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not name.endswith("proj.weight"):
+            return {name: weight}
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 448
+        packed = (weight.float() / scale).to(torch.float8_e4m3fn)
+        expected[name] = (packed.float() * scale).to(torch.bfloat16)
+        return {name: packed, f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale_ub": torch.ones(1)}
+
+    save_bf16(QWEN3, tmp_path)
+    rewrite(tmp_path, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, quantize)
+    readers = read_weights(load_source(tmp_path), TextFamily())
+    assert expected and all(torch.equal(readers[name](), weight) for name, weight in expected.items())
+
+
 def make_inputs(kind: str, root: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The release with data, as options; and the same with what transformers dequantizes the release to."""
     release = save_tokenizer(save_release(kind, root / "release"))
@@ -217,6 +235,8 @@ HOSTILE = [
     ("fp8", configure(weight_block_size=[128, 128]), "[128, 128] need [1, 1]"),
     ("fp8", lambda weights, config: config.pop("quantization_config"), "stored as F8_E4M3"),
     ("fp8", configure(quant_method="hqq"), "quantized by 'hqq'"),
+    ("fp8", configure(quant_method="gptq"), "quantized by 'gptq'"),
+    ("fp8", configure(quant_method="fbgemm_fp8"), f"{MLP}.weight_scale is missing"),
     ("fp8", configure(quant_method=None), "quantized by 'None'"),
     ("fp8", lambda weights, config: config.update(quantization_config="fp8"), "quantization_config is 'fp8'"),
     ("bitsandbytes nf4", drop(f"{MLP}.weight.absmax"), f"{MLP}.weight.absmax is missing"),
@@ -277,3 +297,24 @@ def test_the_message_names_the_release_before_quantization(tmp_path):
     (tmp_path / "model-AQLM" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"'aqlm', .* model$"):
         load_source(tmp_path / "model-AQLM")
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "advice"),
+    [
+        ("gptq", "quantize_config.json", r"or an fp8 one, or dequantize it with GPTQModel"),
+        ("awq", None, r"or an fp8 one, or dequantize it with GPTQModel"),
+        ("modelopt", "hf_quant_config.json", r"name may be model, or an fp8 one$"),
+    ],
+)
+def test_kinds_that_are_not_dequantized_here_are_refused_with_what_to_use(kind, file, advice, tmp_path):
+    """Also where older releases have their settings in a file of their own."""
+    path = tmp_path / "model-FP8"
+    save_fp8(path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = None if file else {"quant_method": kind}
+    (path / "config.json").write_text(json.dumps(config))
+    if file:
+        (path / file).write_text("{}")
+    with pytest.raises(ValueError, match=f"quantized by '{kind}'.*bf16 release.*{advice}"):
+        load_source(path)

@@ -24,7 +24,6 @@ MXFP4_BYTES = 16  # bytes of the 32 weights that share a scale
 ROWS_AT_A_TIME = 1024  # rows of an fp8 matrix converted at once, which limits memory in fp32
 ROW_LAYOUT = 0  # bitsandbytes' code for row-major 8-bit weights
 BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # sizes of dtypes that 4-bit weights are stored in
-MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 COMPRESSED_FORMATS = {
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized",
@@ -120,7 +119,7 @@ def read_fp8(quantized: Stored, scale: Stored, block: tuple[int, int], dtype: to
 
 
 def open_fp8_rows(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
-    """Opens fp8 matrices with a scale a row (FBGEMM) or a single one (Model Optimizer)."""
+    """Opens FBGEMM's fp8 matrices, with a scale for each row or a single one."""
     for key in [key for key, tensor in parts.items() if tensor.dtype in FP8]:
         scale, shape = take_part(parts, f"{key}_scale", of=key), parts[key].shape
         num_scales = math.prod(scale.shape)
@@ -133,16 +132,6 @@ def open_fp8_rows(parts: dict[str, Stored], settings: Settings, dtype: torch.dty
         parts[key] = Stored(functools.partial(read_fp8, parts[key], scale, block, dtype), shape, "")
     refuse_leftovers(key for key in parts if key.endswith(".weight_scale"))
     return parts
-
-
-def check_modelopt(settings: Settings) -> None:
-    """ValueError for algorithms of Model Optimizer other than fp8 with a scale a tensor or a row."""
-    algorithm = settings.get("quant_algo")
-    if algorithm not in MODELOPT_ALGORITHMS:
-        raise ValueError(
-            f"quantization_config: Model Optimizer's quant_algo is {algorithm!r}, which cannot be dequantized here"
-            f" ({', '.join(MODELOPT_ALGORITHMS)} can): use the bf16 release"
-        )
 
 
 # bitsandbytes

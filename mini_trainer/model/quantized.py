@@ -34,23 +34,10 @@ KINDS: Doors[Callable[[dict[str, Stored], Settings, torch.dtype], dict[str, Stor
         "fp8": "mini_trainer.model.dequantizing:open_fp8",
         "mxfp8": "mini_trainer.model.dequantizing:open_fp8",
         "fbgemm_fp8": "mini_trainer.model.dequantizing:open_fp8_rows",
-        "modelopt": "mini_trainer.model.dequantizing:open_fp8_rows",
-        "gptq": "mini_trainer.model.packed_integers:open_gptq",
-        "awq": "mini_trainer.model.packed_integers:open_awq",
         "bitsandbytes": "mini_trainer.model.dequantizing:open_bitsandbytes",
         "compressed-tensors": "mini_trainer.model.dequantizing:open_compressed",
     }
 )
-# ValueError for settings that cannot be dequantized here.
-CHECKS: Doors[Callable[[Settings], None]] = Doors(
-    {
-        "compressed-tensors": "mini_trainer.model.dequantizing:check_compression",
-        "modelopt": "mini_trainer.model.dequantizing:check_modelopt",
-        "gptq": "mini_trainer.model.packed_integers:check_gptq",
-        "awq": "mini_trainer.model.packed_integers:check_awq",
-    }
-)
-TRANSPOSING = ("bitsandbytes", "gptq", "awq")  # kinds that store weights of Conv1D as those of linear layers
 PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
 
 
@@ -75,6 +62,8 @@ def check_quantization(settings: Settings, model_dir: str) -> str:
             f"--model-name-or-path {model_dir}: the weights are quantized by {kind!r}, which cannot be dequantized here"
             f" ({', '.join(KINDS)} can): use the bf16 release"
             + (f", whose name may be {base}" if base else " that this one was made from")
+            + (", or an fp8 one" if kind in ("gptq", "awq", "modelopt") else "")
+            + (", or dequantize it with GPTQModel (gptqmodel.utils.model_dequant)" if kind in ("gptq", "awq") else "")
         )
     package = PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -82,8 +71,10 @@ def check_quantization(settings: Settings, model_dir: str) -> str:
             f"--model-name-or-path {model_dir}: the weights are quantized by {kind}, and dequantizing them needs the"
             f" package {kind}, which is not installed: pip install {kind}"
         )
-    if kind in CHECKS:
-        CHECKS[kind](settings)
+    if kind == "compressed-tensors":
+        from mini_trainer.model.dequantizing import check_compression
+
+        check_compression(settings)
     return kind
 
 
@@ -97,11 +88,10 @@ def guess_base(model_dir: str) -> str | None:
 
 def check_modules(settings: Settings, model: nn.Module) -> None:
     """ValueError if the model has layers whose weights this kind of quantization stores transposed."""
-    kind = name_kind(settings)
-    if kind in TRANSPOSING and any(isinstance(module, Conv1D) for module in model.modules()):
+    if name_kind(settings) == "bitsandbytes" and any(isinstance(module, Conv1D) for module in model.modules()):
         raise ValueError(
-            f"{kind} stores some of this model's weights (of Conv1D) transposed, and does not record which: use the"
-            " bf16 release"
+            "bitsandbytes stores some of this model's weights (of Conv1D) transposed, and does not record which: use"
+            " the bf16 release"
         )
 
 
