@@ -20,7 +20,6 @@ from mini_trainer.generate import generate
 from mini_trainer.model.activation_checkpointing import MODES
 from mini_trainer.model.attention import BACKENDS, FUNCTIONS
 from mini_trainer.model.methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS
-from mini_trainer.model.methods.osft_directions import ALLOCATIONS
 from mini_trainer.model.methods.osft_subspaces import BASES
 from mini_trainer.model.optim.averages import AVERAGES
 from mini_trainer.model.optim.muon import SCALES
@@ -106,7 +105,6 @@ CODE: dict[str, Collection[str]] = {
     "objective": OBJECTIVES,
     "optimizer": doors.OPTIMIZERS,
     "osft_basis": BASES,
-    "osft_rank_allocation": ALLOCATIONS,
     "preference_loss": LOSSES,
     "preset": PRESETS,
     "reshard_after_backward": KEEPING,

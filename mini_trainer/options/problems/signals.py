@@ -18,7 +18,7 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
     loss = f"--preference-loss {o.preference_loss}"
     if o.preference_gamma is not None and o.preference_loss != "simpo":
         problems.append(f"--preference-gamma has no effect with {loss}")
-    if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
+    if o.preference_label_smoothing and o.preference_loss != "dpo":
         problems.append(f"--preference-label-smoothing has no effect with {loss}")
     if o.preference_loss in ("simpo", "orpo"):
         given = [name for name in ("reference_model", "reuse_reference_only") if name in list_changed(o)]
