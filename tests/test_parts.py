@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
 from processes import ROOT
 
-from mini_trainer.data.chat.token_spans import Pictures, Remark, TokenizedChat, TrainedSpan, add_mismatched, pair_up
+from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
+from mini_trainer.data.columns.encoding import add_mismatched, pair_up
 from mini_trainer.data.rows import files as data_files
 from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.column_names import RefusedColumn

@@ -21,8 +21,8 @@ from tiny_models import compile_by, load_source, make_osft
 from tiny_vision import VISION_MODELS, exact_families, lacking, load, make_image, make_rows, save_vision_model, tokenize
 from transformers import AutoConfig, PreTrainedModel
 
-from mini_trainer.data.chat.pictures import load_processor, open_image
 from mini_trainer.data.columns.base import IGNORED, VISION
+from mini_trainer.data.stores.image_files import load_processor, open_image
 from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode

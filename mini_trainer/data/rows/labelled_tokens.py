@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_trainer.data.chat.conversation import Chat
-from mini_trainer.data.chat.rendering import Patience, catch_error, check_length, prepare_for
-from mini_trainer.data.chat.templates import check_template_args
-from mini_trainer.data.chat.token_spans import check_unicode
+from mini_trainer.data.chat.rendering import (
+    Patience,
+    catch_error,
+    check_length,
+    check_template_args,
+    check_unicode,
+    prepare_for,
+)
 from mini_trainer.data.columns.base import IGNORED, TOKENS
 from mini_trainer.data.rows.labelled import Content, Labelled, TextPair, Words
 from mini_trainer.data.rows.labels import Labels, count_classes

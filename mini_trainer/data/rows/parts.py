@@ -22,14 +22,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.chat.token_spans import (
-    Pictures,
-    Remark,
-    TokenizedChat,
-    TokenizedFeedback,
-    TokenizedPair,
-    TrainedSpan,
-)
+from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
+from mini_trainer.data.columns.encoding import TokenizedFeedback, TokenizedPair
 from mini_trainer.data.rows.files import Sections, Source, list_sections, to_stream
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
 from mini_trainer.data.rows.report import Totals, ValueTotals

@@ -6,9 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.masking import ChatMasker, Contents
-from mini_trainer.data.chat.pictures import ImageExpander, load_processor
-from mini_trainer.data.chat.templates import change_tokenizer
+from mini_trainer.data.chat.masking import ChatMasker, Contents, ImageExpander
 from mini_trainer.data.columns.base import FEEDBACK, VISION, DataTask
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, read_text_row
@@ -19,8 +17,9 @@ from mini_trainer.data.rows.pictured import ImageFolders
 from mini_trainer.data.rows.preparation import Preparation
 from mini_trainer.data.rows.random_rows import prepare_random
 from mini_trainer.data.rows.survey import describe_repeats, survey_rows
+from mini_trainer.data.stores.image_files import load_processor
 from mini_trainer.data.stores.model_files import find_model
-from mini_trainer.data.stores.tokenizers import load_stop_token_ids, load_tokenizer
+from mini_trainer.data.stores.tokenizers import change_tokenizer, load_stop_token_ids, load_tokenizer
 from mini_trainer.distributed.process import without_collector
 from mini_trainer.options import RowOptions, parse_named_values
 from mini_trainer.options.doors import MASKED_FORMATS, NAMED_FORMATS

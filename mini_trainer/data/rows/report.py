@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+from mini_trainer.data.chat.conversation import DIVIDED, Remark
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from mini_trainer.data.chat.token_spans import DIVIDED, Remark
 from mini_trainer.data.chat.tokens import CONTROL, CONTROL_AS_TEXT
 from mini_trainer.data.columns.base import DataTask, format_count
 from mini_trainer.data.columns.kinds import COLUMNS
