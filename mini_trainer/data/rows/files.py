@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mini_trainer.data.rows.layout import find_fault
 from mini_trainer.data.rows.lines import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
     Encoding,
+    find_fault,
     read_lines,
     skip_lines,
     split_lines,

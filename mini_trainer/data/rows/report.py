@@ -1,4 +1,4 @@
-"""Counts of processed rows, their report in the terminal, and progress.
+"""Counts of processed rows, their report in the terminal, progress, and the rows that refuse a data set.
 
 Whether the rows of a data set teach the model to stop.
 """
@@ -15,8 +15,7 @@ from heapq import nsmallest
 from mini_trainer.data.chat.conversation import DIVIDED, Remark
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
 from mini_trainer.data.chat.tokens import CONTROL, CONTROL_AS_TEXT
-from mini_trainer.data.columns.base import DataTask, format_count
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS, DataTask, format_count
 from mini_trainer.data.rows.column_names import count_column
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
@@ -53,6 +52,8 @@ REMARKS = {
     UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
+
+LEAST_SHARE = 0.5  # share of the rows that must have a trained stop token
 
 
 @dataclass
@@ -288,9 +289,6 @@ def percentile(counts: Counter[int], share: float) -> int:
     raise AssertionError(f"{share} of {counts.total()} values")
 
 
-LEAST_SHARE = 0.5  # share of the rows that must have a trained stop token
-
-
 def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_turns: Collection[str]) -> list[str]:
     """Notes on rows without a trained stop token, such as `stop`. ValueError if more than half of the rows have none
     because the chat template leaves some turns open (`open_turns`: inner, last), unless that is allowed.
@@ -316,3 +314,43 @@ def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_t
         " turn. Pass --append-stop-token to append one there and train on it, or --allow-missing-stop-token to"
         " train without"
     )
+
+
+def check_rejected(totals: Totals, reasons: list[tuple[str, str]], *, skip_invalid: bool) -> None:
+    """Refuses invalid rows, listing the first, unless they are to be skipped."""
+    if reasons and not skip_invalid:
+        more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
+        raise ValueError(
+            f"{totals.rows['invalid']:,} of {totals.rows['in']:,} rows cannot be used{more}:{list_below(reasons)}\n"
+            "fix them, or pass --skip-invalid to skip them"
+        )
+
+
+def list_below(reasons: list[tuple[str, str]]) -> str:
+    """Lines that say each reason once, with the first row that has it and the places of the others."""
+    places: dict[str, list[str]] = {}
+    for place, reason in reasons:
+        places.setdefault(reason, []).append(place)
+    lines = []
+    for reason, (first, *others) in places.items():
+        lines += [f"\n  {first}: {reason}", *([f"\n    also {', '.join(others)}"] if others else [])]
+    return "".join(lines)
+
+
+def check_kept(
+    totals: Totals,
+    reasons: list[tuple[str, str]],
+    *,
+    sources: Sequence[Source],
+    max_sample_num_tokens: int | None,
+) -> None:
+    """Refuses a data set without samples."""
+    if totals.rows["in"] == 0:
+        raise ValueError(f"{describe_sources(sources)}: has no rows")
+    if totals.rows["kept"] == 0:
+        dropped = ", ".join(f"{totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
+        hint = f"; raise --max-sample-num-tokens {max_sample_num_tokens}" if totals.rows["too_long"] else ""
+        raise ValueError(
+            f"{describe_sources(sources)}: no row is left of {totals.rows['in']:,}: {dropped}{hint}"
+            f"{list_below(reasons)}"
+        )

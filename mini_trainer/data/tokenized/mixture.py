@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mini_trainer.batch_packer import SampleLoad
-from mini_trainer.data.columns.base import DataTask, Sample
-from mini_trainer.data.columns.kinds import describe_task
+from mini_trainer.data.columns.base import DataTask, Sample, describe_task
 from mini_trainer.data.tokenized.by_row import (
     RowNumbers,
     RowRange,
@@ -28,7 +27,7 @@ from mini_trainer.data.tokenized.order import draw_permutation
 from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 
 if TYPE_CHECKING:
-    from mini_trainer.data.tokenized.images import SampleImages
+    from mini_trainer.data.tokenized.index import SampleImages
 
 WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
 
