@@ -222,10 +222,10 @@ class LoRA(Method):
 
     def describe(self) -> str:
         num_layers = len(self.targets.layers) + len(self.targets.experts)
-        whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""
+        in_full = f" and {', '.join(self.targets.in_full)}" if self.targets.in_full else ""
         quantized = f", the blocks' {self.packed} are in NF4{self.unpacked}" if self.is_packed else ""
         numbers = f"{self.num_trained:,} trainable parameters{quantized}"
-        return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
+        return f"{self.title} of rank {self.config.r} on {num_layers} layers{in_full}: {numbers}"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         """The merged model, if requested; the adapters are gathered immediately in any case, for `write_extras`."""
