@@ -412,7 +412,7 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
         (ask(show("folder.png"), words), "folder.png: .*Is a directory"),
         (ask(show("bomb.png"), words), "bomb.png: .*89,478,485"),
         (ask(show("moving.gif"), words), "moving.gif: .*2 frames"),
-        (ask(show("https://example.org/a.png"), words), "--allow-downloads"),
+        (ask(show("https://example.org/a.png"), words), "a.png: .*download it before"),
         (ask(show("data:image/png;base64,!!"), words), "data: URL .*base64 .*broken"),
         (ask(show("data:image/png,abc"), words), "data: URL .* not"),
         (ask(show(3), words), "an image is 3,"),

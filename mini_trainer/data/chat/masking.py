@@ -46,7 +46,7 @@ from mini_trainer.data.chat.tokens import (
     text_of,
 )
 from mini_trainer.data.chat.turns import find_stops
-from mini_trainer.data.stores.image_files import as_data_url, download, open_image
+from mini_trainer.data.stores.image_files import open_image
 from mini_trainer.distributed.messages import one_line
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ class ImageExpander:
     Invariant: `processor` has one placeholder token for an image, `image_token`, which the chat template writes.
     """
 
-    def __init__(self, processor: Any, *, directory: Path, may_download: bool = False):
+    def __init__(self, processor: Any, *, directory: Path):
         """`directory`: base of relative image paths."""
         if getattr(processor, "image_token", None) is None:
             raise ValueError(f"{type(processor).__name__} has no image_token, so images cannot be located in the text")
-        self.processor, self.directory, self.may_download = processor, directory, may_download
+        self.processor, self.directory = processor, directory
         self.placeholder = processor.image_token
         self.image_token_ids = find_image_ids(processor)
         self.image_tokens = tuple(processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids)))
@@ -108,13 +108,10 @@ class ImageExpander:
             raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image: remove it")
         if not references:
             return located
-        shown, kept = [], []
+        shown = []
         for number, reference in enumerate(references, start=1):
             try:
-                if "://" in reference and not reference.startswith("data:"):
-                    reference = as_data_url(download(reference, may_download=self.may_download))
                 shown.append(open_image(reference, directory=self.directory))
-                kept.append(reference)
             except ValueError as error:
                 raise ValueError(f"image {number}: {error}") from None
         made = self.process(located.text, shown)
@@ -125,7 +122,7 @@ class ImageExpander:
             text=replace_all(located.text, replaced),
             passages=[move_passage(passage, replaced) for passage in located.passages],
             pictures=Pictures(
-                references=tuple(kept),
+                references=tuple(references),
                 sizes=tuple((image.height, image.width) for image in shown),
                 spans=self.find_spans(ids, [place["replacement"] for place in replaced]),
                 num_tokens=sum(token in self.image_token_ids for token in ids),

@@ -62,8 +62,6 @@ class Counts(Protocol):
     num_tokens: int
     num_loss_counted_tokens: int
 
-    def describe_values(self) -> dict[str, float] | None: ...
-
 
 @dataclass(frozen=True)
 class Bars:

@@ -32,7 +32,6 @@ class TokenizedText:
     type_ids: list[int] | None  # None if all tokens are of the first text
     is_truncated: bool
     label_counts: dict[str, int]
-    values: list[float] | None  # regression targets
     said: str  # the labels in words
     is_weighted: bool = False
     loss_weights: None = None
@@ -135,11 +134,8 @@ class LabelledTokenizer:
         if is_words:
             target = spread_labels(encoding.word_ids, target, row.content.words, is_truncated=is_truncated)
         counts = count_classes(target, task)
-        values = target if task.label_type == "regression" else None
         types = encoding.type_ids if self.has_types and any(encoding.type_ids) else None
-        return TokenizedText(
-            encoding.ids, target, task.objective != TOKENS, types, is_truncated, dict(counts), values, said
-        )
+        return TokenizedText(encoding.ids, target, task.objective != TOKENS, types, is_truncated, dict(counts), said)
 
     def encode_truncated(self, text: Any, content: Content) -> Any:
         """The encoding, truncated by the tokenizer: the longer text of a pair first, special tokens kept."""

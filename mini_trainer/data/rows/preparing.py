@@ -118,7 +118,7 @@ def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander 
         return None
     processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
     directory = Path(options.output_file).resolve().parent
-    return ImageExpander(processor, directory=directory, may_download=options.rows.allow_downloads)
+    return ImageExpander(processor, directory=directory)
 
 
 def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation[Any]:

@@ -70,7 +70,6 @@ class Totals:
     remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
     places: dict[Remark, str] = field(default_factory=dict)  # of the first row with a remark
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
-    values: "ValueTotals | None" = None  # of regression targets
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
     has_weights: bool = False  # whether some sample has loss weights
@@ -90,10 +89,6 @@ class Totals:
     def samples(self) -> list[TokenizedSample]:
         return [sample for _, sample in self.shown]
 
-    def describe_values(self) -> dict[str, float] | None:
-        """Mean and bounds of regression targets; None for other labels."""
-        return None if self.values is None else self.values.describe()
-
     def add_sample(self, sample: TokenizedSample, lot: float) -> None:
         self.lengths[len(sample.tokens.input_ids)] += 1
         self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
@@ -105,8 +100,6 @@ class Totals:
 
     def add_labels(self, tokens: TokenizedText) -> None:
         self.labels.update(tokens.label_counts)
-        if tokens.values is not None:
-            self.values = merge_values(self.values, ValueTotals.of(tokens.values))
 
     def add_invalid(self, reason: str) -> None:
         """Counts a reason, without the row's own text in it."""
@@ -132,7 +125,6 @@ class Totals:
         for remark, count in other.remarks.items():
             self.count_remark(remark, count, other.places[remark])
         self.labels.update(other.labels)
-        self.values = merge_values(self.values, other.values)
         for kind, count in other.reasons.items():
             self.count_reason(kind, count)
         self.num_loss_counted_tokens += other.num_loss_counted_tokens
@@ -143,29 +135,6 @@ class Totals:
 
     def keep_shown(self) -> None:
         self.shown = nsmallest(self.num_shown, self.shown, key=lambda lot_and_sample: lot_and_sample[0])
-
-
-@dataclass(frozen=True)
-class ValueTotals:
-    """Count, sum and bounds of regression targets."""
-
-    count: int
-    total: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "ValueTotals":
-        return cls(len(values), sum(values), min(values), max(values))
-
-    def describe(self) -> dict[str, float]:
-        return {"mean": self.total / self.count, "min": self.least, "max": self.most}
-
-
-def merge_values(a: ValueTotals | None, b: ValueTotals | None) -> ValueTotals | None:
-    if a is None or b is None:
-        return a or b
-    return ValueTotals(a.count + b.count, a.total + b.total, min(a.least, b.least), max(a.most, b.most))
 
 
 def add_up(parts: Sequence[Totals]) -> Totals:

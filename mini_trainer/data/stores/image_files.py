@@ -10,14 +10,12 @@ import contextlib
 import io
 import os
 import stat
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import hide_secrets, one_line
-from mini_trainer.options.urls import check_redirect
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,8 +27,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow
 PHOTO = "MPO"  # a phone's photo: a JPEG followed by others, such as a preview or a depth map
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's modes with a known black and white
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # two tags of TIFF, and a value of the second
-SECONDS_TO_DOWNLOAD = 30
-LIMIT_OF_BYTES = 1 << 28  # largest file or download
+LIMIT_OF_BYTES = 1 << 28  # largest file
 
 
 def name_reference(reference: str) -> str:
@@ -56,6 +53,8 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
             return base64.b64decode(data, validate=True)
         except binascii.Error as error:
             raise ValueError(f"a data: URL whose base64 is broken: {error}") from None
+    if "://" in reference:
+        raise ValueError(f"{name_reference(reference)}: images are read from files and data: URLs: download it before")
     try:
         return read_regular_file(directory / reference)
     except FileNotFoundError:
@@ -79,31 +78,6 @@ def read_regular_file(path: Path) -> bytes:
 def open_without_waiting(path: str, flags: int) -> int:
     """Opens a pipe at once, even if nobody ever writes to it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-class CheckedRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to the public web only."""
-
-    def redirect_request(self, request: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:
-        check_redirect(request.full_url, answer[-1])
-        return super().redirect_request(request, *answer)
-
-
-def download(url: str, *, may_download: bool) -> bytes:
-    """The bytes at `url`; ValueError if downloads are not allowed."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{name_reference(url)}: allowed: file paths, data: URLs, http:// and https:// URLs")
-    if not may_download:
-        raise ValueError(f"{name_reference(url)}: downloads need --allow-downloads")
-    try:
-        opener = urllib.request.build_opener(CheckedRedirects)
-        with opener.open(url, timeout=SECONDS_TO_DOWNLOAD) as response:
-            data = response.read(LIMIT_OF_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name_reference(url)}: cannot be fetched: {hide_secrets(str(error))}") from None
-    if len(data) > LIMIT_OF_BYTES:
-        raise ValueError(f"{name_reference(url)}: larger than {LIMIT_OF_BYTES:,} bytes")
-    return data
 
 
 def open_image(reference: str, *, directory: Path) -> "Image":

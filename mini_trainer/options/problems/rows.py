@@ -88,8 +88,6 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.allow_missing_stop_token and o.append_stop_token:
         problems.append("--allow-missing-stop-token has no effect with --append-stop-token, which adds missing ones")
-    if o.allow_downloads and not o.images:
-        problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":
         problems.append("--images has no effect with --format classification: classifiers do not support images")
     if o.images and o.format in ("preference", "feedback"):
