@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mini_trainer.distributed.ending import RunError
+from mini_trainer.model.methods import adapter_settings as patterns
 from mini_trainer.model.methods.adapter_settings import (
     ADAPTER_WEIGHTS,
     BY_PEFT,
@@ -24,6 +25,7 @@ from mini_trainer.model.methods.adapter_settings import (
     PREFIX,
     check_settings,
 )
+from mini_trainer.model.methods.lora_layers import choose_names
 from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.tools.merge_adapter import merge_adapter
 from mini_trainer.use.inference.loading import find_answering_model, load_answering_model
@@ -247,6 +249,52 @@ def test_layers_that_cannot_be_adapted_are_named(world, tmp_path):
     make_adapter(inputs, adapter, target_modules=["q_proj", "lm_head"])
     with pytest.raises(ValueError, match="adapts lm_head"):
         merge(inputs, adapter, tmp_path / "merged", world)
+
+
+NESTED = "((.*)*)*!"  # its time doubles with every letter of a name
+SLOW_PATTERNS = [
+    {"target_modules": NESTED},
+    {"exclude_modules": NESTED},
+    {"modules_to_save": [NESTED]},
+    {"layers_to_transform": [0], "layers_pattern": [NESTED]},
+    {"rank_pattern": {NESTED: 4}},
+    {"alpha_pattern": {NESTED: 4}},
+]
+
+
+@pytest.mark.parametrize("settings", SLOW_PATTERNS, ids=lambda settings: list(settings)[-1])
+def test_a_pattern_that_takes_for_ever_is_refused_by_its_key(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(patterns, "SECONDS", 0.2)
+    write_settings(tmp_path, **settings)
+    save_file({f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 32)}, tmp_path / ADAPTER_WEIGHTS)
+    key = list(settings)[-1]
+    for reader in ("here", "peft"):
+        message = re.escape(f"--x {tmp_path}: adapter_config.json: {key} {NESTED}: ") + r".*0\.2 seconds"
+        with pytest.raises(ValueError, match=message):
+            check_settings(tmp_path, flag="--x", reader=reader)
+
+
+def test_a_pattern_that_is_slow_on_other_names_of_the_model_is_refused_too(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(patterns, "SECONDS", 0.2)
+    inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
+    make_adapter(inputs, adapter, target_modules=["q_proj"])
+    slow = rf".*\.q_proj|model\.layers\.1\.mlp\.{NESTED}"
+    write_settings(adapter, lora_alpha=8, target_modules=slow, task_type="CAUSAL_LM")
+    check_settings(adapter, flag="--x")
+    message = r"adapter_config.json: target_modules .*: .*0\.2 seconds"
+    with pytest.raises(ValueError, match=message):
+        merge(inputs, adapter, tmp_path / "merged", world)
+    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
+    with pytest.raises(ValueError, match=message):
+        load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_pattern_of_ones_own_has_the_same_limit(monkeypatch):
+    monkeypatch.setattr(patterns, "SECONDS", 0.2)
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
+    with pytest.raises(ValueError, match=r"--lora-target-modules .*: .*0\.2 seconds"):
+        choose_names([NESTED], names, "--lora-target-modules")
+    assert choose_names([r"layers\.[12]\..*", "q_proj"], names, "--x") == names
 
 
 @pytest.mark.parametrize(

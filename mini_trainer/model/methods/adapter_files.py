@@ -22,7 +22,9 @@ from mini_trainer.model.methods.adapter_settings import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PREFIX,
+    check_patterns,
     check_settings,
+    read_settings,
 )
 from mini_trainer.model.stored_tensors import Reader, check_finite, read_tensor
 from mini_trainer.model.weights import grow_rows
@@ -120,6 +122,8 @@ def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
     """Loads the adapter into `model` with peft; ValueError unless the file holds exactly the adapter's tensors."""
     from peft import PeftModel, get_peft_model_state_dict
 
+    settings = read_settings(directory, flag="adapter")
+    check_patterns(settings, list_names(model), where=f"{directory / ADAPTER_CONFIG}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft reads it
         warnings.filterwarnings("error", message=r"[\s\S]*Found missing adapter keys")  # these would stay untrained
@@ -133,6 +137,11 @@ def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
     if unknown:
         raise ValueError(f"{ADAPTER_WEIGHTS} has {len(unknown)} unexpected tensors, such as {unknown[0]}")
     return adapted
+
+
+def list_names(model: PreTrainedModel) -> list[str]:
+    """Names of all modules and parameters, which an adapter's patterns are about."""
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters())]
 
 
 def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> None:

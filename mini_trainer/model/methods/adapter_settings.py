@@ -1,16 +1,63 @@
-"""Settings of LoRA adapters: an adapter whose config has an unsupported key is refused, and the key named."""
+"""Settings of LoRA adapters: an adapter whose config has an unsupported key is refused, and the key named.
+
+Regular expressions over a model's names have a limit on their time: those of an adapter are its author's.
+"""
 
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
 from mini_trainer.data.stores.json_lines import refuse_repeated_keys
+from mini_trainer.distributed.limits import time_limit
 from mini_trainer.options.learning import MOST_RANK
+
+SECONDS = 2.0  # for one pattern over all names; usual ones take milliseconds
+PLAIN = re.compile(r"[\w.-]*")  # names, on which matching cannot take long
+
+# The prefixes and suffixes that peft adds to the patterns of an adapter's config.
+OF_PEFT = {
+    **dict.fromkeys(("target_modules", "exclude_modules", "feedforward_modules"), ("", "")),
+    "modules_to_save": (r"(^|.*\.)", r"($|\..*)"),
+    "layers_pattern": (r"(?:(?:^|.*?\.)", r"\.(?P<idx>\d+)\.).*"),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (r"(.*\.)?(", ")")),
+}
+ONLY_AS_TEXT = ("target_modules", "exclude_modules", "feedforward_modules")  # a list of these has plain names
+
+
+def match_names(
+    pattern: str, names: Collection[str], *, where: str, before: str = r"(.*\.)?(?:", after: str = ")"
+) -> list[str]:
+    """The names that a pattern matches in full, between `before` and `after`; by default also from a dot to the end.
+
+    ValueError, beginning with `where`, for an invalid pattern, and for one that takes too long.
+    """
+    try:
+        expression = re.compile(f"{before}{pattern}{after}")
+        with time_limit(SECONDS):
+            return [name for name in names if expression.fullmatch(name)]
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{where} {pattern:.100}: neither a name nor a regular expression: {error}") from None
+    except TimeoutError:
+        raise ValueError(
+            f"{where} {pattern:.100}: takes longer than {SECONDS:g} seconds on {len(names):,} names: write it without"
+            " repetitions of repetitions, or name the modules"
+        ) from None
+
+
+def check_patterns(settings: Mapping[str, Any], names: Collection[str], *, where: str) -> None:
+    """ValueError for a pattern of an adapter's config on which peft would take too long; `where` names the file."""
+    for key, (before, after) in OF_PEFT.items():
+        value = settings.get(key)
+        several = value if isinstance(value, (list, dict)) and key not in ONLY_AS_TEXT else ()
+        for pattern in [value] if isinstance(value, str) else several:
+            if isinstance(pattern, str) and not PLAIN.fullmatch(pattern):
+                match_names(pattern, names, where=f"{where}: {key}", before=before, after=after)
+
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -46,16 +93,6 @@ CONVERSION = (
 MOST_ALPHA = 1e9  # far above values in use, and far below fp32 overflow
 
 
-def match_names(pattern: str, names: Collection[str], *, where: str) -> list[str]:
-    """The names that a pattern matches, in full or from a dot to the end. ValueError, beginning with `where`, for an
-    invalid pattern."""
-    try:
-        expression = re.compile(rf"(.*\.)?(?:{pattern})")
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{where} {pattern:.100}: neither a name nor a regular expression: {error}") from None
-    return [name for name in names if expression.fullmatch(name)]
-
-
 def is_whole(value: Any, *, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -88,7 +125,7 @@ def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(is_regex(key) and is_item(item) for key, item in value.items())
 
 
-# Allowed values of the keys that change the product: a check and its description. peft itself checks almost none of them.
+# Allowed values of the keys that change the product: a check and its description. peft checks almost none of them.
 NUMBER_OF_ALPHA = f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"
 RANK = f"an integer from 1 to {MOST_RANK:,}"
 FLAG = (is_flag, "true or false")
@@ -134,6 +171,8 @@ def check_settings(directory: Path, *, flag: str, reader: Reader = "here", train
             f"{flag} {directory}: {ADAPTER_CONFIG} has settings that {READERS[reader]} does not support, and without"
             f" which the adapter would give wrong results: {named}. Merge it with the program that trained it"
         )
+    modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in read_shapes(directory)}
+    check_patterns(settings, modules, where=f"{flag} {directory}: {ADAPTER_CONFIG}")
 
 
 def check_values(settings: dict[str, Any], directory: Path, flag: str) -> None:

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.model.blocks import find_linear_layers, iterate_owners
 from mini_trainer.model.method import MetaModel
-from mini_trainer.model.methods.adapter_files import PREFIX
-from mini_trainer.model.methods.adapter_settings import match_names
+from mini_trainer.model.methods.adapter_files import PREFIX, list_names
+from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG, check_patterns, match_names
 from mini_trainer.model.methods.nf4 import NF4Linear
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.families.text_tower import text_config
@@ -119,6 +119,7 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     whole_names, held = list_wholes(meta, options), []
     if given is not None:
         flag = f"adapter {options.lora_adapter}"
+        check_patterns(vars(given), list_names(model), where=f"{flag}: {ADAPTER_CONFIG}")
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
         held = match_wholes(model, given)
         whole_names = (*whole_names, *held)
