@@ -29,9 +29,9 @@ from mini_trainer.model.methods.osft_calibration import (
     prepare_statistics,
     read_data_hashes,
 )
-from mini_trainer.model.methods.osft_directions import Directions, needs_statistics
+from mini_trainer.model.methods.osft_directions import Directions
 from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer, shard_rows
-from mini_trainer.model.methods.osft_subspaces import oriented_shape
+from mini_trainer.model.methods.osft_subspaces import BASES, oriented_shape
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
@@ -69,7 +69,7 @@ class OSFT(Method):
 
     def list_data_hashes(self) -> list[str]:
         earlier = [] if self.options.osft_bases in (None, NEW) else [hash_bases(Path(self.options.osft_bases))]
-        if not needs_statistics(self.options):
+        if not BASES[self.options.osft_basis]:
             return earlier
         path = self.options.osft_statistics
         known = read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
@@ -89,7 +89,7 @@ class OSFT(Method):
         return {} if data is None else {"--osft-calibration-data": data.path}
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
-        if needs_statistics(self.options):
+        if BASES[self.options.osft_basis]:
             self.statistics = prepare_statistics(
                 self.options.osft_statistics and Path(self.options.osft_statistics),
                 self.calibration_data,

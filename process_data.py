@@ -56,12 +56,19 @@ from mini_trainer.data.rows.parts import (
     remove_parts,
     write_part,
 )
-from mini_trainer.data.rows.preparing import Prepared, changes_tokenizer, choose_paths, count_workers, prepare
-from mini_trainer.data.rows.random_rows import make_random_source
-from mini_trainer.data.rows.refusals import check_kept, check_rejected, check_sides
+from mini_trainer.data.rows.preparing import (
+    Prepared,
+    changes_tokenizer,
+    choose_paths,
+    count_workers,
+    make_random_source,
+    prepare,
+)
 from mini_trainer.data.rows.report import (
     Totals,
     add_up,
+    check_kept,
+    check_rejected,
     check_stops,
     describe_completions,
     describe_lengths,
@@ -77,7 +84,7 @@ from mini_trainer.data.rows.rows import (
     process_chunk,
     read_formatted_chunks,
 )
-from mini_trainer.data.rows.split import SIDES, SideWriter, describe_split, mark_place
+from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, describe_split, mark_place
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
@@ -86,13 +93,10 @@ from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, finge
 from mini_trainer.data.tokenized.cache import identify_images, identify_options
 from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_versions, is_made_of
-from mini_trainer.data.tokenized.stored_outputs import open_outputs
 from mini_trainer.distributed.ending import ExitCode, exit_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task
 from mini_trainer.options.choices import check_choices
-from mini_trainer.options.problems.rows import NO_PARTS
-from mini_trainer.options.urls import is_url
 from mini_trainer.use.pages.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
@@ -105,10 +109,9 @@ def process_data(options: ProcessDataOptions) -> None:
     # Check options and outputs before any row is read.
     sources = open_sources(options.rows)
     page = None if options.preview_html is None else Path(options.preview_html)
-    with open_outputs(options.output_file, page=page, is_split=options.rows.validation_share is not None) as outputs:
-        local = [source.path for source in sources if source.is_local]
-        outputs.check(local, [str(source) for source in sources if not source.is_local])
-        make_outputs(outputs, sources, options)
+    outputs = Outputs(Path(options.output_file), page, options.rows.validation_share is not None)
+    outputs.check([source.path for source in sources if source.is_local])
+    make_outputs(outputs, sources, options)
 
 
 def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDataOptions) -> None:
@@ -382,12 +385,12 @@ def num_samples_shown(options: ProcessDataOptions) -> int:
 
 def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:
     for files in outputs.data_sets:
-        say(f"wrote {outputs.name(files.data)} and {files.sidecar.name}")
+        say(f"wrote {files.data} and {files.sidecar.name}")
     if outputs.has_stale_validation:
-        say(f"removed {outputs.name(outputs.validation.data)}, which an earlier run split off")
+        say(f"removed {outputs.validation.data}, which an earlier run split off")
     if outputs.rejected.exists():
-        say(f"rejected rows, with reasons: {outputs.name(outputs.rejected)}")
-    tokenizers = [outputs.name(files.tokenizer) for files in outputs.data_sets if files.tokenizer.exists()]
+        say(f"rejected rows, with reasons: {outputs.rejected}")
+    tokenizers = [str(files.tokenizer) for files in outputs.data_sets if files.tokenizer.exists()]
     if tokenizers:
         added = ", ".join(f"{token} (id {token_id})" for token, token_id in added_tokens.items())
         where = " and ".join(tokenizers)
@@ -413,8 +416,6 @@ def choose_part(options: ProcessDataOptions) -> ProcessDataOptions:
     if task is None or options.shard is not None or options.join:
         return options
     shard = f"{task[0]}/{task[1]}"
-    if is_url(options.output_file) and task[1] > 1:
-        raise ValueError(NO_PARTS.format(flag=f"{task[1]} processes of torchrun or srun", file=options.output_file))
     say(f"process {task[0]} of {task[1]} that torchrun or srun started: makes part {shard} (--shard 1/1: all)")
     return replace(options, shard=shard)
 

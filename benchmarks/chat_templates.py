@@ -38,9 +38,8 @@ ROOT = paths.ROOT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.conversation import Chat, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.token_spans import TokenizedChat
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.formats import read_example
 

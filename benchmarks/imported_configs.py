@@ -159,7 +159,7 @@ def expect_preferences(given: dict, objective: str, trainer: str) -> dict:
         nll = number((get("dpo_loss_weights", "loss_weights") or [1] * len(losses))[losses.index("sft")])
     nll += number(get("pref_ftx") or 0)
     return rows | {
-        "loss": {"sigmoid": "dpo", "apo_zero": "apo-zero", "apo_down": "apo-down"}.get(loss, loss),
+        "loss": {"sigmoid": "dpo", "apo_zero": "apo-zero"}.get(loss, loss),
         "gamma": gamma if is_simpo else None,
         "likelihood": nll + (loss == "orpo"),
         "smoothing": number(get("label_smoothing", "dpo_label_smoothing") or 0),

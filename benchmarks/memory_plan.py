@@ -32,7 +32,7 @@ import pyarrow as pa
 from harness import write_random_data
 from make_tiny_model import train_tokenizer
 
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 
 SIZES = {

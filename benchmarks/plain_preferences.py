@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-GAMMA, SMOOTHING = 0.5, 0.2
+GAMMA = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,10 @@ def measure_pair(loss: str, c: Logps, r: Logps, beta: float) -> Tensor:
     match loss:
         case "dpo":
             return -logsigmoid(h)
-        case "robust":
-            return (-(1 - SMOOTHING) * logsigmoid(h) + SMOOTHING * logsigmoid(-h)) / (1 - 2 * SMOOTHING)
         case "ipo":
             return (c.ratio / c.num_tokens - r.ratio / r.num_tokens - 1 / (2 * beta)) ** 2
-        case "hinge":
-            return torch.relu(1 - h)
         case "apo-zero":
             return 1 - torch.sigmoid(beta * c.ratio) + torch.sigmoid(beta * r.ratio)
-        case "apo-down":
-            return torch.sigmoid(beta * c.ratio) + 1 - torch.sigmoid(h)
         case "simpo":
             return -logsigmoid(beta * (c.mean - r.mean) - GAMMA)
         case "orpo":

@@ -25,8 +25,7 @@ import pyarrow as pa
 from make_tiny_model import train_tokenizer
 from tiny_data import make_samples, write_samples
 
-from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, PREFERENCE
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options

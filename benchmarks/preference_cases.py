@@ -61,11 +61,8 @@ SIMPO = dict(preference_loss="simpo", preference_beta=2.0, preference_gamma=0.5)
 THEIR_SIMPO = dict(loss_type="simpo", beta=2.0, simpo_gamma=0.5)
 CASES = [
     make_dpo("dpo", "sigmoid"),
-    make_dpo("robust", "robust", ours=dict(label_smoothing=0.2), label_smoothing=0.2),
     make_dpo("ipo", "ipo"),
-    make_dpo("hinge", "hinge"),
     make_dpo("apo-zero", "apo_zero"),
-    make_dpo("apo-down", "apo_down"),
     make_dpo("dpo", "sigmoid", "sft", ours=dict(preference_nll_weight=0.5), loss_weights=[1.0, 0.5]),
     Case("kto", "KTO", dict(objective="kto"), dict(beta=0.1), "feedback"),
     Case(

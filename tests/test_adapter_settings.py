@@ -175,13 +175,7 @@ WRONG_VALUES = [
     *(("lora_dropout", value) for value in ("a", 1.5, 1, -0.1, float("nan"))),
     *(("rank_pattern", value) for value in ({"(((": 4}, [1], {"q_proj": "x"}, {"q_proj": 0}, None)),
     *(("alpha_pattern", value) for value in ({".*": None}, {".*": float("nan")}, {"(((": 4})),
-    *(("target_modules", value) for value in (5, "(((", [5])),
-    *(("exclude_modules", value) for value in (5, "(((")),
-    *(("layers_to_transform", value) for value in ("a", [-1], ["a"], 1.5, True)),
-    *((name, 5) for name in ("base_model_name_or_path", "revision", "task_type", "target_parameters")),
-    ("modules_to_save", "lm_head"),
     *((name, "yes") for name in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying")),
-    *(("init_lora_weights", value) for value in ([1], 1)),
 ]
 
 

@@ -4,9 +4,8 @@ import pytest
 from small_tokenizers import MAKERS, wrap
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.chat.conversation import Chat, Completion
+from mini_trainer.data.chat.conversation import DIVIDED, Chat, Completion
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.token_spans import DIVIDED
 from mini_trainer.data.rows.feedback_rows import Feedback, mask_feedback
 from mini_trainer.data.rows.preference_rows import Preference, mask_preferences
 from mini_trainer.data.rows.prompts import encode_text

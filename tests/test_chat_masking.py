@@ -17,11 +17,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat import rendering as chat_rendering
-from mini_trainer.data.chat.conversation import Chat, Completion, Document
+from mini_trainer.data.chat.conversation import DIVIDED, Chat, Completion, Document, Remark, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import UnreadableContent
-from mini_trainer.data.chat.token_spans import DIVIDED, Remark, TokenizedChat, split_by_training
-from mini_trainer.data.chat.tokens import find_token
+from mini_trainer.data.chat.tokens import find_token, split_by_training
 from mini_trainer.data.chat.turns import UnknownPrompt
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.token_spans import split_by_training
+from mini_trainer.data.chat.tokens import split_by_training
 
 HERE = Path(__file__).parent / "rows" / "chat_templates"
 TRL = find_spec("trl")

@@ -16,7 +16,6 @@ from mini_trainer.data.columns.label_columns import LABEL_TYPES
 from mini_trainer.evaluate_model import evaluate
 from mini_trainer.generate import generate
 from mini_trainer.model.attention import BACKENDS
-from mini_trainer.model.methods.osft_directions import ALLOCATIONS
 from mini_trainer.model.methods.osft_subspaces import BASES
 from mini_trainer.objectives.preference_losses import LOSSES
 from mini_trainer.options import TrainOptions, doors, flag_name, flatten_options, group_options, tools
@@ -79,7 +78,6 @@ CODE: dict[str, Collection[str]] = {
     "missing_stop_token": ("refuse", "append", "allow"),
     "micro_batch_grad_sync": ("every", "last"),
     "osft_basis": BASES,
-    "osft_rank_allocation": ALLOCATIONS,
     "preference_loss": LOSSES,
     "router_loss_over": ("sequence", "global-batch"),
     "sharding": ("full", "hybrid"),

@@ -208,7 +208,6 @@ def test_several_labels_and_values(encoder, tmp_path):
     data = prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
     assert data.task == DataTask(SEQUENCES, "regression", (), 1)
     assert [target for _, target, _ in read_all(data)] == [[0.5], [-3], [1000]]
-    assert data.sidecar["label_values"] == {"mean": pytest.approx(997.5 / 3), "min": -3, "max": 1000}
     write_csv(tmp_path / "b.csv", [{"text": "a", "label": "x;z"}, {"text": "b", "label": "y"}])
     data = prepare(encoder, tmp_path / "b.csv", tmp_path / "out.arrow", label_separator=";")
     assert data.task == DataTask(SEQUENCES, "multi", ("x", "y", "z"), 3)
@@ -314,15 +313,6 @@ def test_the_names_that_datasets_writes_into_parquet_are_taken(encoder, tmp_path
     data.to_parquet(str(tmp_path / "b.parquet"))
     prepared = prepare(encoder, tmp_path / "b.parquet", tmp_path / "out.arrow", columns=("label=tags",))
     assert prepared.task == DataTask(TOKENS, "single", ("O", "B-PER"), 2)
-
-
-def test_repeated_texts_and_labels_that_contradict_each_other_are_told(encoder, tmp_path, capsys):
-    first = write_jsonl(tmp_path / "a.jsonl", [*REVIEWS, {"text": "bad film", "label": "pos"}, REVIEWS[0]])
-    second = write_csv(tmp_path / "b.csv", [{"text": "new", "label": "neg"}, REVIEWS[1]])
-    prepare(encoder, (first, second), tmp_path / "out.arrow")
-    told = capsys.readouterr().out
-    assert re.search(r"note: 1 text .*a\.jsonl:4 .*a\.jsonl:5", told)
-    assert re.search(r"note: 2 rows .*a\.jsonl:6 .*a\.jsonl:1", told)
 
 
 def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(decoder, tmp_path):

@@ -15,7 +15,7 @@ from tiny_data import write_jsonl
 from trait_templates import TRAITS
 
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.layout import find_fault
+from mini_trainer.data.rows.lines import find_fault
 from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
@@ -139,19 +139,19 @@ def wrap(rows: list[dict], **others: object) -> dict:
 LAYOUTS = {
     "an object around the list": (
         json.dumps(wrap(CHATS), indent=1),
-        "under 'data'",
+        "several lines",
     ),
     "the same, with more before the list": (
         json.dumps(wrap(CHATS, license={"name": "x", "terms": ["a"]}, tags=["a", "b"]), indent=2),
-        "under 'data'",
+        "several lines",
     ),
     "objects one after the other": ("\n".join(json.dumps(row, indent=2) for row in CHATS), "several lines"),
     "objects with a list of their own": (json.dumps({"turns": CHATS}, indent=1) * 2, "several lines"),
     "one object": (json.dumps(CHATS[0], indent=4), "several lines"),
-    "a byte-order mark before": (MARK + json.dumps(wrap(CHATS), indent=1), "under 'data'"),
+    "a byte-order mark before": (MARK + json.dumps(wrap(CHATS), indent=1), "several lines"),
     "a first line without a break within": (
         json.dumps(wrap(CHATS)).replace('"data"', '\n"data"'),
-        "under 'data'",
+        "several lines",
     ),
 }
 
@@ -204,7 +204,7 @@ def test_lines_and_damaged_lines_are_left_to_the_rows(text):
 @pytest.mark.parametrize("num_bytes", [60, 200, 500])
 def test_a_beginning_that_is_cut_off_is_enough(num_bytes):
     wrapped = json.dumps(wrap(CHATS), indent=1).encode()[:num_bytes]
-    assert "under 'data'" in find_fault(wrapped, may_be_list=True)
+    assert "several lines" in find_fault(wrapped, may_be_list=True)
     assert "several lines" in find_fault(json.dumps(CHATS[0], indent=1).encode()[:num_bytes], may_be_list=True)
     assert "JSON list" in find_fault(json.dumps(CHATS, indent=1).encode()[:num_bytes], may_be_list=False)
     assert find_fault(json.dumps(CHATS, indent=1).encode()[:num_bytes], may_be_list=True) is None

@@ -13,7 +13,6 @@ from heavy import need
 from make_tiny_model import train_tokenizer
 from range_server import RangeServer
 
-from mini_trainer.data.chat import pictures
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.stores import remote
 from mini_trainer.data.tokenized import fetched
@@ -133,8 +132,6 @@ def test_redirects_into_the_own_network_are_refused(case, redirecting):
     assert "abc" not in str(error.value)
     with pytest.raises(ValueError, match=f"--data-path {redirecting.url}: .*redirected"):
         find_sets({"data_path": [redirecting.url]})
-    with pytest.raises(ValueError, match=f"{redirecting.url}: .*[Rr]edirect"):
-        pictures.download(redirecting.url, may_download=True)
 
 
 def test_public_addresses_and_the_same_host_are_allowed():

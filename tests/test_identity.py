@@ -99,17 +99,6 @@ def test_a_run_whose_directions_come_from_elsewhere_does_not_go_on(inputs, world
             train_here(world, **inputs | dict(max_steps=4, allow_changed_options=True), **run, **changes)
 
 
-def test_an_importance_of_another_models_blocks_is_refused(inputs, world, tmp_path):
-    statistics = dict(osft_statistics=str(tmp_path / "statistics.safetensors"))
-    run = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_rank_allocation="importance")
-    train_here(world, **inputs, **run, **statistics, osft_calibration_data=inputs["data_path"],
-               output_dir=str(tmp_path / "run"))  # fmt: skip
-    other = str(save_tokenizer(save_model(FAMILIES["gpt2"], tmp_path / "model")))
-    with pytest.raises(RunError, match=r"--osft-statistics: .*c_attn"):
-        train_here(world, **inputs | dict(model_name_or_path=other), **run, **statistics,
-                   output_dir=str(tmp_path / "other"))  # fmt: skip
-
-
 def test_nothing_left_to_train_shows_before_any_decomposition(inputs, world, tmp_path):
     nothing = dict(osft=True, osft_unfreeze_rank_ratio=1e-12)
     with pytest.raises(RunError, match="--osft-unfreeze-rank-ratio 1e-12: "):

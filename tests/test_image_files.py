@@ -14,7 +14,7 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageMode
 from transformers.image_utils import load_image
 
-from mini_trainer.data.chat.pictures import FORMATS, LIMIT_OF_BYTES, decode_image, open_image
+from mini_trainer.data.stores.image_files import FORMATS, LIMIT_OF_BYTES, decode_image, open_image
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # Pillow's
 

@@ -300,7 +300,7 @@ def test_ranks_share_the_batches_that_one_would_train(sizes, many, tmp_path):
     for whole, *parts in zip(*batches, strict=True):
         assert all(np.array_equal(whole.sample_ids, part.sample_ids) for part in parts)
         whole_draws, shared_draws = (
-            sorted(draw for part in some for one in part.micro_batches for draw in one.draws)
+            sorted(draw for part in some for one in part.micro_batches for draw in one.stream_positions)
             for some in ([whole], parts)
         )
         assert shared_draws == whole_draws and len(whole_draws) == len(whole.sample_ids)

@@ -66,7 +66,7 @@ ROWS = [
         "unknown quantization",
         lambda path: load(path, model_type="llama", quantization_config={"quant_method": "aqlm"}),
         "--model-name-or-path DIR: the weights are quantized by 'aqlm', which cannot be dequantized here (mxfp4, "
-        "fp8, mxfp8, fbgemm_fp8, modelopt, gptq, awq, bitsandbytes, compressed-tensors can): use the bf16 release "
+        "fp8, mxfp8, bitsandbytes, compressed-tensors can): use the bf16 release "
         "that this one was made from",
     ),
     (

@@ -20,6 +20,16 @@ FLAGS = [
     ("--preview 3", "unknown option --preview; --preview is an option of process_data.py"),
     ("--wandb_run_name x", "unknown option --wandb-run-name: --track wandb, and the environment variable WANDB_NAME"),
     (
+        "--osft-rank-allocation importance",
+        "unknown option --osft-rank-allocation: every layer keeps the same share (--osft-unfreeze-rank-ratio);"
+        " --osft-keep-energy lets the activations decide how many",
+    ),
+    (
+        "--preference-loss hinge",
+        "--preference-loss hinge: allowed: dpo, ipo, apo-zero, simpo, orpo; hinge was removed: use dpo, or ipo, which"
+        " also stops at a margin",
+    ),
+    (
         "--lora-target-modules q_proj,v_proj",
         "--lora-target-modules q_proj,v_proj: values of a list are separated by spaces:"
         " --lora-target-modules q_proj v_proj (in a file: [q_proj, v_proj])",

@@ -18,8 +18,7 @@ from tiny_models import VOCAB_SIZE
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mini_trainer.data.columns.base import LENGTHS_COLUMN
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS, LENGTHS_COLUMN
 from mini_trainer.data.columns.token_columns import TextColumns
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
 from processes import ROOT
 
-from mini_trainer.data.chat.token_spans import Pictures, Remark, TokenizedChat, TrainedSpan, add_mismatched, pair_up
+from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
+from mini_trainer.data.columns.encoding import add_mismatched, pair_up
 from mini_trainer.data.rows import files as data_files
 from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.column_names import RefusedColumn
@@ -40,7 +41,7 @@ from mini_trainer.data.rows.parts import (
     list_parts,
     name_directory,
 )
-from mini_trainer.data.rows.report import Totals, ValueTotals
+from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.distributed.lock import RunLock
@@ -309,7 +310,7 @@ def test_counts_come_back_from_json_as_they_were():
     chat = TokenizedChat([5, 6, 7], [span], is_weighted=True, pictures=pictures, remarks=(remark,))
     text = TokenizedText([5], [0.5, float("inf")], True, None, False, {"odd": 1}, [0.5], "value: 0.5")
     shown = [chat, pair_up(chat, chat, margin=0.5), add_mismatched(chat, None, is_good=False), text]
-    totals = Totals(4, rows=Counter(kept=3), lengths=Counter({3: 2}), values=ValueTotals(1, 0.5, 0.5, 0.5))
+    totals = Totals(4, rows=Counter(kept=3), lengths=Counter({3: 2}))
     totals.count_remark(remark, 2, "a:1")
     totals.shown = [(0.1 * i, TokenizedSample("a:1", one)) for i, one in enumerate(shown)]
     written = json.dumps(encode_counts(totals))

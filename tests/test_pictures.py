@@ -14,8 +14,9 @@ from processes import ROOT, run
 from tiny_data import write_jsonl
 from tiny_vision import VISION_MODELS, make_image, make_rows, save_vision_model
 
-from mini_trainer.data.chat.pictures import ImageExpander, load_processor, open_image
-from mini_trainer.data.chat.token_spans import Located
+from mini_trainer.data.chat.conversation import Located
+from mini_trainer.data.chat.masking import ImageExpander
+from mini_trainer.data.stores.image_files import load_processor, open_image
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions

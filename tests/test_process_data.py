@@ -511,7 +511,6 @@ def test_input_files_and_tokens_can_be_lists_on_the_command_line_and_in_yaml(tmp
         ({"block_size": 8, "format": "alpaca"}, "--block-size .*--format alpaca"),
         ({"preview": -1}, "--preview -1: .*0"),
         ({"preview": 0, "string_for_printing_masks": "x"}, "--string-for-printing-masks .*--preview"),
-        ({"allow_downloads": True}, "--allow-downloads .*--images"),
         ({"images": True, "format": "classification"}, "--images .*--format classification"),
     ],
 )

@@ -18,11 +18,10 @@ from trait_templates import ONLY_PARTS, PROMPTED_REASONING
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from vllm_standin import install_vllm
 
-from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.conversation import Chat, Remark, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
 from mini_trainer.data.chat.rendering import Patience
-from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.formats import find_format, read_example
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer

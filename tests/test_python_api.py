@@ -58,7 +58,6 @@ from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.formats import UnknownFormat
 from mini_trainer.data.rows.parts import JoinedElsewhere
 from mini_trainer.data.rows.worker_pool import WorkerDied
-from mini_trainer.data.stores.parquet import UnpacksToTooMuch
 from mini_trainer.data.stores.remote import BrokenTransfer
 from mini_trainer.distributed import children
 from mini_trainer.distributed.children import find_last_words
@@ -356,7 +355,7 @@ def make_errors() -> list[BaseException]:
         UnknownPrompt("m", "p"),
         PromptTooLong("m", "r"),
     ]
-    errors += [WorkerDied(9), Stopped(), Stopped("m"), RefusedRedirect("m"), UnpacksToTooMuch("m")]
+    errors += [WorkerDied(9), Stopped(), Stopped("m"), RefusedRedirect("m")]
     of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnknownFormat, UnreadableContent, TemplateTooSlow)
     return errors + [kind("m") for kind in (*of_rows, Refusal)]
 

@@ -12,7 +12,7 @@ import pytest
 from program import ROOT
 
 from mini_trainer.__main__ import CHAT, PROGRAMS
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options import TrainOptions, flag_name, iterate_fields
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-import sys
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from data_runs import chat, write_rows
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from in_process import train_forked
 from range_server import RangeServer
-from s3_server import KEY, SECRET, read_bucket, serve_bucket
+from s3_server import SECRET, read_bucket, serve_bucket
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +31,7 @@ from mini_trainer.options import HubOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import RefusedRedirect
-from mini_trainer.process_data import choose_part, process_data
+from mini_trainer.process_data import process_data
 from mini_trainer.run import uploads as uploads_module
 from mini_trainer.run.raw_rows import make_data_local
 from mini_trainer.run.uploads import BEST, REGULAR, WRITTEN_LAST, Hub, Store, Uploads
@@ -71,18 +71,21 @@ def staging(tmp_path, monkeypatch) -> Path:
 
 
 def tokenize(model: Path, tmp_path: Path, output: str | Path, **options: object) -> None:
+    """Writes a data set; one for a URL is made here and uploaded."""
     rows = options.pop("rows", ROWS)
     source = write_rows(tmp_path / "rows.jsonl", rows)
+    if isinstance(output, str):
+        folder, _, name = output.rpartition("/")
+        made = tmp_path / "made"
+        made.mkdir(exist_ok=True)
+        tokenize(model, tmp_path, made / name, rows=rows, **options)
+        return upload_directory(made, folder)
     paths = dict(input_file=str(source), output_file=str(output), model_name_or_path=str(model))
     process_data(group_options(ProcessDataOptions, **paths | {"num_proc": 1, "preview": 0} | options))
 
 
 def read_directory(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def list_outputs(console: str) -> list[str]:
-    return [line for line in console.splitlines() if line.startswith(("wrote", "removed", "rejected", "tokenizer"))]
 
 
 def spoil_puts(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[str, str], Any]) -> list[str]:
@@ -102,138 +105,12 @@ def spoil_puts(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[str, str], Any]
     return names
 
 
-# --- Outputs of process_data.py
-
-
-def test_outputs_are_byte_for_byte_those_of_the_disk_and_stale_ones_go(bucket, model, tmp_path, staging, capsys):
-    """With everything that a run can write, and again with less."""
-    (tmp_path / "here").mkdir()
-    page = tmp_path / "page.html"
-    much = dict(rows=[*ROWS, {"messages": 3}], skip_invalid=True, validation_share=0.3, add_special_tokens=("<x>",))
-    for options in (much, {}):
-        tokenize(model, tmp_path, tmp_path / "here" / "t.arrow", **options)
-        shown = capsys.readouterr().out
-        tokenize(model, tmp_path, "s3://bucket/a/b/t.arrow", preview_html=str(page), **options)
-        there = read_bucket(bucket, "a/b/")
-        assert there == read_directory(tmp_path / "here")
-        assert list(staging.iterdir()) == [] and page.is_file()
-        told = capsys.readouterr().out.replace("s3://bucket/a/b", str(tmp_path / "here"))
-        assert list_outputs(told) == list_outputs(shown)
-        written = b"".join(there.values())
-        assert KEY.encode() not in written and SECRET.encode() not in written
-    assert set(there) == {"t.arrow", "t.arrow.meta.json"}
-
-
-def test_another_run_s_validation_side_stays(bucket, model, tmp_path):
-    tokenize(model, tmp_path, "s3://bucket/t.validation.arrow")
-    before = read_bucket(bucket)
-    tokenize(model, tmp_path, "s3://bucket/t.arrow")
-    assert before.items() <= read_bucket(bucket).items()
-    with pytest.raises(ValueError, match=r"--validation-share .*overwrite s3://bucket/t.validation.arrow"):
-        tokenize(model, tmp_path, "s3://bucket/t.arrow", validation_share=0.3)
-
-
-def break_off(source: str, target: str) -> None:
-    raise ConnectionResetError("gone")
-
-
-def put_half(source: str, target: str) -> bool:
-    content = Path(source).read_bytes()
-    fsspec.filesystem("s3").pipe_file(target, content[: len(content) // 2])
-    return True
-
-
-@pytest.mark.parametrize("fault", [break_off, put_half])
-def test_an_upload_that_breaks_off_is_made_again(fault, bucket, model, tmp_path, monkeypatch):
-    faults = [None, fault, None, fault, fault]
-    monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0))
-    names = spoil_puts(monkeypatch, lambda *paths: (faults.pop(0) or (lambda *_: None))(*paths) if faults else None)
-    tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=[*ROWS, {}], skip_invalid=True)
-    tokenize(model, tmp_path, tmp_path / "t.arrow", rows=[*ROWS, {}], skip_invalid=True)
-    rejected, sidecar, data = "t.arrow.rejected.jsonl", "t.arrow.meta.json", "t.arrow"
-    assert names == [rejected, sidecar, sidecar, data, data, data]
-    assert read_bucket(bucket) == {name: (tmp_path / name).read_bytes() for name in (data, sidecar, rejected)}
-
-
-def test_a_killed_upload_leaves_no_data_set(bucket, model, tmp_path, staging, monkeypatch):
-    """Neither the new one nor, with files of the new one, the old one."""
-    tokenize(model, tmp_path, "s3://bucket/t.arrow", validation_share=0.3)
-
-    def interrupt(source: str, target: str) -> None:
-        if target.endswith("/t.arrow"):
-            raise KeyboardInterrupt
-
-    spoil_puts(monkeypatch, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=ROWS[1:], validation_share=0.3)
-    assert "t.arrow" not in read_bucket(bucket) and list(staging.iterdir()) == []
-    with pytest.raises(ValueError, match=r"--data-path s3://bucket/t.arrow: no such"):
-        find_sets({"data_path": ["s3://bucket/t.arrow"]})
-
-
-def test_what_could_not_be_uploaded_is_kept_with_the_command_that_does(bucket, model, tmp_path, monkeypatch):
-    def refuse(source: str, target: str) -> None:
-        raise PermissionError("Access Denied")
-
-    tokenize(model, tmp_path, tmp_path / "t.arrow")
-    names = spoil_puts(monkeypatch, refuse)
-    with pytest.raises(ValueError, match=r"t.arrow.meta.json: .*PermissionError") as error:
-        tokenize(model, tmp_path, "s3://bucket/x/t.arrow")
-    assert len(names) == 1, "a refusal is no reason to ask again"
-    *_, command = str(error.value).split("\n  ")
-    kept = Path(command.split()[3])
-    assert command == f"aws s3 sync {kept} s3://bucket/x" and read_bucket(bucket) == {}
-    assert read_directory(kept) == {name: (tmp_path / name).read_bytes() for name in ("t.arrow", "t.arrow.meta.json")}
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (dict(output_file="https://host/t.arrow"), "--output-file https://host/t.arrow: web servers"),
-        (dict(output_file="ftp://host/t.arrow"), "--output-file ftp://host/t.arrow: "),
-        (dict(output_file="s3://t.arrow"), "s3://BUCKET/t.arrow"),
-        (dict(output_file="s3://me:hunter2@b/t.arrow"), "password"),
-        (dict(output_file="s3://b/t.arrow", shard="1/2"), "--shard: "),
-        (dict(output_file="s3://b/t.arrow", join=True), "--join: "),
-        (dict(output_file="s3://b/t.arrow", images=True), "--images: image paths"),
-        (dict(output_file="t.arrow", preview_html="s3://b/p.html"), "--preview-html s3://b/p.html: "),
-    ],
-)
-def test_outputs_that_are_refused(options, reason):
-    problems = find_problems(group_options(ProcessDataOptions, input_file="i.jsonl", model_name_or_path="m", **options))
-    assert len(problems) == 1 and reason in problems[0] and "hunter2" not in problems[0]
-
-
-def test_processes_of_torchrun_are_refused_as_parts_are(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    options = group_options(ProcessDataOptions, input_file="i", model_name_or_path="m", output_file="s3://b/t.arrow")
-    with pytest.raises(ValueError, match=r"2 processes .*--output-file s3://b/t.arrow"):
-        choose_part(options)
-
-
-def test_a_store_that_cannot_be_written_is_refused_before_any_row_is_read(bucket, model, tmp_path, monkeypatch):
-    bad = [b"no row\n"]
-    with pytest.raises(ValueError, match=r"^--output-file s3://nowhere: .*bucket"):
-        tokenize(model, tmp_path, "s3://nowhere/t.arrow", rows=bad)
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"--output-file gs://bucket: .*install gcsfs"):
-        tokenize(model, tmp_path, "gs://bucket/t.arrow", rows=bad)
-    bucket.put_object(Bucket="bucket", Key="t.jsonl", Body=b"1\n")
-    with pytest.raises(ValueError, match=r"output s3://bucket/t.jsonl .*overwrite"):
-        tokenize(model, tmp_path, "s3://bucket/t.jsonl", input_file="s3://bucket/t.jsonl")
-
-
-def test_missing_credentials_are_said_before_any_row_is_read(bucket, model, tmp_path, monkeypatch):
-    files = type(fsspec.filesystem("s3"))
-    files.clear_instance_cache()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    with pytest.raises(ValueError, match=r"--output-file s3://bucket: .*redentials"):
-        tokenize(model, tmp_path, "s3://bucket/t.arrow", rows=[b"no row\n"])
-    files.clear_instance_cache()
+def test_outputs_are_local():
+    for url in ("s3://me:hunter2@b/t.arrow", "https://host/t.arrow"):
+        given = group_options(ProcessDataOptions, input_file="i.jsonl", model_name_or_path="m", output_file=url)
+        (problem,) = find_problems(given)
+        assert re.fullmatch("--output-file .*: must be a local path: .*copy it with .*", problem)
+        assert "hunter2" not in problem
 
 
 # --- Copies of data sets

@@ -18,7 +18,7 @@ from trait_templates import TRAITS
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.token_spans import split_by_training
+from mini_trainer.data.chat.tokens import split_by_training
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
 ANSWER = {"role": "assistant", "content": "Five of them."}

@@ -241,7 +241,6 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "osft_calibration_data",
     "osft_statistics",
     "osft_keep_energy",
-    "osft_rank_allocation",
     "osft_cache_dir",
     "osft_bases",  # test_osft_bases.py
     "freeze",  # test_vision.py

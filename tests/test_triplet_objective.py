@@ -25,6 +25,7 @@ from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.columns.base import (
+    COLUMNS,
     LENGTHS_COLUMN,
     Columns,
     CountLabels,
@@ -33,7 +34,6 @@ from mini_trainer.data.columns.base import (
     Sample,
     list_sequences,
 )
-from mini_trainer.data.columns.kinds import COLUMNS
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture

@@ -21,8 +21,8 @@ from tiny_models import compile_by, load_source, make_osft
 from tiny_vision import VISION_MODELS, exact_families, lacking, load, make_image, make_rows, save_vision_model, tokenize
 from transformers import AutoConfig, PreTrainedModel
 
-from mini_trainer.data.chat.pictures import load_processor, open_image
 from mini_trainer.data.columns.base import IGNORED, VISION
+from mini_trainer.data.stores.image_files import load_processor, open_image
 from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode
@@ -412,7 +412,7 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
         (ask(show("folder.png"), words), "folder.png: .*Is a directory"),
         (ask(show("bomb.png"), words), "bomb.png: .*89,478,485"),
         (ask(show("moving.gif"), words), "moving.gif: .*2 frames"),
-        (ask(show("https://example.org/a.png"), words), "--allow-downloads"),
+        (ask(show("https://example.org/a.png"), words), "a.png: .*download it before"),
         (ask(show("data:image/png;base64,!!"), words), "data: URL .*base64 .*broken"),
         (ask(show("data:image/png,abc"), words), "data: URL .* not"),
         (ask(show(3), words), "an image is 3,"),

@@ -174,7 +174,7 @@ def make_data_values(args: DataProcessArgs) -> Values:
     values, given = Values(), list_given(args)
     for name, value in given.items():
         if name == "data_output_path" and not Path(value).suffix:
-            value = f"{value}/{DATA_FILE}" if is_url(str(value)) else Path(value) / DATA_FILE
+            value = value if is_url(str(value)) else Path(value) / DATA_FILE
         if name == "chat_tmpl_path":
             if value is None:
                 continue

@@ -86,7 +86,7 @@ def set_activation_checkpointing(packed_model: PackedModel, method: Method, mode
             apply_activation_checkpointing(blocks)
         case _:
             raise ValueError(f"--activation-checkpointing {mode}: is not implemented")
-    if not packed_model.draws:
+    if not packed_model.is_random:
         forget_random_states(packed_model)
 
 
@@ -95,7 +95,7 @@ def forget_random_states(packed_model: PackedModel) -> None:
 
     For models whose training draws no random numbers. Blocks that are compiled with their checkpoint stay as they are.
     """
-    packed_model.draws = False
+    packed_model.is_random = False
     for block in find_blocks(packed_model.model):
         block.forward = without_random_states(block.forward)
 

@@ -22,9 +22,7 @@ EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of power-of-two scales
 EXPONENT_BIAS = 127
 MXFP4_BYTES = 16  # bytes of the 32 weights that share a scale
 ROWS_AT_A_TIME = 1024  # rows of an fp8 matrix converted at once, which limits memory in fp32
-ROW_LAYOUT = 0  # bitsandbytes' code for row-major 8-bit weights
 BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # sizes of dtypes that 4-bit weights are stored in
-MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 COMPRESSED_FORMATS = {
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized",
@@ -119,37 +117,11 @@ def read_fp8(quantized: Stored, scale: Stored, block: tuple[int, int], dtype: to
     return weight
 
 
-def open_fp8_rows(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
-    """Opens fp8 matrices with a scale a row (FBGEMM) or a single one (Model Optimizer)."""
-    for key in [key for key, tensor in parts.items() if tensor.dtype in FP8]:
-        scale, shape = take_part(parts, f"{key}_scale", of=key), parts[key].shape
-        num_scales = math.prod(scale.shape)
-        if len(shape) != 2 or num_scales not in (1, shape[0]) or scale.dtype not in ("F32", "BF16", "F16"):
-            raise ValueError(
-                f"{key} {list(shape)} has scales {list(scale.shape)} {scale.dtype}; expected a matrix with a floating-"
-                "point scale a row, or a single one"
-            )
-        block = (shape[0] // num_scales, shape[1])
-        parts[key] = Stored(functools.partial(read_fp8, parts[key], scale, block, dtype), shape, "")
-    refuse_leftovers(key for key in parts if key.endswith(".weight_scale"))
-    return parts
-
-
-def check_modelopt(settings: Settings) -> None:
-    """ValueError for algorithms of Model Optimizer other than fp8 with a scale a tensor or a row."""
-    algorithm = settings.get("quant_algo")
-    if algorithm not in MODELOPT_ALGORITHMS:
-        raise ValueError(
-            f"quantization_config: Model Optimizer's quant_algo is {algorithm!r}, which cannot be dequantized here"
-            f" ({', '.join(MODELOPT_ALGORITHMS)} can): use the bf16 release"
-        )
-
-
 # bitsandbytes
 
 
 def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
-    """Opens nf4 and fp4 weights, also with quantized scales, and 8-bit weights with a scale per row."""
+    """Opens nf4 and fp4 weights, also with quantized scales."""
     names = {key.partition(".quant_state.")[0] for key in parts if ".quant_state.bitsandbytes__" in key}
     states: dict[str, dict[str, Stored]] = {name: {} for name in sorted(names)}
     for key in list(parts):
@@ -158,21 +130,13 @@ def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch
             states[name][kind] = parts.pop(key)
     for name, own in states.items():
         open_4bit(parts, name, own, dtype)
-    for key in [key for key in parts if key.endswith(".SCB")]:
-        name = f"{key.removesuffix('.SCB')}.weight"
-        scale, layout = take_part(parts, key, of=name), parts.pop(f"{name}_format", None)
-        weight = take_part(parts, name, of=key)
-        if weight.dtype != "I8" or len(weight.shape) != 2 or scale.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{name} {list(weight.shape)} {weight.dtype} has scales {list(scale.shape)}, not one per row"
-            )
-        if layout is not None and int(layout.read()) != ROW_LAYOUT:
-            raise ValueError(f"{name} is not row-major: save the model again with a current version of bitsandbytes")
-        parts[name] = Stored(functools.partial(read_8bit, weight, scale, dtype), weight.shape, "")
     refuse_leftovers(key for key in parts if key.endswith((".absmax", ".quant_map")))
     for key, tensor in parts.items():
         if tensor.dtype in ("U8", "I8"):
-            raise ValueError(f"{key} is quantized, but {key}.quant_state or its SCB is missing")
+            raise ValueError(
+                f"{key} is in 8 bits, or its quant_state is missing: of bitsandbytes' weights those in 4 bits can be"
+                " dequantized here: use the bf16 release"
+            )
     return parts
 
 
@@ -212,12 +176,6 @@ def read_4bit(packed: Stored, own: dict[str, Stored], dtype: torch.dtype) -> Ten
     codes = torch.zeros(state.shape.numel() // 2, 1, dtype=torch.uint8)
     codes[: -(-numel // 2)] = packed.read().view(torch.uint8).view(-1, 1)
     return dequantize_4bit(codes, state).flatten()[:numel].view(shape).to(dtype)
-
-
-def read_8bit(weight: Stored, scale: Stored, dtype: torch.dtype) -> Tensor:
-    from bitsandbytes.functional import int8_vectorwise_dequant
-
-    return int8_vectorwise_dequant(weight.read(), scale.read().float()).to(dtype)
 
 
 # compressed-tensors

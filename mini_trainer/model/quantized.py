@@ -7,7 +7,6 @@ and shape of that weight (model.dequantizing); the code that reads models does n
 import importlib.util
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,36 +20,17 @@ from mini_trainer.options.doors import Doors
 OF_ACTIVATIONS = re.compile(
     r"\.(activation_scale|(input|output|q|k|v)_(scale|zero_point|global_scale)|input_activation_scale|input_scale_ub)$"
 )
-# Suffix that a quantized release's name adds to the original model's.
-OF_QUANTIZED_NAMES = re.compile(
-    r"[-_.](gptq|awq|hqq|aqlm|exl\d|eetq|quark|torchao|bnb|nvfp4|mxfp4|fp8|w\da\d+|(int|fp|q)?[348][-_]?bits?|int[348]"
-    r"|dynamic|quantized)\b.*$",
-    re.IGNORECASE,
-)
 # Turns the stored tensors into whole weights of a dtype, by the kind of quantization.
 KINDS: Doors[Callable[[dict[str, Stored], Settings, torch.dtype], dict[str, Stored]]] = Doors(
     {
         "mxfp4": "mini_trainer.model.dequantizing:open_mxfp4",
         "fp8": "mini_trainer.model.dequantizing:open_fp8",
         "mxfp8": "mini_trainer.model.dequantizing:open_fp8",
-        "fbgemm_fp8": "mini_trainer.model.dequantizing:open_fp8_rows",
-        "modelopt": "mini_trainer.model.dequantizing:open_fp8_rows",
-        "gptq": "mini_trainer.model.packed_integers:open_gptq",
-        "awq": "mini_trainer.model.packed_integers:open_awq",
         "bitsandbytes": "mini_trainer.model.dequantizing:open_bitsandbytes",
         "compressed-tensors": "mini_trainer.model.dequantizing:open_compressed",
     }
 )
-# ValueError for settings that cannot be dequantized here.
-CHECKS: Doors[Callable[[Settings], None]] = Doors(
-    {
-        "compressed-tensors": "mini_trainer.model.dequantizing:check_compression",
-        "modelopt": "mini_trainer.model.dequantizing:check_modelopt",
-        "gptq": "mini_trainer.model.packed_integers:check_gptq",
-        "awq": "mini_trainer.model.packed_integers:check_awq",
-    }
-)
-TRANSPOSING = ("bitsandbytes", "gptq", "awq")  # kinds that store weights of Conv1D as those of linear layers
+REMOVED = ("gptq", "awq", "modelopt", "fbgemm_fp8")  # kinds whose models also come in other forms
 PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
 
 
@@ -70,11 +50,11 @@ def check_quantization(settings: Settings, model_dir: str) -> str:
     """Returns the release's kind of quantization; ValueError if it cannot be dequantized here."""
     kind = name_kind(settings)
     if kind not in KINDS:
-        base = guess_base(model_dir)
         raise ValueError(
             f"--model-name-or-path {model_dir}: the weights are quantized by {kind!r}, which cannot be dequantized here"
-            f" ({', '.join(KINDS)} can): use the bf16 release"
-            + (f", whose name may be {base}" if base else " that this one was made from")
+            f" ({', '.join(KINDS)} can): use the bf16 release that this one was made from"
+            + (", or one in fp8 blocks or compressed-tensors" if kind in REMOVED else "")
+            + (", or dequantize it with GPTQModel (gptqmodel.utils.model_dequant)" if kind in ("gptq", "awq") else "")
         )
     package = PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -82,26 +62,19 @@ def check_quantization(settings: Settings, model_dir: str) -> str:
             f"--model-name-or-path {model_dir}: the weights are quantized by {kind}, and dequantizing them needs the"
             f" package {kind}, which is not installed: pip install {kind}"
         )
-    if kind in CHECKS:
-        CHECKS[kind](settings)
+    if kind == "compressed-tensors":
+        from mini_trainer.model.dequantizing import check_compression
+
+        check_compression(settings)
     return kind
-
-
-def guess_base(model_dir: str) -> str | None:
-    """Guesses the original model's name from the release's name; None if that fails."""
-    names = [part for part in Path(model_dir).parts if part.startswith("models--")]  # in the hub's cache
-    name = names[-1].removeprefix("models--").replace("--", "/") if names else Path(model_dir).name
-    base = OF_QUANTIZED_NAMES.sub("", name)
-    return base if base and base != name else None
 
 
 def check_modules(settings: Settings, model: nn.Module) -> None:
     """ValueError if the model has layers whose weights this kind of quantization stores transposed."""
-    kind = name_kind(settings)
-    if kind in TRANSPOSING and any(isinstance(module, Conv1D) for module in model.modules()):
+    if name_kind(settings) == "bitsandbytes" and any(isinstance(module, Conv1D) for module in model.modules()):
         raise ValueError(
-            f"{kind} stores some of this model's weights (of Conv1D) transposed, and does not record which: use the"
-            " bf16 release"
+            "bitsandbytes stores some of this model's weights (of Conv1D) transposed, and does not record which: use"
+            " the bf16 release"
         )
 
 

@@ -94,7 +94,7 @@ def apply_sharding(
     reshard = RESHARDING[sharding.reshard_after_forward]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
-    root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's token weights stay in fp32
+    root_policy = replace(policy, cast_forward_inputs=False)  # the sums of `look_ahead` stay in fp32
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = head is not None and embedding.weight is head.weight  # classifiers have no such head
@@ -122,7 +122,7 @@ def apply_sharding(
     packed_model.frees_head = reshard is True
     assert not readers, f"the model has no place for {', '.join(readers)}"
     if is_whole:
-        packed_model.whole = whole = WholeWeights(packed_model, packed_model.compute_dtype, world.mesh)
+        packed_model.whole_weights = whole = WholeWeights(packed_model, packed_model.compute_dtype, world.mesh)
         cast_inputs(blocks, packed_model.compute_dtype)
         for name in ("forward", *READING):
             setattr(packed_model, name, whole.wrap(getattr(packed_model, name)))
@@ -145,8 +145,8 @@ def apply_sharding(
 
 def reshard(packed_model: PackedModel) -> None:
     """Frees the parameters that forward passes without a backward leave gathered: the root's, or all."""
-    if packed_model.whole is not None:
-        packed_model.whole.free()
+    if packed_model.whole_weights is not None:
+        packed_model.whole_weights.free()
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -166,8 +166,8 @@ def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is
     takes no extra memory. It frees gathered weights in every micro-batch, or the last one (--reshard-after-backward):
     after a step all are freed, so that the optimizer finds the shards and the next forward pass gathers what it wrote.
     """
-    if packed_model.whole is not None:
-        packed_model.whole.stays = not is_last
+    if packed_model.whole_weights is not None:
+        packed_model.whole_weights.stays = not is_last
         return
     match sharding.micro_batch_grad_sync:
         case "last":

@@ -40,7 +40,8 @@ def is_finite(tensor: Tensor) -> bool:
 FP8 = ("F8_E4M3", "F8_E5M2")  # as safetensors names them
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # of releases older than the key
+# Settings of releases that are older than the key in config.json.
+SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 
 Settings = dict[str, Any]  # `quantization_config` of a config.json
 Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
@@ -112,24 +113,11 @@ def find_quantization(model_dir: str | Path) -> Settings | None:
     texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
     if not found:
-        return find_side_settings(Path(model_dir))
+        kinds = (kind for name, kind in SIDE_FILES.items() if (Path(model_dir) / name).is_file())
+        return next(({"quant_method": kind} for kind in kinds), None)
     if not isinstance(found[0], dict):
         raise ValueError(f"{model_dir}/config.json: quantization_config is {found[0]!r:.80}, not a JSON object")
-    return unnest(found[0])
-
-
-def find_side_settings(model_dir: Path) -> Settings | None:
-    """Quantization settings in a file of their own, as older releases have them."""
-    for name, kind in SIDE_FILES.items():
-        if (model_dir / name).is_file():
-            return {"quant_method": kind} | unnest(read_object(model_dir / name))
-    return None
-
-
-def unnest(settings: Settings) -> Settings:
-    """Model Optimizer's settings, which may be one level deeper."""
-    inner = settings.get("quantization")
-    return settings | inner if isinstance(inner, dict) else settings
+    return found[0]
 
 
 def choose_dtype(config: PreTrainedConfig) -> torch.dtype:

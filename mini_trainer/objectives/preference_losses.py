@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, relu, sigmoid
+from torch.nn.functional import logsigmoid, sigmoid
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,16 @@ def dpo(pairs: Pairs, strength: Strength) -> Tensor:
     return -(1 - strength.smoothing) * logsigmoid(logits) - strength.smoothing * logsigmoid(-logits)
 
 
-def robust(pairs: Pairs, strength: Strength) -> Tensor:
-    """Robust DPO, unbiased under swapped answers (arXiv 2403.00409, eq. 12)."""
-    logits, smoothing = strength.beta * pairs.difference, strength.smoothing
-    return (-(1 - smoothing) * logsigmoid(logits) + smoothing * logsigmoid(-logits)) / (1 - 2 * smoothing)
-
-
 def ipo(pairs: Pairs, strength: Strength) -> Tensor:
     """IPO (arXiv 2310.12036, eq. 17) on log-ratios per token, as its authors advised TRL."""
     ratios = pairs.ratios / pairs.lengths.clamp(min=1)
     return (ratios[:, 0] - ratios[:, 1] - 1 / (2 * strength.beta)).square()
 
 
-def hinge(pairs: Pairs, strength: Strength) -> Tensor:
-    """SLiC's hinge (arXiv 2305.10425) on DPO's rewards, as in RSO (arXiv 2309.06657)."""
-    return relu(1 - (strength.beta * pairs.difference - pairs.margins))
-
-
 def apo_zero(pairs: Pairs, strength: Strength) -> Tensor:
     """APO-zero (arXiv 2408.06266): raises chosen answers and lowers rejected ones."""
     chosen, rejected = (strength.beta * pairs.ratios).unbind(1)
     return 1 - sigmoid(chosen) + sigmoid(rejected)
-
-
-def apo_down(pairs: Pairs, strength: Strength) -> Tensor:
-    """APO-down (arXiv 2408.06266): lowers both answers, the rejected one more."""
-    chosen = strength.beta * pairs.ratios[:, 0]
-    return sigmoid(chosen) + 1 - sigmoid(strength.beta * pairs.difference)
 
 
 def simpo(pairs: Pairs, strength: Strength) -> Tensor:
@@ -92,7 +75,7 @@ def orpo(pairs: Pairs, strength: Strength) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
+class LossKind:
     """A loss, its requirements and its defaults."""
 
     measure: Callable[[Pairs, Strength], Tensor]  # (P,)
@@ -101,16 +84,12 @@ class PreferenceLoss:
     beta: float = 0.1
     gamma: float | None = None
     nll_weight: float = 0.0
-    takes_smoothing: bool = False
 
 
 LOSSES = {
-    "dpo": PreferenceLoss(dpo, takes_margins=True, takes_smoothing=True),
-    "robust": PreferenceLoss(robust, takes_smoothing=True),
-    "ipo": PreferenceLoss(ipo),
-    "hinge": PreferenceLoss(hinge, takes_margins=True),
-    "apo-zero": PreferenceLoss(apo_zero),
-    "apo-down": PreferenceLoss(apo_down),
-    "simpo": PreferenceLoss(simpo, has_reference=False, takes_margins=True, beta=2.0, gamma=0.5),
-    "orpo": PreferenceLoss(orpo, has_reference=False, nll_weight=1.0),
+    "dpo": LossKind(dpo, takes_margins=True),
+    "ipo": LossKind(ipo),
+    "apo-zero": LossKind(apo_zero),
+    "simpo": LossKind(simpo, has_reference=False, takes_margins=True, beta=2.0, gamma=0.5),
+    "orpo": LossKind(orpo, has_reference=False, nll_weight=1.0),
 }

@@ -26,7 +26,7 @@ from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextFamily, TextReader
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
-from mini_trainer.objectives.preference_losses import LOSSES, Pairs, PreferenceLoss, Strength
+from mini_trainer.objectives.preference_losses import LOSSES, LossKind, Pairs, Strength
 from mini_trainer.objectives.sequence_logps import (
     ZERO,
     AnswerLoss,
@@ -51,7 +51,7 @@ SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "log
 class PreferenceLoss(AnswerLoss):
     """A loss of pairs, and with a weight the negative log-likelihood of the chosen answers."""
 
-    kind: PreferenceLoss = LOSSES["dpo"]
+    kind: LossKind = LOSSES["dpo"]
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 
@@ -118,7 +118,7 @@ class Preferences(CausalLM):
     """Preferences between two answers of a language model."""
 
     family: Family = field(default_factory=TextFamily)
-    kind: PreferenceLoss = LOSSES["dpo"]
+    kind: LossKind = LOSSES["dpo"]
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 
@@ -158,8 +158,8 @@ class Preferences(CausalLM):
         """Pairs of which one answer is missing, as in checks, have a log-probability of 0 for it."""
         if not self.kind.takes_margins and any(sample.get(MARGIN_COLUMN, ZERO)[0] for sample in samples):
             raise ValueError(
-                "the data has margins, which this --preference-loss does not use: give dpo, hinge or simpo, or leave"
-                " the column out (process_data.py --ignore-columns margin)"
+                "the data has margins, which this --preference-loss does not use: give dpo or simpo, or leave the"
+                " column out (process_data.py --ignore-columns margin)"
             )
         targets = super().pack_targets(samples, row)
         sides = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]

@@ -6,6 +6,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer.options.fields import flag_name, flatten_options, list_types
 
+# What to use instead of values that are gone, by the option and the value.
+REMOVED = {
+    ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
+    ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
+    ("preference_loss", "apo-down"): "apo-zero or dpo",
+}
+
 
 def list_choices(options_class: type) -> dict[str, tuple[str, ...]]:
     """Allowed values of each option that has a fixed set of them."""
@@ -28,4 +35,11 @@ def check_choices(options: Any) -> None:
         given = values[name] if isinstance(values[name], tuple) else (values[name],)
         unknown = [value for value in given if isinstance(value, str) and value not in allowed]
         if unknown:
-            raise ValueError(f"{flag_name(name)} {unknown[0]}: allowed: {', '.join(allowed)}")
+            hint = explain_removed(name, unknown[0])
+            raise ValueError(f"{flag_name(name)} {unknown[0]}: allowed: {', '.join(allowed)}{hint}")
+
+
+def explain_removed(name: str, value: str) -> str:
+    """What to use instead of a value that is gone; empty for others."""
+    instead = REMOVED.get((name, value))
+    return "" if instead is None else f"; {value} was removed: use {instead}"

@@ -28,7 +28,7 @@ from mini_trainer.options import (
     list_types,
     replace_options,
 )
-from mini_trainer.options.choices import list_choices
+from mini_trainer.options.choices import explain_removed, list_choices
 from mini_trainer.options.fields import flag_for
 from mini_trainer.options.problems.finding import find_problems
 
@@ -222,9 +222,8 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
 
             problems.append(f"unknown option {flag_name(name)}{describe_unknown(name, known, spell=flag_name)}")
         elif allowed and values and values[0] not in (*allowed, "None"):
-            problems.append(
-                f"{flag_name(name)} {values[0]}: allowed: {', '.join(allowed)}{suggest(values[0], allowed)}"
-            )
+            hint = explain_removed(name, values[0]) or suggest(values[0], allowed)
+            problems.append(f"{flag_name(name)} {values[0]}: allowed: {', '.join(allowed)}{hint}")
     if problems:
         raise ValueError("\n  ".join(problems))
 

@@ -78,8 +78,6 @@ class RowOptions:
     images: bool = False
     """Rows may have images; the model's own processor determines the tokens of each (docs/reference/vision.md). Needs
     the package pillow; transformers' processors import torch if it is installed."""
-    allow_downloads: bool = option(False, needs="images")
-    """With --images: download images given by URL and store them in the data set."""
     chat_template: str | None = option(None, may_differ=True)
     """Chat template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory next to the output, which training uses."""

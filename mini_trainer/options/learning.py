@@ -59,7 +59,7 @@ class PreferenceOptions:
 
     decides: ClassVar = "numbers"
 
-    preference_loss: Literal["dpo", "robust", "ipo", "hinge", "apo-zero", "apo-down", "simpo", "orpo"] = "dpo"
+    preference_loss: Literal["dpo", "ipo", "apo-zero", "simpo", "orpo"] = "dpo"
     """Loss of a pair. simpo and orpo need no reference model."""
     preference_beta: float | None = option(None, above=0)
     """Scale of rewards: larger values keep the model closer to its reference. orpo: weight of the odds ratio. Default:
@@ -206,8 +206,6 @@ class OSFTOptions:
     osft_bases: str | None = option(None, is_path=True)
     """Sequences of tasks: osft/bases.safetensors of the export that this run starts from, or new for the first task.
     All directions kept by earlier runs stay exactly as they are, and exports hold them with this run's."""
-    osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
-    """importance: blocks that change their input less keep more directions; the unfreeze ratio is then the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)

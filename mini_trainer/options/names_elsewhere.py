@@ -252,6 +252,9 @@ EXPLAINED: dict[str, str] = {
                     "the reference stays as it is (--reference-model)"),
     **dict.fromkeys(("ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "use_weighting"),
                     "the losses of pairs are those of --preference-loss"),
+    "osft_rank_allocation": "every layer keeps the same share (--osft-unfreeze-rank-ratio); --osft-keep-energy lets the"
+                            " activations decide how many",
+    "allow_downloads": "images are read from files and data: URLs: download them before",
     "osft_upcast_dtype": "decompositions are always computed in double precision",
     "load_in_8bit": f"8-bit base models are not supported: {QUANTIZED}",
     **dict.fromkeys(("load_in_4bit", "quantization_bit", "quantize_data_type", "quantization", "qlora", "use_qlora"),

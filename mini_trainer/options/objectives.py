@@ -9,7 +9,7 @@ class ObjectiveFacts:
     """An objective's class, data and options."""
 
     place: str  # of its class: "module:name"
-    data: str | None = None  # the kind of data it learns from (data.columns.kinds); None: of its own name
+    data: str | None = None  # the kind of data it learns from (data.columns.base); None: of its own name
     row_format: str | None = None  # --format of its rows; None: any format of texts
     options: tuple[str, ...] = ()  # the options it uses, of those that not every objective has
     excluded: Mapping[str, str] = field(default_factory=dict)  # options it cannot be used with, and why

@@ -37,7 +37,7 @@ class ProcessDataOptions:
     )
 
     output_file: str
-    """Tokenized data set to write: .arrow, .parquet or .jsonl; or a URL (s3://, gs:// or hf://) to upload it to."""
+    """Tokenized data set to write: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
     model_revision: str | None = None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS
 from mini_trainer.data.stores.model_files import find_weights, verify_weights
 from mini_trainer.data.tokenized.by_row import find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.base import DataTask
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS, DataTask
 from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture

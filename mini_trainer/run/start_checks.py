@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mini_trainer.data.columns.kinds import describe_task
+from mini_trainer.data.columns.base import describe_task
 from mini_trainer.data.stores.contents import hash_once
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.tokenized.mixture import Mixture

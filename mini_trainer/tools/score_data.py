@@ -27,8 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, DataTask
-from mini_trainer.data.columns.kinds import describe_task
+from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, DataTask, describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer

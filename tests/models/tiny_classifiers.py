@@ -22,8 +22,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from mini_trainer.data.columns.base import IGNORED
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS, IGNORED
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

@@ -13,9 +13,8 @@ from itertools import pairwise
 
 from stock_templates import TEMPLATES
 
-from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.conversation import Chat, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.token_spans import TokenizedChat
 from mini_trainer.data.columns.base import IGNORED
 
 PART_OF_TAG = re.compile(r"<[^<>]*\Z")

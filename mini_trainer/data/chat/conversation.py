@@ -1,4 +1,5 @@
-"""Conversations: training examples, prepared for masking, and their outlines with a placeholder for each text.
+"""Conversations: training examples, prepared for masking, their outlines with a placeholder for each text, and their
+tokens.
 
 The *leaves* of a conversation are the texts, names, numbers and ids in it: contents, reasoning, the names of calls,
 the values of their arguments. Its *outline* is the conversation with a numbered placeholder for each leaf. In calls'
@@ -7,16 +8,36 @@ are located by changing them (see data/chat/placing.py).
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from mini_trainer.data.columns.base import IGNORED
 
 ASSISTANT = "assistant"
 PRETRAIN = "pretrain"
 SYSTEM_ROLES = ("system", "developer")
 
 Message = dict[str, Any]
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
+
+IMAGE_PART = {"type": "image"}  # in a content that is a list; its path or URL is kept separately
+# Templates test their input: a text's placeholder is letters and digits, as long as the ids that Mistral's templates
+# accept; a number's is a number.
+PLACEHOLDER = re.compile(r"xQ(\d{5})Qx|7391(\d{5})1937")
+MAX_NUM_LEAVES = 99_990
+STAND_IN = "xQ99999Qx"  # content of a stand-in assistant turn
+OTHER_STAND_IN = "xQ99998Qx"  # content of a stand-in user turn
+ANOTHER_TEXT = "xQuite"  # replaces constants to locate them
+
+ECHOED = ("id", "name")  # kinds of leaves that templates also write with the call's result
+
+ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
+
+DIVIDED = "divided"  # kind of the remark on a row whose passages did not begin with tokens of their own
 
 
 @dataclass(frozen=True)
@@ -47,20 +68,6 @@ class Document:
 
 
 Example = Chat | Completion | Document
-
-
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
-
-IMAGE_PART = {"type": "image"}  # in a content that is a list; its path or URL is kept separately
-# Templates test their input: a text's placeholder is letters and digits, as long as the ids that Mistral's templates
-# accept; a number's is a number.
-PLACEHOLDER = re.compile(r"xQ(\d{5})Qx|7391(\d{5})1937")
-MAX_NUM_LEAVES = 99_990
-STAND_IN = "xQ99999Qx"  # content of a stand-in assistant turn
-OTHER_STAND_IN = "xQ99998Qx"  # content of a stand-in user turn
-ANOTHER_TEXT = "xQuite"  # replaces constants to locate them
-
-ECHOED = ("id", "name")  # kinds of leaves that templates also write with the call's result
 
 
 @dataclass(frozen=True)
@@ -287,9 +294,6 @@ class ConstantChanger:
         return [ANOTHER_TEXT] if isinstance(value, list) else ANOTHER_TEXT
 
 
-ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
-
-
 @dataclass(frozen=True)
 class PreparedChat:
     """A conversation without the fields that are only for masking, and the weight of each message.
@@ -360,3 +364,116 @@ def read_weight(message: Message, by_default: bool) -> float:
     if weight > 0 and not is_trained:
         raise ValueError(f"has 'weight': {weight!r} but is not trained; add 'train': true, or remove the weight")
     return float(weight)
+
+
+@dataclass(frozen=True)
+class TrainedSpan:
+    """Trained tokens [start, end) of a row, with their role and loss weight."""
+
+    start: int
+    end: int
+    role: str
+    weight: float = 1.0
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens, without the row's first, which is never predicted."""
+        return self.end - max(self.start, 1)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of a row: path or data: URL, height and width, and tokens of each."""
+
+    references: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # tokens [start, end) from each image's first to its last
+    num_tokens: int
+    input_ids: tuple[int, ...]  # the row as tokenized by the processor
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A remark on a row's turns (data/chat/prompting.py): its kind, the end of the prompt, and the row's text there.
+
+    For an unread key, `prompted` is the message's role and `rendered` the key.
+    """
+
+    kind: str
+    prompted: str = ""
+    rendered: str = ""
+
+
+@dataclass(frozen=True)
+class TokenizedChat:
+    """Token ids and their trained spans, in order. `is_weighted`: a message of the row has a weight."""
+
+    input_ids: list[int]
+    spans: list[TrainedSpan]
+    is_weighted: bool = False
+    pictures: Pictures | None = None
+    is_stop_appended: bool = False  # by --missing-stop-token append
+    remarks: tuple[Remark, ...] = ()
+
+    @property
+    def labels(self) -> list[int]:
+        """One label per token, unshifted; IGNORED if not trained."""
+        labels = [IGNORED] * len(self.input_ids)
+        for span in self.spans:
+            labels[span.start : span.end] = self.input_ids[span.start : span.end]
+        return labels
+
+    @property
+    def loss_weights(self) -> list[float] | None:
+        """One weight per token, 0 if not trained; None unless a message of the row has a weight."""
+        if not self.is_weighted:
+            return None
+        weights = [0.0] * len(self.input_ids)
+        for span in self.spans:
+            weights[span.start : span.end] = [span.weight] * (span.end - span.start)
+        return weights
+
+    @property
+    def num_loss_counted_tokens(self) -> int:
+        return sum(span.num_targets for span in self.spans)
+
+    @property
+    def summary(self) -> str:
+        images = "" if self.pictures is None else f", {len(self.pictures.references):,} images"
+        return f"{len(self.input_ids):,} tokens, {self.num_loss_counted_tokens:,} trained{images}"
+
+    @property
+    def shown(self) -> tuple[tuple[str, "TokenizedChat"], ...]:
+        """The parts of a preview, each with its title."""
+        return (("", self),)
+
+    @property
+    def num_trained_by_role(self) -> Counter[str]:
+        """Number of targets by role."""
+        counts: Counter[str] = Counter()
+        for span in self.spans:
+            counts[span.role] += span.num_targets
+        return +counts
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Trained characters [start, end) of a rendered row, with their role and loss weight."""
+
+    start: int
+    end: int
+    role: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Located:
+    """A rendered row and its trained passages."""
+
+    text: str
+    passages: list[Passage]
+    is_weighted: bool = False
+    pictures: Pictures | None = None
+    is_stop_appended: bool = False
+    remarks: tuple[Remark, ...] = ()
+    plain: tuple[tuple[int, int], ...] = ()  # characters [start, end) that are encoded without control tokens

@@ -12,19 +12,323 @@ text of the generation prompt.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mini_trainer.data.chat.conversation import Chat, Example
-from mini_trainer.data.chat.labelling import ChatLabeller
-from mini_trainer.data.chat.pictures import ImageExpander
-from mini_trainer.data.chat.rendering import catch_error
-from mini_trainer.data.chat.template_masker import MODEL_TEMPLATE, TemplateMasker, TurnRules
-from mini_trainer.data.chat.token_spans import TextMasker, TokenizedChat
-from mini_trainer.data.chat.tokens import KEEP, BorderEncoder, ByteEncoder, ControlTokens
+from mini_trainer.data.chat.conversation import (
+    DIVIDED,
+    Chat,
+    Example,
+    Located,
+    Passage,
+    Pictures,
+    PreparedChat,
+    Remark,
+    TokenizedChat,
+    prepare_chat,
+)
+from mini_trainer.data.chat.locating import PassageLocator, TurnFinder
+from mini_trainer.data.chat.prompting import PromptMatcher, StopAppender, TemplateChecker, describe_open_turns
+from mini_trainer.data.chat.rendering import ChatRenderer, catch_error
+from mini_trainer.data.chat.tokens import (
+    AS_TEXT,
+    KEEP,
+    BorderEncoder,
+    ByteEncoder,
+    ControlTokens,
+    TextMasker,
+    encode_each,
+    label_encoding,
+    mark_control,
+    spans_border,
+    text_of,
+)
+from mini_trainer.data.chat.turns import find_stops
+from mini_trainer.data.stores.image_files import open_image
+from mini_trainer.distributed.messages import one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TRIED_SIZE = (64, 48)  # width and height of the image used to test a processor
+WITH_PATCH_TOKEN = ("Llama4Processor",)  # processors whose `image_token_ids` omit the token of an image's parts
+
+MODEL_TEMPLATE = "the model's chat template"
 
 MAX_NUM_OTHERS = 16  # sets of arguments that rows have for themselves
 THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether the generation prompt's words win
+
+
+def find_image_ids(processor: Any) -> frozenset[int]:
+    """Ids of the tokens that stand for parts of an image.
+
+    Llama 4's processor reports its placeholder's id instead, which also precedes the tile of the whole image.
+    """
+    if type(processor).__name__ in WITH_PATCH_TOKEN:
+        return frozenset(processor.tokenizer.convert_tokens_to_ids([processor.img_patch_token]))
+    return frozenset(token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
+
+
+class ImageExpander:
+    """Expands the image placeholders of rendered conversations.
+
+    Invariant: `processor` has one placeholder token for an image, `image_token`, which the chat template writes.
+    """
+
+    def __init__(self, processor: Any, *, directory: Path):
+        """`directory`: base of relative image paths."""
+        if getattr(processor, "image_token", None) is None:
+            raise ValueError(f"{type(processor).__name__} has no image_token, so images cannot be located in the text")
+        self.processor, self.directory = processor, directory
+        self.placeholder = processor.image_token
+        self.image_token_ids = find_image_ids(processor)
+        self.image_tokens = tuple(processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids)))
+        import PIL.Image
+
+        if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):
+            raise ValueError(
+                f"{type(processor).__name__} does not report the text that replaces an image, so its tokens cannot be"
+                " masked: models of its type cannot be trained on images"
+            )
+
+    def expand(self, located: Located, references: Sequence[str]) -> Located:
+        """The row with its placeholders replaced by the processor's text, which is never trained."""
+        if located.is_weighted:
+            raise ValueError("a message has a 'weight', which data with images cannot store: use 'train' alone")
+        num_found = located.text.count(self.placeholder)
+        if num_found != len(references):
+            raise ValueError(
+                f"{len(references)} images, but the rendered conversation has {self.placeholder!r} {num_found} times:"
+                " texts must not contain it, and the chat template has to write it once per image"
+            )
+        typed = [token for token in self.image_tokens if token in located.text]
+        if typed and self.placeholder not in self.image_tokens:
+            raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image: remove it")
+        if not references:
+            return located
+        shown = []
+        for number, reference in enumerate(references, start=1):
+            try:
+                shown.append(open_image(reference, directory=self.directory))
+            except ValueError as error:
+                raise ValueError(f"image {number}: {error}") from None
+        made = self.process(located.text, shown)
+        replaced = made["text_replacement_offsets"][0]
+        ids = tuple(int(token) for token in made["input_ids"][0])
+        return replace(
+            located,
+            text=replace_all(located.text, replaced),
+            passages=[move_passage(passage, replaced) for passage in located.passages],
+            pictures=Pictures(
+                references=tuple(references),
+                sizes=tuple((image.height, image.width) for image in shown),
+                spans=self.find_spans(ids, [place["replacement"] for place in replaced]),
+                num_tokens=sum(token in self.image_token_ids for token in ids),
+                input_ids=ids,
+            ),
+        )
+
+    def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """The tokens [start, end) of each image, from its first image token to its last; `replacements`: the
+        processor's text for each."""
+        places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
+        spans, first = [], 0
+        for replacement in replacements:
+            after = first + sum(replacement.count(token) for token in self.image_tokens)
+            spans.append((places[first], places[after - 1] + 1))
+            first = after
+        return tuple(spans)
+
+    def process(self, text: str, images: Sequence["Image"]) -> Any:
+        """The processor's output."""
+        try:
+            return self.processor(
+                text=[text], images=[list(images)], add_special_tokens=False, return_text_replacement_offsets=True
+            )
+        except Exception as error:  # processors may raise any error for an image that they cannot resize
+            raise ValueError(f"the model's processor cannot take its images: {one_line(error)}") from None
+
+
+def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
+    """`text` with every placeholder replaced."""
+    parts, last = [], 0
+    for place in replaced:
+        start, end = place["span"]
+        parts += [text[last:start], place["replacement"]]
+        last = end
+    return "".join([*parts, text[last:]])
+
+
+def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:
+    """The passage at its place after the replacements. ValueError if an image is in it."""
+    moved = 0
+    for place in replaced:
+        start, end = place["span"]
+        if start < passage.end and end > passage.start:
+            raise ValueError(f"a trained message of the {passage.role} has an image: images cannot be trained")
+        if end <= passage.start:
+            moved += len(place["replacement"]) - (end - start)
+    return replace(passage, start=passage.start + moved, end=passage.end + moved)
+
+
+@dataclass(frozen=True)
+class ChatLabeller:
+    """Encodes and labels chats with one tokenizer. `expander`: puts images into conversations."""
+
+    borders: BorderEncoder
+    expander: ImageExpander | None
+
+    def label_each(
+        self, located: Sequence[Located | ValueError], chats: Sequence[PreparedChat | ValueError], *, divides: bool
+    ) -> list[TokenizedChat | ValueError]:
+        """Token ids of chats as the tokenizer makes them, except for divided tokens (see `label`), and labels by the
+        position of each turn. `divides`: see `ChatMasker.mask`."""
+        located = [catch_error(self.put_images, *pair) for pair in zip(located, chats, strict=True)]
+        # The template writes the special tokens.
+        encodings = encode_each(self.borders.encoder, [text_of(found) for found in located], add_special_tokens=False)
+        prompts = self.encode_prompts(located) if divides else [()] * len(located)
+        return [catch_error(self.label, *each) for each in zip(encodings, located, prompts, strict=True)]
+
+    def put_images(self, located: Located, chat: PreparedChat) -> Located:
+        """The row with its image placeholders expanded by the model's processor."""
+        return located if self.expander is None else self.expander.expand(located, chat.images)
+
+    def encode_prompts(self, located: Sequence[Located | ValueError]) -> list[Sequence[int]]:
+        """The tokens of each row's text before its first passage; rows that share it, such as pairs, share them."""
+        texts = [
+            "" if isinstance(found, ValueError) or not found.passages else found.text[: found.passages[0].start]
+            for found in located
+        ]
+        unique = list(dict.fromkeys(texts))
+        encoded = dict(zip(unique, self.borders.encoder.encode(unique, add_special_tokens=False), strict=True))
+        return [encoded[text].ids for text in texts]
+
+    def label(self, encoding: Any, located: Located, prompt_ids: Sequence[int]) -> TokenizedChat:
+        """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
+        them, and the first one if that text alone has other tokens: `prompt_ids`, if they are known."""
+        starts = [passage.start for passage in located.passages if passage.start > 0]
+        joined = [start for start in starts if spans_border(encoding, start)]
+        if joined:
+            located = replace(located, remarks=(*located.remarks, Remark(DIVIDED)))
+        is_prompted = encoding.ids[: len(prompt_ids)] == list(prompt_ids)
+        divided = joined if is_prompted else sorted({*joined, *starts[:1]})
+        if (joined or located.plain) and located.pictures is not None:
+            raise ValueError("a row with images is tokenized whole, but its answers or control tokens need it in parts")
+        if (divided or located.plain) and located.pictures is None:
+            encoding = self.borders.divide(located.text, divided, plain=located.plain)
+        return label_encoding(encoding, located)
+
+    def mark_control(self, located: Located, chat: PreparedChat, renderer: ChatRenderer) -> Located:
+        """A chat, with the places of texts that are to be encoded without control tokens."""
+        control = self.borders.control
+        token = control.find(chat.values)
+        if token is None:
+            return located
+        places = []
+        if control.mode == AS_TEXT:
+            messages, texts = control.hide(chat.messages)
+            hidden = renderer.render_one(messages, tools=chat.tools)
+            places = control.locate(located.text, hidden.text, texts)
+        return mark_control(located, token, places, mode=control.mode)
+
+
+@dataclass(frozen=True)
+class TurnRules:
+    """How turns begin and end. `data.chat.masking.ChatMasker` explains each."""
+
+    stop_token_ids: Sequence[int]
+    allows_missing_stop: bool
+    appends_stop: bool
+    as_prompted: bool
+    strict_reasoning: bool
+
+
+class TemplateMasker:
+    """Masks chats with the tokenizer's template and one set of its arguments. Invariant: its skeletons were learned
+    from that template with those arguments."""
+
+    def __init__(
+        self, tokenizer: Any, labeller: ChatLabeller, rules: TurnRules, template_args: Mapping[str, Any]
+    ) -> None:
+        self.tokenizer, self.labeller, self.rules, self.template_args = tokenizer, labeller, rules, template_args
+        self.renderer = ChatRenderer(tokenizer, template_args)
+        stops = replace(find_stops(tokenizer, rules.stop_token_ids), may_be_missing=rules.allows_missing_stop)
+        self.finder = TurnFinder(self.renderer, stops)
+        template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+        matcher = PromptMatcher(labeller.borders.encode, template, as_prompted=rules.as_prompted)
+        self.locator = PassageLocator(self.renderer, self.finder, matcher, rules.strict_reasoning)
+        self.open_turns: set[str] = set()  # turns without a stop token ("inner", "last"); set by `check`
+
+    def mask(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
+        """`ChatMasker.mask` of chats with these arguments."""
+        return self.mask_at(self.locator, chats, appends_stop=self.rules.appends_stop, divides=divides)
+
+    def mask_at(
+        self, locator: PassageLocator, chats: Sequence[Chat], *, appends_stop: bool = False, divides: bool = False
+    ) -> list[TokenizedChat | ValueError]:
+        """Token ids and labels of chats, with the passages that `locator` finds.
+
+        Raises ValueError without a template, if no stop token can be appended, or if the template takes too long for
+        several of them.
+        """
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
+            )
+        prepared = [catch_error(prepare_chat, chat) for chat in chats]
+        located = locator.locate_each(prepared)
+        mark = partial(self.labeller.mark_control, renderer=self.renderer)
+        located = [catch_error(mark, *pair) for pair in zip(located, prepared, strict=True)]
+        if appends_stop:
+            located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
+        return self.labeller.label_each(located, prepared, divides=divides)
+
+    @cached_property
+    def appender(self) -> StopAppender:
+        """Appends stop tokens (--missing-stop-token append). Raises ValueError if there is no token to append."""
+        return StopAppender(self.locator.locate_one, self.make_checker(), self.stop_token_ids)
+
+    def make_checker(self) -> TemplateChecker:
+        mask = partial(self.mask_at, self.locator.as_rendered)
+        return TemplateChecker(
+            self.tokenizer, self.finder.stops, mask, self.renderer.render, template_args=self.template_args
+        )
+
+    def find_stop_token(self) -> int | None:
+        """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
+        if self.tokenizer.chat_template is None:
+            return None
+        found = self.make_checker().find_stop_token()
+        return self.tokenizer.eos_token_id if found is None and self.rules.appends_stop else found
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """All tokens that end turns: stop tokens of generation, and tokens that the template writes after a turn."""
+        ids = {self.tokenizer.convert_tokens_to_ids(token) for token in self.finder.stops.known}
+        if self.tokenizer.chat_template is not None:
+            ids |= self.make_checker().list_stop_tokens()
+        return frozenset(ids)
+
+    def check(self, name: str = MODEL_TEMPLATE) -> list[str]:
+        """Notes on the template, tried on known conversations. Raises ValueError, with the template's name, if it
+        cannot be masked with certainty.
+
+        Errors that the template itself raises (no system role, say) are accepted: rows of that kind will be refused.
+        """
+        if self.rules.appends_stop and isinstance(catch_error(self.make_checker().check, name), ValueError):
+            # The template may write none at all; if that is not the cause, it fails again.
+            self.finder.let_stops_be_missing()
+        checker = self.make_checker()
+        notes = checker.check(name)
+        self.open_turns = checker.open_turns
+        if self.rules.as_prompted:
+            checker.check_as_prompted(partial(self.mask_at, self.locator), name)
+        if not (self.rules.allows_missing_stop or self.rules.appends_stop):
+            return notes
+        appended = self.appender.after_text.strip() if self.rules.appends_stop else None
+        return [*describe_open_turns(checker.open_turns, name, appended=appended), *notes]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Renders chat templates: their input, the form of calls' arguments, and limits on errors, time and memory.
+"""Renders chats with a tokenizer's chat template: its input, the form of calls' arguments, and limits on errors, time
+and memory.
 
 OpenAI's API sends text, most templates take objects, and some write nothing useful for one of the two: a text is quoted
 a second time, an object is printed as Python prints it. The form is tried out, once for each template.
@@ -12,20 +13,22 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from mini_trainer.data.chat.conversation import (
     ASSISTANT,
     REASONING_KEYS,
     Message,
+    PreparedChat,
     has_calls,
     is_text_part,
     replace_arguments,
 )
+from mini_trainer.data.stores.tokenizers import GENERATION_TAG
 from mini_trainer.distributed.process import memory_limit, time_limit
 
 WORDS = "two, three"  # an argument that each notation writes as it is
@@ -42,6 +45,24 @@ TOOL = {
     },
 }
 RESULT = {"role": "tool", "content": "sum: 5", "tool_call_id": "call00001", "name": "add"}
+
+RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one second
+RENDER_BYTES = 4 << 30  # of memory, per call
+RENDER_CHARACTERS = 128 << 20  # per conversation, twice the longest row that is read
+MAX_NUM_SLOW = 3  # conversations over RENDER_SECONDS before rendering is given up
+TOO_MUCH_MEMORY = 3  # exit code
+
+LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # precedes a text in a printed list
+EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+
+T = TypeVar("T")
+ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+
+WITHOUT_TOOLS = (
+    "the chat template leaves out the row's tools: use one that writes them (--chat-template), or describe them in the"
+    " system message"
+)
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def make_calling(arguments: dict[str, Any] | str) -> list[Message]:
@@ -98,18 +119,6 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
-
-
-RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one second
-RENDER_BYTES = 4 << 30  # of memory, per call
-RENDER_CHARACTERS = 128 << 20  # per conversation, twice the longest row that is read
-MAX_NUM_SLOW = 3  # conversations over RENDER_SECONDS before rendering is given up
-TOO_MUCH_MEMORY = 3  # exit code
-
-LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # precedes a text in a printed list
-EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
-
-T = TypeVar("T")
 
 
 class UnreadableContent(ValueError):
@@ -330,3 +339,123 @@ def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: A
         return function(value, *args, **options)
     except ValueError as error:
         return error
+
+
+def check_unicode(text: str) -> str:
+    """`text`; ValueError if it cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"contains half a character: the lone surrogate {text[error.start]!r}") from None
+    return text
+
+
+def check_template_args(tokenizer: Any, template_args: Mapping[str, Any]) -> None:
+    """ValueError for an argument that the chat template does not read."""
+    if not template_args:
+        return
+    from jinja2 import Environment, TemplateError, meta
+
+    templates = tokenizer.chat_template
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = [environment.parse(GENERATION_TAG.sub("", text)) for text in texts]
+    except TemplateError:
+        return  # which is named when the template is tried
+    read = set().union(*map(meta.find_undeclared_variables, parsed)) - {*ALWAYS_GIVEN, *tokenizer.special_tokens_map}
+    unread = [name for name in template_args if name not in read]
+    if unread:
+        others = ", ".join(sorted(read)) or "none"
+        raise ValueError(f"the chat template does not read the argument {unread[0]!r}; it reads: {others}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text, and the passages that the template marks as generated (None: it has no markers)."""
+
+    text: str
+    marked: list[tuple[int, int]] | None = None
+
+
+class ChatRenderer:
+    """Renders chats with one tokenizer's template, and with arguments of the template, all of which it has to read."""
+
+    def __init__(self, tokenizer: Any, template_args: Mapping[str, Any]) -> None:
+        check_template_args(tokenizer, template_args)
+        self.tokenizer, self.template_args = tokenizer, template_args
+        self.patience = Patience()
+
+    @cached_property
+    def tells_time(self) -> bool:
+        return "strftime_now" in json.dumps(self.tokenizer.chat_template)
+
+    def render_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Rendered | ValueError]:
+        """Renders all chats with the same tools at once, which is faster; if one fails, each alone, to find out
+        which."""
+        results: list[Any] = list(chats)
+        by_tools: dict[str, list[int]] = {}
+        for i, chat in enumerate(chats):
+            if not isinstance(chat, ValueError):
+                by_tools.setdefault(repr(chat.tools), []).append(i)
+        for indices in by_tools.values():
+            conversations, tools = [chats[i].messages for i in indices], chats[indices[0]].tools
+            rendered = catch_error(self.render_marked, conversations, tools=tools)
+            if isinstance(rendered, ValueError):
+                rendered = [catch_error(self.render_one, messages, tools=tools) for messages in conversations]
+            for i, result in zip(indices, rendered, strict=True):
+                results[i] = self.explain(result, chats[i])
+        return results
+
+    def explain(self, rendered: Rendered | ValueError, chat: PreparedChat) -> Rendered | ValueError:
+        """Adds a hint to an error that occurs if a content is null or missing, but not if it is empty."""
+        if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
+            return rendered
+        filled = [{**message, "content": message.get("content") or ""} for message in chat.messages]
+        accepted = catch_error(self.render_one, filled, tools=chat.tools)
+        if isinstance(accepted, ValueError):
+            return rendered
+        if chat.tools and accepted == catch_error(self.render_one, filled, tools=None):
+            return ValueError(WITHOUT_TOOLS)
+        return ValueError(f'{rendered}; it accepts messages with calls if their content is "", not null or missing')
+
+    def render_one(self, messages: list[Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
+        (rendered,) = self.render_marked([messages], tools=tools)
+        return rendered
+
+    def render_marked(
+        self, conversations: Sequence[list[Message]], *, tools: list[dict[str, Any]] | None
+    ) -> list[Rendered]:
+        """The texts, and the passages that the template marks as generated if it has markers."""
+        template = self.tokenizer.get_chat_template(None, tools)
+        if GENERATION_MARKER.search(template) is None:
+            return [Rendered(text) for text in self.render(conversations, tools=tools)]
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with self.patience.render(len(conversations)):
+            texts, marked = render_jinja_template(
+                [prepare_for(self.tokenizer, messages) for messages in conversations],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+                **self.template_args,
+            )
+        return [Rendered(text, passages) for text, passages in zip(texts, marked, strict=True)]
+
+    def render(
+        self,
+        conversations: Sequence[list[Message]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        generation_prompt: bool = False,
+    ) -> list[str]:
+        """The texts that `apply_chat_template` tokenizes."""
+        with self.patience.render(len(conversations)):
+            return self.tokenizer.apply_chat_template(
+                [prepare_for(self.tokenizer, messages) for messages in conversations],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.template_args,
+            )

@@ -1,4 +1,5 @@
-"""Token ids of texts: where each token is, tokens of control inside contents, and the border between prompt and answer.
+"""Token ids of texts, and which of them are trained: where each token is, tokens of control inside contents, and the
+border between prompt and answer.
 
 In byte-level vocabularies a token is some bytes. If the concatenated bytes of a text's tokens are the text's bytes,
 they give each token's place: nothing is assumed about normalizers, pre-tokenizers or special tokens. If they are not,
@@ -16,15 +17,37 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, chain, pairwise
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, chain, groupby, pairwise
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import Message
+from mini_trainer.data.chat.conversation import (
+    Completion,
+    Document,
+    Located,
+    Message,
+    Passage,
+    Remark,
+    TokenizedChat,
+    TrainedSpan,
+)
+from mini_trainer.data.chat.rendering import catch_error, check_unicode
+from mini_trainer.data.columns.base import IGNORED
+
+KEEP, AS_TEXT, REFUSE = "keep", "as-text", "refuse"
+MODES = (KEEP, AS_TEXT, REFUSE)
+CONTROL, CONTROL_AS_TEXT = "control token", "control token as text"  # kinds of remarks on rows with one in a text
+HIDDEN = 0xF0000  # first of the characters that stand for hidden ones; for private use
+MAX_NUM_HIDDEN = 1000  # texts of a row with control tokens
+NEVER_WRITTEN = ("role", "type")  # keys of messages that are not contents
+
+LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
+
+Row = Completion | Document
 
 
 class ByteEncoder:
@@ -110,14 +133,6 @@ def list_byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
-KEEP, AS_TEXT, REFUSE = "keep", "as-text", "refuse"
-MODES = (KEEP, AS_TEXT, REFUSE)
-CONTROL, CONTROL_AS_TEXT = "control token", "control token as text"  # kinds of remarks on rows with one in a text
-HIDDEN = 0xF0000  # first of the characters that stand for hidden ones; for private use
-MAX_NUM_HIDDEN = 1000  # texts of a row with control tokens
-NEVER_WRITTEN = ("role", "type")  # keys of messages that are not contents
-
-
 class ControlTokens:
     """The control tokens of one tokenizer, and what --control-tokens makes of them."""
 
@@ -188,9 +203,6 @@ class ControlTokens:
         if hidden[last:] != rendered[last:]:
             raise ValueError("the chat template writes the row otherwise with other texts in place of control tokens")
         return places
-
-
-LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
 
 
 @dataclass(frozen=True)
@@ -354,3 +366,124 @@ def find_token(encoding: Any, at: int, num_tokens: int) -> int:
     while token < num_tokens and encoding.token_to_chars(token)[0] < at:
         token += 1
     return token
+
+
+def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
+    """Converts passages to spans of tokens: a token is trained if its first character is in a passage.
+
+    No token begins before a passage and reaches into it (data/chat/tokens.py). One that begins inside and reaches out
+    is trained: a stop token that includes the line break. Tokens that share one character (the bytes of an emoji) begin
+    at the same place, so they are trained together, and a space mark that the tokenizer adds to a word begins where the
+    word does. The ends of tokens are not used, because some tokenizers report empty ranges. With `eos_token_id`, the
+    row ends with exactly one such token, trained with the last passage.
+    """
+    input_ids, num_tokens = encoding.ids, len(encoding)
+    if eos_token_id is not None:
+        num_tokens -= input_ids[-1:] == [eos_token_id]
+        input_ids = [*input_ids[:num_tokens], eos_token_id]
+    spans = []
+    for passage in located.passages:
+        first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
+        end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
+        if first < end:
+            spans.append(TrainedSpan(first, end, passage.role, passage.weight))
+    if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
+        raise ValueError("the model's processor and tokenizer make different tokens of the row: it cannot be masked")
+    return TokenizedChat(
+        input_ids,
+        spans,
+        is_weighted=located.is_weighted,
+        pictures=located.pictures,
+        is_stop_appended=located.is_stop_appended,
+        remarks=located.remarks,
+    )
+
+
+def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
+    """The row's maximal stretches of tokens that are all trained or all untrained: (ids, is_trained)."""
+    pairs = zip(input_ids, labels, strict=True)
+    stretches = groupby(pairs, key=lambda pair: pair[1] != IGNORED)
+    return [([token for token, _ in stretch], is_trained) for is_trained, stretch in stretches]
+
+
+class TextMasker:
+    """Tokenizes and masks texts with one tokenizer."""
+
+    def __init__(self, tokenizer: Any, borders: BorderEncoder) -> None:
+        self.tokenizer, self.borders = tokenizer, borders
+
+    def mask(self, rows: Sequence[Row]) -> list[TokenizedChat | ValueError]:
+        """Each row's token ids and labels, or the error that makes it unusable; rows of one kind, ended by one eos
+        token each. ValueError if the tokenizer has none."""
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
+        located = [catch_error(self.locate, row) for row in rows]
+        encode = self.encode_completions if isinstance(rows[0], Completion) else self.encode_documents
+        label = partial(label_encoding, eos_token_id=self.tokenizer.eos_token_id)
+        return [
+            catch_error(label, encoding, found) for encoding, found in zip(encode(rows, located), located, strict=True)
+        ]
+
+    def locate(self, row: Row) -> Located:
+        """The row's text and its trained passage. ValueError for half a character, and a row that is to be refused."""
+        if isinstance(row, Document):
+            located = Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
+        else:
+            text = check_unicode(row.prompt + row.completion)
+            located = Located(text, [Passage(len(row.prompt), len(text), "completion")])
+        control = self.borders.control
+        token = control.find([located.text])
+        if token is None:
+            return located
+        return mark_control(located, token, [(0, len(located.text))], mode=control.mode)
+
+    def encode_documents(self, rows: Sequence[Document], located: Sequence[Located | ValueError]) -> list[Any]:
+        encodings = encode_each(self.borders.encoder, [text_of(found) for found in located], add_special_tokens=True)
+
+        def choose(encoding: Any, found: Located) -> Any:
+            return self.borders.encode(found.text, is_plain=True, adds_special=True) if found.plain else encoding
+
+        return [catch_error(choose, *each) for each in zip(encodings, located, strict=True)]
+
+    def encode_completions(self, rows: Sequence[Completion], located: Sequence[Located | ValueError]) -> list[Any]:
+        pairs = zip(rows, located, strict=True)
+        usable = [found if isinstance(found, ValueError) else row for row, found in pairs]
+        prompts, answers = (
+            encode_each(
+                self.borders.encoder,
+                [catch_error(attrgetter(name), row) for row in usable],
+                add_special_tokens=name == "prompt",
+            )
+            for name in ("prompt", "completion")
+        )
+        return [catch_error(self.join, *each) for each in zip(usable, located, prompts, answers, strict=True)]
+
+    def join(self, row: Completion, located: Located, prompt: Any, answer: Any) -> Any:
+        """The completion's encoding, from those of its prompt and its answer."""
+        is_plain = bool(located.plain)
+        if not row.prompt:
+            return self.borders.encode(row.completion, is_plain=is_plain, adds_special=True)
+        if is_plain:
+            prompt = self.borders.encode(row.prompt, is_plain=True, adds_special=True)
+            answer = self.borders.encode(row.completion, is_plain=True)
+        texts = (row.prompt, row.completion)
+        return self.borders.join(texts, (prompt, answer), is_plain=(is_plain, is_plain), adds_special=True)
+
+
+def mark_control(located: Located, token: str, places: Sequence[tuple[int, int]], *, mode: str) -> Located:
+    """A row whose texts have a control token, at the `places`. ValueError if such rows are to be refused."""
+    if mode == REFUSE:
+        raise ValueError(f"has the control token {token!r} in its texts (--control-tokens refuse)")
+    remark = Remark(CONTROL_AS_TEXT if mode == AS_TEXT else CONTROL, rendered=token)
+    return replace(located, plain=tuple(places) if mode == AS_TEXT else (), remarks=(*located.remarks, remark))
+
+
+def encode_each(encoder: ByteEncoder, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
+    """Encodes the texts in one call; errors among them keep their places."""
+    usable = [text for text in texts if isinstance(text, str)]
+    encodings = iter(encoder.encode(usable, add_special_tokens=add_special_tokens))
+    return [next(encodings) if isinstance(text, str) else text for text in texts]
+
+
+def text_of(found: Located | ValueError) -> str | ValueError:
+    return found if isinstance(found, ValueError) else found.text

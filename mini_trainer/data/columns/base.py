@@ -1,27 +1,20 @@
-"""The base class for the columns of tokenized data sets, one per kind of data; the kinds are in
-data/columns/kinds.py."""
+"""The kinds of data, their columns in tokenized data sets, and their descriptions in sidecars."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 import pyarrow as pa
 
-IGNORED = -100  # label of a token that is not trained
+from mini_trainer.options.doors import Doors
 
+IGNORED = -100  # label of a token that is not trained
 
 Sample = dict[str, Any]  # `input_ids` (L,), and the columns of its objective and family; optional ones may be absent
 LENGTHS_COLUMN = "sequence_lengths"  # in samples of several sequences, which are concatenated in `input_ids`
-
-
-def list_sequences(sample: Sample) -> list[np.ndarray]:
-    """Token ids of each of a sample's sequences, which stay together in one micro-batch."""
-    lengths = sample.get(LENGTHS_COLUMN)
-    return [sample["input_ids"]] if lengths is None else np.split(sample["input_ids"], np.cumsum(lengths)[:-1])
-
 
 CAUSAL_LM, SEQUENCES, TOKENS = "causal-lm", "sequence-classification", "token-classification"
 VISION, PREFERENCE, FEEDBACK = "vision-language", "preference", "feedback"
@@ -29,6 +22,12 @@ LabelType = Literal["single", "multi", "regression"]
 
 # Number of targets of each class, (classes,), and of all, in the samples that are trained.
 CountLabels = Callable[[], tuple[np.ndarray, float]]
+
+
+def list_sequences(sample: Sample) -> list[np.ndarray]:
+    """Token ids of each of a sample's sequences, which stay together in one micro-batch."""
+    lengths = sample.get(LENGTHS_COLUMN)
+    return [sample["input_ids"]] if lengths is None else np.split(sample["input_ids"], np.cumsum(lengths)[:-1])
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,6 @@ class Counts(Protocol):
     num_samples: int
     num_tokens: int
     num_loss_counted_tokens: int
-
-    def describe_values(self) -> dict[str, float] | None: ...
 
 
 @dataclass(frozen=True)
@@ -164,3 +161,40 @@ def check_numbers(sample: Sample, name: str, row: RowFacts, *, most: float = np.
 def format_count(label: str, count: int, whole: int | None = None) -> str:
     """A line of a report, with the share of `whole` if there is one."""
     return f"  {label:<24}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")
+
+
+COLUMNS: Doors[Columns] = Doors(
+    {
+        CAUSAL_LM: "mini_trainer.data.columns.token_columns:TEXTS",
+        VISION: "mini_trainer.data.columns.token_columns:PICTURED",
+        SEQUENCES: "mini_trainer.data.columns.label_columns:SEQUENCE_LABELS",
+        TOKENS: "mini_trainer.data.columns.label_columns:TOKEN_LABELS",
+        PREFERENCE: "mini_trainer.data.columns.preference_columns:PREFERENCES",
+        FEEDBACK: "mini_trainer.data.columns.preference_columns:FEEDBACKS",
+    }
+)
+
+
+def describe_task(task: DataTask) -> str:
+    """The training signal of data sets for the task, in words."""
+    return COLUMNS[task.objective].describe(task)
+
+
+def read_task(sidecar: dict[str, Any] | None, *, named: str) -> DataTask:
+    """The task of a data set with this sidecar. ValueError, which begins with `named`, for an invalid one."""
+    sidecar = {} if sidecar is None else sidecar
+    objective = sidecar.get("objective", CAUSAL_LM)
+    if objective not in COLUMNS:
+        raise ValueError(f"{named}: made for the objective {objective!r}; known are {', '.join(COLUMNS)}")
+    if not COLUMNS[objective].has_labels:
+        return DataTask(objective)
+    label_type, names = sidecar.get("label_type"), sidecar.get("label_names")
+    if label_type not in get_args(LabelType):
+        raise ValueError(f"{named}: label_type is {label_type!r}; allowed: {', '.join(get_args(LabelType))}")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{named}: label_names is {names!r}, expected a list of names")
+    num_labels = sidecar.get("num_labels", 1) if label_type == "regression" else len(names)
+    is_known = bool(names) != (label_type == "regression") and len(set(names)) == len(names)
+    if not is_known or not isinstance(num_labels, int) or num_labels < 1:
+        raise ValueError(f"{named}: {label_type} labels with the names {names!r}; tokenize the data again")
+    return DataTask(objective, label_type, tuple(names), num_labels)

@@ -45,7 +45,6 @@ class LabelledColumns(Columns):
             "num_labels": task.num_labels,
             "label_names": list(task.label_names),
             "label_counts": {name: counts.labels[name] for name in task.label_names},
-            "label_values": counts.describe_values(),
         }
 
     def make_row(self, tokens: Any) -> dict[str, Any]:
@@ -61,9 +60,6 @@ class LabelledColumns(Columns):
         """Each label with its count and its share, in the order of the classes."""
         if counts.rows["truncated"]:
             yield format_count("truncated", counts.rows["truncated"])
-        if (values := counts.describe_values()) is not None:
-            yield f"  values to predict: {', '.join(f'{name} {value:g}' for name, value in values.items())}"
-            return
         yield f"  {task.objective}: {LABEL_TYPES[task.label_type]} {task.num_labels:,} labels"
         for name in task.label_names[:NUM_LABELS_SHOWN]:
             yield format_count(f"  {name}", counts.labels[name], self.count_labelled(counts))
@@ -75,8 +71,6 @@ class LabelledColumns(Columns):
         return counts.num_samples
 
     def draw(self, counts: Counts, task: DataTask) -> Bars:
-        if (values := counts.describe_values()) is not None:
-            return Bars("Labels", values, None)
         shown = {f"label: {name}": counts.labels[name] for name in task.label_names[:NUM_LABELS_DRAWN]}
         return Bars("Labels", shown, counts.labels.total())
 

@@ -9,7 +9,8 @@ from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, Cou
 from mini_trainer.data.columns.token_columns import TextColumns
 
 if TYPE_CHECKING:
-    from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedFeedback, TokenizedPair
+    from mini_trainer.data.chat.conversation import TokenizedChat
+    from mini_trainer.data.columns.encoding import TokenizedFeedback, TokenizedPair
 
 MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"
 REFERENCE_COLUMN = "reference_logps"  # computed before training: of each answer, (2,)
@@ -60,7 +61,7 @@ class PreferenceColumns(TextColumns):
         return row | {name: [number] for name, number in numbers.items() if number is not None}
 
     def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedPair":
-        from mini_trainer.data.chat.token_spans import pair_up
+        from mini_trainer.data.columns.encoding import pair_up
 
         return pair_up(*make_random_answers(random, token_ids, length))
 
@@ -108,7 +109,7 @@ class FeedbackColumns(TextColumns):
         return row | {GOOD_COLUMN: [float(tokens.is_good)]} | weight
 
     def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedFeedback":
-        from mini_trainer.data.chat.token_spans import add_mismatched
+        from mini_trainer.data.columns.encoding import add_mismatched
 
         return add_mismatched(*make_random_answers(random, token_ids, length), is_good=bool(random.integers(2)))
 
@@ -120,7 +121,7 @@ PREFERENCES, FEEDBACKS = PreferenceColumns(), FeedbackColumns()
 
 def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, length: int) -> "list[TokenizedChat]":
     """Two sequences of `length` tokens together: half of each is a common prompt, the rest is trained on."""
-    from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
+    from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
 
     prompt = random.choice(token_ids, length // 4).tolist()
     sides = []

@@ -19,7 +19,7 @@ from mini_trainer.data.columns.base import (
 )
 
 if TYPE_CHECKING:
-    from mini_trainer.data.chat.token_spans import TokenizedChat
+    from mini_trainer.data.chat.conversation import TokenizedChat
 
 WEIGHTS_COLUMN = "loss_weights"
 IMAGES_COLUMN = "images"
@@ -74,7 +74,7 @@ class TextColumns(Columns):
 
     def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedChat":
         """All tokens are trained on."""
-        from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan  # of --mock-data alone
+        from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
 
         return TokenizedChat(random.choice(token_ids, length).tolist(), [TrainedSpan(0, length, "random")])
 

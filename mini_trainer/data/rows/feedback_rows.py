@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message
+from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import catch_error
-from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedFeedback, add_mismatched
 from mini_trainer.data.columns.base import FEEDBACK, DataTask
+from mini_trainer.data.columns.encoding import TokenizedFeedback, add_mismatched
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS, build_chat, read_system, require_text
 from mini_trainer.data.rows.column_names import TURNS, Fields, look_up
 from mini_trainer.data.rows.files import Chunk

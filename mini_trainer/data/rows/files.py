@@ -15,18 +15,18 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mini_trainer.data.rows.layout import find_fault
 from mini_trainer.data.rows.lines import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
     Encoding,
+    find_fault,
     read_lines,
     skip_lines,
     split_lines,
@@ -34,7 +34,7 @@ from mini_trainer.data.rows.lines import (
 )
 from mini_trainer.data.rows.values import RowReader
 from mini_trainer.data.stores.json_lines import BadRow, Line, Row, TooLong
-from mini_trainer.data.stores.parquet import Batch, UnpacksToTooMuch, choose_batch_rows, count_rows, read_batches
+from mini_trainer.data.stores.parquet import Batch, check_groups, choose_batch_rows, count_rows, cut_batch
 from mini_trainer.data.stores.remote import RemoteFile, find_remote
 from mini_trainer.options.urls import is_url
 
@@ -314,8 +314,6 @@ def refused_if_damaged(source: Source) -> Iterator[None]:
     """Raises ValueError naming the file if it cannot be read."""
     try:
         yield
-    except UnpacksToTooMuch as error:
-        raise ValueError(f"{source}: {error}") from None
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{source}: damaged, or not in the format of its ending: {error}") from None
 
@@ -387,16 +385,19 @@ def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator
         if not is_file:
             shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)
         metadata = pq.read_metadata(unpacked)
-        num_rows = metadata.num_rows
+        check_groups(metadata, str(source))
+        table = pq.ParquetFile(unpacked, metadata=metadata, pre_buffer=False)
         most_rows = choose_batch_rows(metadata, most_rows=CHUNK_ROWS, most_bytes=CHUNK_BYTES)
         first_row = 1
         for section, group in enumerate(group_rows(metadata)):
             if section not in source.sections:
                 first_row += sum(metadata.row_group(i).num_rows for i in group)
                 continue
-            for batch in read_batches(unpacked, metadata, group, most_rows=most_rows, most_bytes=CHUNK_BYTES):
+            batches = table.iter_batches(batch_size=most_rows, row_groups=list(group))
+            for batch in chain.from_iterable(cut_batch(batch, most_bytes=2 * CHUNK_BYTES) for batch in batches):
                 count = count_rows(batch)
-                yield make_chunk(source.name, first_row, batch, num_bytes=source.num_bytes * count // num_rows)
+                num_bytes = source.num_bytes * count // metadata.num_rows
+                yield make_chunk(source.name, first_row, batch, num_bytes=num_bytes)
                 first_row += count
 
 

@@ -46,7 +46,6 @@ from mini_trainer.data.rows.column_names import (
     quote_names,
 )
 from mini_trainer.data.rows.files import Chunk, iterate_rows
-from mini_trainer.data.rows.layout import describe_wrapper, find_wrapped
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.pictured import IMAGE_COLUMNS, ImageFolders, take_images
 from mini_trainer.data.rows.turn_texts import check_prompt, leave_untrained, parse_turns
@@ -260,10 +259,7 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
     if data_format is None or (found is None and not is_given):
         expected = "; ".join(f"{name}: {describe_keys(name)}" for name in TEXT_FORMATS)
         wanted = f"not a {data_format} row" if data_format else "unrecognised format"
-        wrapped = find_wrapped(row)
-        holds_rows = wrapped is not None and find_format(row[wrapped][0]) is not None
-        hint = f"; it is {describe_wrapper(wrapped)}" if holds_rows else ""
-        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}{hint}")
+        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
     if found != data_format and not is_given:
         raise ValueError(f"format differs from the file's: {found}, but the first row is {data_format}")
     example = list_formats()[data_format].read(row)

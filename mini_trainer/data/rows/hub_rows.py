@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, make_chunk
-from mini_trainer.data.stores.parquet import Batch, check_file, count_rows, cut_batch
+from mini_trainer.data.stores.parquet import Batch, check_groups, count_rows, cut_batch
 from mini_trainer.options import RowOptions
 from mini_trainer.options.urls import list_http_errors
 
@@ -40,7 +41,7 @@ def check_files(files: Sequence[Path]) -> None:
     """Raises ValueError for a Parquet file that needs too much memory."""
     for path in (path for path in files if path.suffix.lower() == ".parquet"):
         try:
-            check_file(path)
+            check_groups(pq.read_metadata(path), f"{FLAG} {path}")
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{FLAG} {path}: cannot be read: {error}") from None
 
@@ -129,4 +130,4 @@ def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
 def cut_table(table: pa.Table) -> Iterable[Batch]:
     """The rows in contiguous batches of about CHUNK_BYTES at most."""
     for batch in table.combine_chunks().to_batches():
-        yield from cut_batch(batch, most_bytes=CHUNK_BYTES)
+        yield from cut_batch(batch, most_bytes=2 * CHUNK_BYTES)

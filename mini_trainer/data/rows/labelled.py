@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_trainer.data.chat.conversation import Chat
-from mini_trainer.data.chat.token_spans import check_unicode
+from mini_trainer.data.chat.rendering import check_unicode
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.chat_rows import build_chat, require_list
 from mini_trainer.data.rows.column_names import (

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_trainer.data.chat.conversation import Chat
-from mini_trainer.data.chat.rendering import Patience, catch_error, check_length, prepare_for
-from mini_trainer.data.chat.templates import check_template_args
-from mini_trainer.data.chat.token_spans import check_unicode
+from mini_trainer.data.chat.rendering import (
+    Patience,
+    catch_error,
+    check_length,
+    check_template_args,
+    check_unicode,
+    prepare_for,
+)
 from mini_trainer.data.columns.base import IGNORED, TOKENS
 from mini_trainer.data.rows.labelled import Content, Labelled, TextPair, Words
 from mini_trainer.data.rows.labels import Labels, count_classes
@@ -27,7 +32,6 @@ class TokenizedText:
     type_ids: list[int] | None  # None if all tokens are of the first text
     is_truncated: bool
     label_counts: dict[str, int]
-    values: list[float] | None  # regression targets
     said: str  # the labels in words
     is_weighted: bool = False
     loss_weights: None = None
@@ -130,11 +134,8 @@ class LabelledTokenizer:
         if is_words:
             target = spread_labels(encoding.word_ids, target, row.content.words, is_truncated=is_truncated)
         counts = count_classes(target, task)
-        values = target if task.label_type == "regression" else None
         types = encoding.type_ids if self.has_types and any(encoding.type_ids) else None
-        return TokenizedText(
-            encoding.ids, target, task.objective != TOKENS, types, is_truncated, dict(counts), values, said
-        )
+        return TokenizedText(encoding.ids, target, task.objective != TOKENS, types, is_truncated, dict(counts), said)
 
     def encode_truncated(self, text: Any, content: Content) -> Any:
         """The encoding, truncated by the tokenizer: the longer text of a pair first, special tokens kept."""

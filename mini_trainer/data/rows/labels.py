@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask, LabelType
-from mini_trainer.data.columns.kinds import describe_task, read_task
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask, LabelType, describe_task, read_task
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import Label, Labelled, Words, is_ignored

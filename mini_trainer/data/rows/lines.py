@@ -3,6 +3,7 @@
 Rows are not parsed. One longer than MAX_ROW_BYTES is skipped, and only its beginning is held in memory.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +23,21 @@ from mini_trainer.data.stores.json_lines import (
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 Encoding = Literal["json", "text", "table", "arrow"]
+
+# Text without delimiters, skipped in one match: in a string up to its end; within an element up to a bracket, between
+# elements also up to a comma, with strings as wholes. A match stops early after 99 escapes or strings, which bounds its
+# memory; the next character is then handled by itself. Possessive groups would need no such bound, but Python 3.11.2
+# matches them wrongly.
+STRING = rb'[^"\\]*+(?:\\.[^"\\]*+){0,99}'
+IN_STRING = re.compile(STRING, re.DOTALL)
+IN_ELEMENT = re.compile(rb'[^"\[\]{}]*+(?:"' + STRING + rb'"[^"\[\]{}]*+){0,99}', re.DOTALL)
+BETWEEN_ELEMENTS = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+){0,99}', re.DOTALL)
+
+LIST = "is a JSON list, but in .jsonl each line is a row: give the file the ending .json"
+SPREAD = (
+    "has objects on several lines, but each line is a row: write each object on one line, for example by"
+    " `jq -c . OLD > NEW.jsonl`, or, if they are a list within one object, `jq -c .KEY[] OLD > NEW.jsonl`"
+)
 
 
 def starts_with_mark(stream: BinaryIO) -> bool:
@@ -77,16 +93,6 @@ def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[Line]:
             piece = stream.readline(BLOCK_BYTES)
             num_bytes += len(piece)
         yield number, TooLong(beginning, num_bytes)
-
-
-# Text without delimiters, skipped in one match: in a string up to its end; within an element up to a bracket, between
-# elements also up to a comma, with strings as wholes. A match stops early after 99 escapes or strings, which bounds its
-# memory; the next character is then handled by itself. Possessive groups would need no such bound, but Python 3.11.2
-# matches them wrongly.
-STRING = rb'[^"\\]*+(?:\\.[^"\\]*+){0,99}'
-IN_STRING = re.compile(STRING, re.DOTALL)
-IN_ELEMENT = re.compile(rb'[^"\[\]{}]*+(?:"' + STRING + rb'"[^"\[\]{}]*+){0,99}', re.DOTALL)
-BETWEEN_ELEMENTS = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+){0,99}', re.DOTALL)
 
 
 def split_json_list(stream: BinaryIO) -> Iterator[Line]:
@@ -186,3 +192,34 @@ def parse_row(raw: bytes | TooLong | BadRow | dict[str, Any], encoding: Encoding
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {quote(row)}")
     return row
+
+
+def find_fault(beginning: bytes, *, may_be_list: bool) -> str | None:
+    """Why a file with this beginning does not have one row per line; None if its first line is a row, or merely
+    damaged. `may_be_list`: lists are read."""
+    text = beginning.decode(errors="replace").lstrip("\ufeff").lstrip()
+    line, newline, rest = text.partition("\n")
+    if not newline or text[0] not in "[{" or is_json(line):
+        return None
+    is_cut = line.strip() in ("{", "[") and not is_json(rest.lstrip().partition("\n")[0])
+    if not is_cut and not begins_with_json(text):
+        return None
+    if text[0] == "[":
+        return None if may_be_list else LIST
+    return SPREAD
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def begins_with_json(text: str) -> bool:
+    try:
+        json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

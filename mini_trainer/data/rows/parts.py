@@ -22,17 +22,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.chat.token_spans import (
-    Pictures,
-    Remark,
-    TokenizedChat,
-    TokenizedFeedback,
-    TokenizedPair,
-    TrainedSpan,
-)
+from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
+from mini_trainer.data.columns.encoding import TokenizedFeedback, TokenizedPair
 from mini_trainer.data.rows.files import Sections, Source, list_sections, to_stream
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
-from mini_trainer.data.rows.report import Totals, ValueTotals
+from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.rows import ChunkResult
 from mini_trainer.data.rows.split import SideResult
 from mini_trainer.data.rows.writer import EncodedSamples, TokenizedSample
@@ -41,7 +35,7 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.lock import SECONDS_PER_BEAT, RunLock
 from mini_trainer.options import flag_name
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 # A row is the result of a chunk; `counts` is JSON: each side's kind of samples and totals, the reasons, the bytes read.
 SCHEMA = pa.schema(
     [("samples", pa.list_(pa.large_binary())), ("rejected", pa.large_binary()), ("counts", pa.large_string())]
@@ -49,7 +43,7 @@ SCHEMA = pa.schema(
 # Classes whose objects the counts can hold, by name.
 RECORDS = {
     one.__name__: one
-    for one in (Totals, ValueTotals, TokenizedSample, TokenizedChat, TokenizedPair, TokenizedFeedback, TokenizedText,
+    for one in (Totals, TokenizedSample, TokenizedChat, TokenizedPair, TokenizedFeedback, TokenizedText,
                 TrainedSpan, Pictures, Remark)
 }  # fmt: skip
 MAPPINGS = {"dict": dict, "Counter": Counter}

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.chat.conversation import IMAGE_PART
-from mini_trainer.data.chat.pictures import as_data_url
 from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.turn_texts import parse_lists
+from mini_trainer.data.stores.image_files import as_data_url
 from mini_trainer.data.stores.json_lines import quote
 
 MARKER = "<image>"  # LLaVA's marker

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message
+from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.token_spans import TokenizedChat, TokenizedPair, pair_up
 from mini_trainer.data.columns.base import PREFERENCE, DataTask
+from mini_trainer.data.columns.encoding import TokenizedPair, pair_up
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS, build_chat, read_system, read_turn, require_text
 from mini_trainer.data.rows.column_names import (
     ASKING,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from mini_trainer.data.chat.token_spans import TokenizedChat
+from mini_trainer.data.chat.conversation import TokenizedChat
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.rows.column_names import Fields, RefusedColumn
 from mini_trainer.data.rows.files import Chunk, iterate_rows

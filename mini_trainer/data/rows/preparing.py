@@ -1,32 +1,40 @@
-"""Preparation of process_data.py before it tokenizes: tokenizer, template, and how rows become samples."""
+"""Preparation of process_data.py before it tokenizes: tokenizer, template, and how rows become samples, or random
+tokens in place of rows."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.masking import ChatMasker, Contents
-from mini_trainer.data.chat.pictures import ImageExpander, load_processor
-from mini_trainer.data.chat.templates import change_tokenizer
-from mini_trainer.data.columns.base import FEEDBACK, VISION, DataTask
-from mini_trainer.data.rows.files import Source
+import numpy as np
+
+from mini_trainer.data.chat.masking import ChatMasker, Contents, ImageExpander
+from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, FEEDBACK, VISION, Columns, DataTask
+from mini_trainer.data.rows.column_names import Fields
+from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
 from mini_trainer.data.rows.formats import OWN_NAMES, PATHS, FieldPaths, read_text_row
 from mini_trainer.data.rows.labelled import CLASSIFICATION, Labelled, read_labelled
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, describe_pairs
 from mini_trainer.data.rows.labels import describe_similar
 from mini_trainer.data.rows.pictured import ImageFolders
 from mini_trainer.data.rows.preparation import Preparation
-from mini_trainer.data.rows.random_rows import prepare_random
-from mini_trainer.data.rows.survey import describe_repeats, survey_rows
+from mini_trainer.data.rows.survey import survey_rows
+from mini_trainer.data.stores.image_files import load_processor
 from mini_trainer.data.stores.model_files import find_model
-from mini_trainer.data.stores.tokenizers import load_stop_token_ids, load_tokenizer
+from mini_trainer.data.stores.tokenizers import change_tokenizer, load_stop_token_ids, load_tokenizer
 from mini_trainer.distributed.process import without_collector
 from mini_trainer.options import RowOptions, parse_named_values
 from mini_trainer.options.doors import MASKED_FORMATS, NAMED_FORMATS
 from mini_trainer.options.tools import ProcessDataOptions
 
 BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
+
+DEFAULT_LENGTH = 2048
+SEED = 42
+BYTES_PER_TOKEN = 4
+NAME = "random tokens"
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander 
         return None
     processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
     directory = Path(options.output_file).resolve().parent
-    return ImageExpander(processor, directory=directory, may_download=options.rows.allow_downloads)
+    return ImageExpander(processor, directory=directory)
 
 
 def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation[Any]:
@@ -133,7 +141,6 @@ def prepare_classification(
         tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
     )
     notes = [
-        *describe_repeats(survey.repeats),
         *describe_similar(survey.labels.task.label_names),
         *describe_pairs(tokenizer, has_pairs=survey.has_pairs),
     ]
@@ -162,3 +169,38 @@ def count_workers(sources: Sequence[Source], options: RowOptions) -> int:
     if any(source.num_bytes == 0 and source.read is not None for source in sources):
         return options.num_proc  # the size of the input is not known
     return min(options.num_proc, 1 + sum(source.num_bytes for source in sources) // BYTES_PER_WORKER)
+
+
+def make_random_source(options: RowOptions) -> Source:
+    """A source of `--mock-data` rows, which hold only their number."""
+    length = options.block_size or DEFAULT_LENGTH
+    num_bytes = BYTES_PER_TOKEN * length
+    num_rows = min(CHUNK_ROWS, 1 + CHUNK_BYTES // num_bytes)
+
+    def read(source: Source) -> Iterator[Chunk]:
+        for first in range(1, options.mock_data + 1, num_rows):
+            numbers = range(first, min(first + num_rows, options.mock_data + 1))
+            lines = [(number, {"number": str(number)}) for number in numbers]
+            yield Chunk(NAME, first, "text", lines, b"", num_bytes * len(lines))
+
+    return Source(Path(NAME), NAME, num_bytes * options.mock_data, format="mock", read=read)
+
+
+def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation[int]:
+    """Prepares samples drawn by their number from the vocabulary's ordinary tokens, of the kind that --format names."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
+    if not len(token_ids):
+        raise ValueError("--mock-data: the tokenizer has only special tokens")
+    length = options.block_size or DEFAULT_LENGTH
+    kind = options.format or CAUSAL_LM  # also the name of --format preference and feedback data
+    draw = partial(draw_samples, columns=COLUMNS[kind], token_ids=token_ids, length=length)
+    return Preparation(DataTask(kind), read_numbers, draw)
+
+
+def read_numbers(values: Fields, chunk: Chunk, tally: Counter[str]) -> list[int]:
+    return [int(values["number"])]
+
+
+def draw_samples(numbers: Sequence[int], *, columns: Columns, token_ids: np.ndarray, length: int) -> list[Any]:
+    return [columns.make_random(np.random.default_rng([SEED, number]), token_ids, length) for number in numbers]

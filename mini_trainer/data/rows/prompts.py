@@ -30,8 +30,7 @@ from mini_trainer.data.chat.conversation import (
     make_outline,
     split_at_placeholders,
 )
-from mini_trainer.data.chat.rendering import prepare_for, template_errors
-from mini_trainer.data.chat.templates import check_template_args
+from mini_trainer.data.chat.rendering import check_template_args, prepare_for, template_errors
 from mini_trainer.data.chat.tokens import count_ending
 from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import Folder, Source, describe_skipped, find_sources, iterate_rows, read_chunks

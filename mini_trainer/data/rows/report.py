@@ -1,4 +1,4 @@
-"""Counts of processed rows, their report in the terminal, and progress.
+"""Counts of processed rows, their report in the terminal, progress, and the rows that refuse a data set.
 
 Whether the rows of a data set teach the model to stop.
 """
@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+from mini_trainer.data.chat.conversation import DIVIDED, Remark
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from mini_trainer.data.chat.token_spans import DIVIDED, Remark
 from mini_trainer.data.chat.tokens import CONTROL, CONTROL_AS_TEXT
-from mini_trainer.data.columns.base import DataTask, format_count
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS, DataTask, format_count
 from mini_trainer.data.rows.column_names import count_column
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
@@ -54,6 +53,8 @@ REMARKS = {
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 
+LEAST_SHARE = 0.5  # share of the rows that must have a trained stop token
+
 
 @dataclass
 class Totals:
@@ -69,7 +70,6 @@ class Totals:
     remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
     places: dict[Remark, str] = field(default_factory=dict)  # of the first row with a remark
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
-    values: "ValueTotals | None" = None  # of regression targets
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
     has_weights: bool = False  # whether some sample has loss weights
@@ -89,10 +89,6 @@ class Totals:
     def samples(self) -> list[TokenizedSample]:
         return [sample for _, sample in self.shown]
 
-    def describe_values(self) -> dict[str, float] | None:
-        """Mean and bounds of regression targets; None for other labels."""
-        return None if self.values is None else self.values.describe()
-
     def add_sample(self, sample: TokenizedSample, lot: float) -> None:
         self.lengths[len(sample.tokens.input_ids)] += 1
         self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
@@ -104,8 +100,6 @@ class Totals:
 
     def add_labels(self, tokens: TokenizedText) -> None:
         self.labels.update(tokens.label_counts)
-        if tokens.values is not None:
-            self.values = merge_values(self.values, ValueTotals.of(tokens.values))
 
     def add_invalid(self, reason: str) -> None:
         """Counts a reason, without the row's own text in it."""
@@ -131,7 +125,6 @@ class Totals:
         for remark, count in other.remarks.items():
             self.count_remark(remark, count, other.places[remark])
         self.labels.update(other.labels)
-        self.values = merge_values(self.values, other.values)
         for kind, count in other.reasons.items():
             self.count_reason(kind, count)
         self.num_loss_counted_tokens += other.num_loss_counted_tokens
@@ -142,29 +135,6 @@ class Totals:
 
     def keep_shown(self) -> None:
         self.shown = nsmallest(self.num_shown, self.shown, key=lambda lot_and_sample: lot_and_sample[0])
-
-
-@dataclass(frozen=True)
-class ValueTotals:
-    """Count, sum and bounds of regression targets."""
-
-    count: int
-    total: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "ValueTotals":
-        return cls(len(values), sum(values), min(values), max(values))
-
-    def describe(self) -> dict[str, float]:
-        return {"mean": self.total / self.count, "min": self.least, "max": self.most}
-
-
-def merge_values(a: ValueTotals | None, b: ValueTotals | None) -> ValueTotals | None:
-    if a is None or b is None:
-        return a or b
-    return ValueTotals(a.count + b.count, a.total + b.total, min(a.least, b.least), max(a.most, b.most))
 
 
 def add_up(parts: Sequence[Totals]) -> Totals:
@@ -288,9 +258,6 @@ def percentile(counts: Counter[int], share: float) -> int:
     raise AssertionError(f"{share} of {counts.total()} values")
 
 
-LEAST_SHARE = 0.5  # share of the rows that must have a trained stop token
-
-
 def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_turns: Collection[str]) -> list[str]:
     """Notes on rows without a trained stop token, such as `stop`. ValueError if more than half of the rows have none
     because the chat template leaves some turns open (`open_turns`: inner, last), unless that is allowed.
@@ -317,3 +284,43 @@ def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_t
         " turn. Pass --missing-stop-token append to append one there and train on it, or --missing-stop-token allow to"
         " train without"
     )
+
+
+def check_rejected(totals: Totals, reasons: list[tuple[str, str]], *, skip_invalid: bool) -> None:
+    """Refuses invalid rows, listing the first, unless they are to be skipped."""
+    if reasons and not skip_invalid:
+        more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
+        raise ValueError(
+            f"{totals.rows['invalid']:,} of {totals.rows['in']:,} rows cannot be used{more}:{list_below(reasons)}\n"
+            "fix them, or pass --skip-invalid to skip them"
+        )
+
+
+def list_below(reasons: list[tuple[str, str]]) -> str:
+    """Lines that say each reason once, with the first row that has it and the places of the others."""
+    places: dict[str, list[str]] = {}
+    for place, reason in reasons:
+        places.setdefault(reason, []).append(place)
+    lines = []
+    for reason, (first, *others) in places.items():
+        lines += [f"\n  {first}: {reason}", *([f"\n    also {', '.join(others)}"] if others else [])]
+    return "".join(lines)
+
+
+def check_kept(
+    totals: Totals,
+    reasons: list[tuple[str, str]],
+    *,
+    sources: Sequence[Source],
+    max_sample_num_tokens: int | None,
+) -> None:
+    """Refuses a data set without samples."""
+    if totals.rows["in"] == 0:
+        raise ValueError(f"{describe_sources(sources)}: has no rows")
+    if totals.rows["kept"] == 0:
+        dropped = ", ".join(f"{totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
+        hint = f"; raise --max-sample-num-tokens {max_sample_num_tokens}" if totals.rows["too_long"] else ""
+        raise ValueError(
+            f"{describe_sources(sources)}: no row is left of {totals.rows['in']:,}: {dropped}{hint}"
+            f"{list_below(reasons)}"
+        )

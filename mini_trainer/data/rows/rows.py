@@ -8,8 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import ASSISTANT, Document
-from mini_trainer.data.chat.token_spans import Remark, TokenizedChat
+from mini_trainer.data.chat.conversation import ASSISTANT, Document, Remark, TokenizedChat
 from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, check_paths, detect_format
 from mini_trainer.data.rows.labelled_tokens import TokenizedText

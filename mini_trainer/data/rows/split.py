@@ -8,7 +8,7 @@ and a larger share only moves rows from training to validation.
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,3 +145,14 @@ def mark_place(place: str, side: str) -> str:
 def describe_split(side: str, *, share: float, other: Path) -> dict[str, Any]:
     """The entry on the other side in a side's sidecar."""
     return {"side": side, "validation_share": share, "other_side": other.name}
+
+
+def check_sides(sides: Sequence[Totals], *, share: float) -> None:
+    """Refuses a split with nothing on one side."""
+    num_kept = sum(side.rows["kept"] for side in sides)
+    for name, totals, change in zip(SIDES, sides, ("smaller", "larger"), strict=True):
+        if totals.rows["kept"] == 0:
+            raise ValueError(
+                f"--validation-share {share}: of {num_kept:,} kept rows, none is left for {name}; use a {change} share,"
+                " or more rows (rows with the same text always fall on the same side)"
+            )

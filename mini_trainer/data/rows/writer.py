@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mini_trainer.data.chat.token_spans import TokenizedChat, TrainedSpan
-from mini_trainer.data.columns.base import DataTask
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
+from mini_trainer.data.columns.base import COLUMNS, DataTask
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
 
 EncodedSamples = pa.RecordBatch | bytes  # in the output's format; bytes for JSON lines

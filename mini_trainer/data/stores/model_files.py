@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from mini_trainer.data.stores.contents import Tell, verify_model
 from mini_trainer.data.stores.disk import read_object
 from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.messages import one_line
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 # Sizes by their keys, also in the configs of towers: the least, and the most, which is far above those of any model.
@@ -38,6 +41,14 @@ TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 MOST_TOKEN = 1 << 28
 # Errors that code raises on unexpected values.
 ODD_VALUE = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, AssertionError)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+READ_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json")
+CARD_FILE = "README.md"
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", CARD_FILE]  # config, tokenizer, model card
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
+COMMIT = re.compile("[0-9a-f]{40}")
+MODEL_FLAG = "--model-name-or-path"  # for messages, unless a script uses another option
 
 
 def check_values(config: dict[str, Any], path: Path) -> None:
@@ -88,15 +99,6 @@ def naming_config(directory: str | Path, *, file: str = CONFIG) -> Iterator[None
         raise ValueError(f"{Path(directory) / file}: cannot be used: {type(error).__name__}: {reason:.300}") from None
 
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-READ_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json")
-CARD_FILE = "README.md"
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", CARD_FILE]  # config, tokenizer, model card
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
-COMMIT = re.compile("[0-9a-f]{40}")
-MODEL_FLAG = "--model-name-or-path"  # for messages, unless a script uses another option
-
-
 def find_model(
     model_name_or_path: str, *, revision: str | None, trust_remote_code: bool, flag: str = MODEL_FLAG
 ) -> str:
@@ -116,7 +118,6 @@ def find_model(
                 " branch or tag can move to code that you have not read"
             )
         patterns = [*SMALL_FILES, "*.py"] if trust_remote_code else SMALL_FILES
-        from mini_trainer.data.stores.hub import download
 
         path = download(model_name_or_path, revision=revision, patterns=patterns, flag=flag)
     code = check_model_dir(path, trust_remote_code=trust_remote_code)
@@ -137,8 +138,6 @@ def find_weights(model_name_or_path: str, model_dir: str) -> None:
     """Downloads a hub model's weights to the directory from `find_model`; checks them (`check_weights`)."""
     path = Path(model_dir)
     if not Path(model_name_or_path).is_dir():
-        from mini_trainer.data.stores.hub import download
-
         download(model_name_or_path, revision=path.name, patterns=["model*.safetensors"], flag=MODEL_FLAG)
     check_model_links(path)
     check_weights(path)
@@ -303,3 +302,14 @@ def check_model_path(path: str, *, flag: str) -> None:
         raise ValueError(
             f"{flag} {path}: a run's directory, not a model; give one of its exports: {', '.join(exports)}"
         )
+
+
+def download(repo: str, *, revision: str | None, patterns: list[str], flag: str) -> Path:
+    """Downloads the repository's files matching `patterns` to the hub's cache; without network, finds them there."""
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # errors of the network, the hub and the disk
+        raise ValueError(
+            f"{flag} {repo}: there is no such directory, and it cannot be downloaded from the hub"
+            f"{f' at --model-revision {revision}' if revision else ''}: {one_line(error) or type(error).__name__}"
+        ) from None

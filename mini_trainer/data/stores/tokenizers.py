@@ -1,7 +1,11 @@
-"""Tokenizers: loading, fingerprints of them and of chat templates, and the tokens that end generation."""
+"""Tokenizers: loading, templates and special tokens for base models, fingerprints, and the tokens that end
+generation."""
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,29 @@ FINGERPRINT_TEXT = (
     " a  b\t\tc\n\nd\r\n    e 0123456789 1,234.50 It's DON'T na\u00efve nai\u0308ve \u00a0\u2003\ufeff"
     " Stra\u00dfe \ufb01 \u00bd \u4f60\u597d\uff0c \u0417\u0434\u0440 \u0645\u0631\u062d \u0928\u092e"
     " \U0001f469\u200d\U0001f467 def f(x):\n\treturn x**2  # ok\n"
+)
+
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
 
@@ -83,3 +110,50 @@ def load_stop_token_ids(model_dir: str) -> list[int]:
         where = f"{model_dir}/generation_config.json"
         raise ValueError(f"{where}: not a usable generation config: {' '.join(str(error).split())}") from None
     return [ids] if isinstance(ids, int) else list(ids or [])
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A template that can be chosen by name."""
+
+    text: str
+    special_tokens: tuple[str, ...] = ()  # added if missing from the vocabulary
+    eos_token: str | None = None  # end-of-turn token, becomes the tokenizer's eos token; None: already the same
+
+
+NAMED_TEMPLATES = {
+    "chatml": NamedTemplate(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama3": NamedTemplate(LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "zephyr": NamedTemplate(ZEPHYR),
+}
+
+
+def find_template(name_or_file: str) -> NamedTemplate:
+    """The template with that name or in that file."""
+    if name_or_file in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[name_or_file]
+    try:
+        return NamedTemplate(Path(name_or_file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(NAMED_TEMPLATES)
+        raise ValueError(f"--chat-template {name_or_file}: allowed: {names}, or a Jinja file ({error})") from None
+
+
+def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Sequence[str]) -> dict[str, int]:
+    """Sets the template (a name or a file) and adds the tokens; returns the new entries of the vocabulary.
+
+    A token that is in the vocabulary but not special becomes special and keeps its id.
+    """
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    useless = [token for token in special_tokens if token in known or not token.strip()]
+    if useless:
+        raise ValueError(f"--add-special-tokens {' '.join(useless)}: has no effect: the tokenizer has them already")
+    named = NamedTemplate("") if template is None else find_template(template)
+    wanted = [*dict.fromkeys([*named.special_tokens, *special_tokens])]
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in wanted if token not in known], special_tokens=True)
+    if template is not None:
+        tokenizer.chat_template = named.text
+    if named.eos_token is not None:
+        tokenizer.eos_token = named.eos_token
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in wanted if token not in vocabulary}

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pyarrow.json
+import pyarrow.parquet as pq
 
 from mini_trainer.data.columns.base import IGNORED, Columns
 from mini_trainer.data.columns.token_columns import TEXTS
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
+from mini_trainer.data.stores.parquet import check_groups, choose_batch_rows
 from mini_trainer.distributed.messages import shows_progress
 
 if TYPE_CHECKING:
@@ -28,9 +30,9 @@ def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
         datasets.disable_progress_bars()
     try:
         if path.suffix == ".parquet":
-            from mini_trainer.data.stores.parquet import check_file, choose_batch_rows
-
-            num_rows = choose_batch_rows(check_file(path), most_rows=CONVERTED_ROWS, most_bytes=MAX_ROW_BYTES)
+            metadata = pq.read_metadata(path)
+            check_groups(metadata, path.name)
+            num_rows = choose_batch_rows(metadata, most_rows=CONVERTED_ROWS, most_bytes=MAX_ROW_BYTES)
             data = datasets.Dataset.from_parquet(str(path), batch_size=num_rows)
         else:
             data = datasets.Dataset.from_json(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mini_trainer.batch_packer import SampleLoad
-from mini_trainer.data.columns.base import DataTask, Sample
-from mini_trainer.data.columns.kinds import describe_task
+from mini_trainer.data.columns.base import DataTask, Sample, describe_task
 from mini_trainer.data.tokenized.by_row import (
     RowNumbers,
     RowRange,
@@ -29,7 +28,7 @@ from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 from mini_trainer.options.doors import WEIGHED_BY
 
 if TYPE_CHECKING:
-    from mini_trainer.data.tokenized.images import SampleImages
+    from mini_trainer.data.tokenized.index import SampleImages
 
 
 class ByRow(Protocol):

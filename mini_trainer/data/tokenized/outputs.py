@@ -81,18 +81,14 @@ class Outputs:
         written = [path for files in reversed(self.data_sets) for path in files.in_order]
         return [*stale, *pages, self.rejected, *written]
 
-    def name(self, path: Path) -> str:
-        """A path as messages show it."""
-        return str(path)
-
     def finish(self) -> None:
         """Completes outputs that are in their places: makes the indexes of large data sets."""
         for files in self.data_sets:
             keep_index(files.data)
 
-    def check(self, inputs: Sequence[Path], urls: Sequence[str] = ()) -> None:
+    def check(self, inputs: Sequence[Path]) -> None:
         """Raises ValueError for paths that could not be written later, or would overwrite something: one of the
-        `inputs`, which are files and `urls`."""
+        `inputs`."""
         for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
             if path is not None:
                 check_place(path.parent, named=f"{flag} {path}")
@@ -103,12 +99,12 @@ class Outputs:
             if any(path.exists() and path.samefile(source) for source in inputs):
                 raise ValueError(f"the output {path} would overwrite the input; choose another name")
             if path in tokenizers and path.exists() and not (path / "tokenizer_config.json").exists():
-                raise ValueError(f"{self.name(path)} would be replaced, but is not a tokenizer directory; rename it")
+                raise ValueError(f"{path} would be replaced, but is not a tokenizer directory; rename it")
         if len({path.resolve() for path in self.in_order}) < len(self.in_order):
             raise ValueError(f"--preview-html {self.page}: is also another output; choose another name")
         validation = self.validation
         if self.is_split and validation.data.exists() and not validation.is_other_side_of(self.data):
             raise ValueError(
-                f"--validation-share would overwrite {self.name(validation.data)}, which was not split off"
+                f"--validation-share would overwrite {validation.data}, which was not split off"
                 f" {self.data.name}; rename it, or choose another --output-file"
             )

@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from mini_trainer.data.columns.base import LENGTHS_COLUMN, Columns, RowFacts, Sample, check_sample
-from mini_trainer.data.columns.kinds import COLUMNS, read_task
+from mini_trainer.data.columns.base import COLUMNS, LENGTHS_COLUMN, Columns, RowFacts, Sample, check_sample, read_task
 from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
 from mini_trainer.data.stores.disk import list_wrong, read_fields, read_object
@@ -23,7 +22,7 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.options.urls import is_url
 
 if TYPE_CHECKING:
-    from mini_trainer.data.tokenized.images import ImageSizes
+    from mini_trainer.data.tokenized.index import ImageSizes
 
 # Columns that are read from data sets of every kind.
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
@@ -72,7 +71,7 @@ class TokenizedData:
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
         self.image_sizes: ImageSizes | None = None
         if has_images:
-            from mini_trainer.data.tokenized.images import read_image_sizes
+            from mini_trainer.data.tokenized.index import read_image_sizes
 
             self.image_sizes = read_image_sizes(self._list_batches())
         self.sequences = RowSequences(index.first_sequences, index.sequence_lengths) if has_sequences else None

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.columns.base import DataTask
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.columns.base import COLUMNS, DataTask
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import CLASSIFICATION
 from mini_trainer.data.rows.report import DROPPED, Totals

@@ -113,14 +113,6 @@ def is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def is_texts(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-
-
 def is_regex(value: Any) -> bool:
     try:
         re.compile(value)
@@ -129,26 +121,14 @@ def is_regex(value: Any) -> bool:
     return True
 
 
-def is_names(value: Any) -> bool:
-    return is_regex(value) if isinstance(value, str) else is_texts(value)
-
-
-def is_layers(value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return value is None or all(is_whole(item, least=0) for item in items)
-
-
 def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(is_regex(key) and is_item(item) for key, item in value.items())
 
 
-# Allowed values of each supported key: a check and its description. peft itself checks almost none of them.
+# Allowed values of the keys that change the product: a check and its description. peft checks almost none of them.
 NUMBER_OF_ALPHA = f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"
 RANK = f"an integer from 1 to {MOST_RANK:,}"
 FLAG = (is_flag, "true or false")
-TEXT = (is_text, "a string or null")
-TEXTS = (is_texts, "a list of strings or null")
-NAMES = (is_names, "a list of strings, a valid regular expression or null")
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (is_rank, RANK),
     "lora_alpha": (is_alpha, NUMBER_OF_ALPHA),
@@ -161,12 +141,7 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: is_pattern(value, is_alpha),
         f"an object of regular expressions, each with {NUMBER_OF_ALPHA}",
     ),
-    "layers_to_transform": (is_layers, "an integer of at least 0, a list of those or null"),
-    "init_lora_weights": (lambda value: is_flag(value) or is_text(value), "true, false, a string or null"),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES),
-    **dict.fromkeys(("modules_to_save", "target_parameters"), TEXTS),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"), FLAG),
-    **dict.fromkeys(("base_model_name_or_path", "revision", "task_type"), TEXT),
 }
 
 

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mini_trainer.data.stores.model_files import GENERATION
-from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.world import RowGroup, World, call_on_rank0, count_sharing, sum_parts
+from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.gathering import WeightGroup, gather_all, gather_parameters
@@ -43,13 +40,11 @@ from mini_trainer.model.methods.lora_layers import (
     speed_up,
 )
 from mini_trainer.model.methods.lora_merging import Merger
-from mini_trainer.model.methods.nf4 import NF4Weight, fill_packed, pack_layers, whole_weights
+from mini_trainer.model.methods.nf4 import NF4Weight, fill_packed, pack_layers
 from mini_trainer.model.methods.nf4_experts import adapt_experts, pack_experts
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import DataOptions, LoRAOptions
 from mini_trainer.options.doors import BASE_QUANTIZATIONS, LORA_EXPORTS
@@ -59,7 +54,6 @@ if TYPE_CHECKING:
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative rounding error of whole models on a GPU
 ERROR_4_BITS = 2e-1  # allowed relative error of a merged model's loss, whose base is no longer in 4 bits
-NUM_COMPARED = 16  # maximum number of samples on which a merged and a quantized model are compared
 
 
 class LoRA(Method):
@@ -86,8 +80,6 @@ class LoRA(Method):
         self.export_error = ERROR_4_BITS if self.is_packed else 0.0
         self.relation = "finetune" if self.merges else "adapter"
         self.given: LoraConfig | None = None  # of --lora-adapter
-        self.data_options: DataOptions | None = None
-        self.objective: Objective | None = None
         self.targets = Targets()
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
@@ -106,7 +98,6 @@ class LoRA(Method):
         return method
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
-        self.data_options = data_options
         if self.options.lora_adapter is not None:
             self.given = read_config(Path(self.options.lora_adapter), trains=True)
 
@@ -128,9 +119,6 @@ class LoRA(Method):
         adapter = Path(self.options.lora_adapter)
         files = {ADAPTER_CONFIG: adapter, GENERATION: find_beside(adapter, GENERATION)}
         return {f"--lora-adapter, {name}": folder / name for name, folder in files.items() if folder is not None}
-
-    def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
-        self.objective = objective
 
     def choose_layers(self, meta: MetaModel) -> None:
         self.targets = choose_targets(meta, self.options, given=self.given)
@@ -220,10 +208,10 @@ class LoRA(Method):
 
     def describe(self) -> str:
         num_layers = len(self.targets.layers) + len(self.targets.experts)
-        whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""
+        in_full = f" and {', '.join(self.targets.in_full)}" if self.targets.in_full else ""
         quantized = f", the blocks' {self.packed} are in NF4{self.unpacked}" if self.is_packed else ""
         numbers = f"{self.num_trained:,} trainable parameters{quantized}"
-        return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
+        return f"{self.title} of rank {self.config.r} on {num_layers} layers{in_full}: {numbers}"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         """The merged model, if requested; the adapters are gathered immediately in any case, for `write_extras`."""
@@ -231,8 +219,6 @@ class LoRA(Method):
         trained = set(self.saved_names.values())
         frozen = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - trained
         gathered = gather_all(gather_parameters(model, torch.float32, world=world, leave_out=frozen))
-        if self.merges and self.is_packed:
-            self.compare_bases(packed_model, world)
         if world.rank != 0:
             return []
         self.adapter = gathered
@@ -242,26 +228,6 @@ class LoRA(Method):
         """The merged model for a given adapter, without training. On rank 0, after `prepare`."""
         given = {name: readers[name]().float() for name in self.saved_names.values()}
         return self.merger.list_groups(given, dtype)
-
-    @torch.no_grad()
-    def compare_bases(self, packed_model: PackedModel, world: World) -> None:
-        """Logs the loss with the quantized weights, used in training, and with the original ones, used for merging.
-
-        Uses the first samples of the data. Weights are read and broadcast as needed, a layer at a time.
-        """
-        vocab_size = text_config(packed_model.model.config).vocab_size
-        micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size, row_group=world.row_group)
-        micro_batch, row_group = micro_batch.to(world.device), world.row_group
-        num_targets = sum_parts(torch.tensor(len(micro_batch.targets.index), device=world.device), row_group).item()
-        packed_model.eval()
-        quantized = sum_parts(packed_model(micro_batch).loss, row_group).item() / num_targets
-        with whole_weights(packed_model.model, self.merger and self.merger.read_base, world=world):
-            merged = sum_parts(packed_model(micro_batch).loss, row_group).item() / num_targets
-        packed_model.train()
-        log.info(
-            f"merging: {len(micro_batch.row.seq_lengths)} samples have a loss of {merged:.4f} on the original weights,"
-            f" which are exported, and of {quantized:.4f} on the NF4 weights, which were used in training"
-        )
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.writes_adapter and self.merges:
@@ -293,16 +259,3 @@ def describe_unpacked(blocks: nn.ModuleList) -> str:
     kinds = list_kinds((name.replace(".base_layer", "") for name in largest_first), 2)
     dtype = str(found[largest_first[0]].dtype).removeprefix("torch.")
     return f", except for {num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB) in {dtype}: {', '.join(kinds)}"
-
-
-def read_sample(
-    options: DataOptions, objective: Objective, *, vocab_size: int, row_group: RowGroup | None
-) -> MicroBatch:
-    """Packs the first samples of the data that fit into one micro-batch."""
-    data = Mixture([TokenizedData(path) for path in options.data_path])
-    data.vocab_size = vocab_size
-    cap = options.max_tokens_per_gpu * count_sharing(row_group)
-    data.fit_to(cap, drop_overlong=True)
-    rows = data.kept[:NUM_COMPARED]
-    num_fitting = max(1, int((data.lengths[rows].cumsum() <= cap).sum()))
-    return objective.pack([data.read(row) for row in rows[:num_fitting]], row_group=row_group)

@@ -98,8 +98,8 @@ class Targets:
 
     layers: list[str] = field(default_factory=list)  # linear layers that get an adapter
     experts: list[str] = field(default_factory=list)  # parameters of fused experts that get an adapter
-    whole: list[str] = field(default_factory=list)  # modules to train in full
-    new: frozenset[str] = frozenset()  # parameters of `whole` that the adapter to continue from does not hold
+    in_full: list[str] = field(default_factory=list)  # modules to train in full
+    new: frozenset[str] = frozenset()  # parameters of `in_full` that the adapter to continue from does not hold
 
 
 def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> Targets:
@@ -130,10 +130,10 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     default = [*(name for name in layers if name in in_blocks), *experts]
     chosen += choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
     others = list_others(model, chosen) if whole_names else []
-    whole = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
-    new = frozenset() if given is None else list_params(model, whole) - list_params(model, held)
+    in_full = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
+    new = frozenset() if given is None else list_params(model, in_full) - list_params(model, held)
     adapted = set(chosen)
-    targets = Targets([n for n in layers if n in adapted], [n for n in experts if n in adapted], whole, new)
+    targets = Targets([n for n in layers if n in adapted], [n for n in experts if n in adapted], in_full, new)
     if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):
         flag = "--lora-use-dora" if options.lora_use_dora else f"--lora-dropout {options.lora_dropout}"
         raise ValueError(
@@ -219,8 +219,8 @@ def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, give
         revision=source["revision"],
         task_type=meta.family.peft_task,
         inference_mode=False,
-        modules_to_save=targets.whole or None,
-        ensure_weight_tying=is_tied(meta.model, targets.whole),
+        modules_to_save=targets.in_full or None,
+        ensure_weight_tying=is_tied(meta.model, targets.in_full),
     )
     if given is not None:
         config = copy.deepcopy(given)
@@ -241,11 +241,11 @@ def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, give
     )
 
 
-def is_tied(model: PreTrainedModel, whole: list[str]) -> bool:
-    """Whether one of the modules `whole` shares parameters with a module outside."""
-    held = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
+def is_tied(model: PreTrainedModel, in_full: list[str]) -> bool:
+    """Whether one of the modules `in_full` shares parameters with a module outside."""
+    held = {id(param) for name in in_full for param in model.get_submodule(name).parameters()}
     owners = [name for name, module in model.named_modules() if held & {id(p) for p in module._parameters.values()}]
-    return any(not name.startswith(tuple(whole)) for name in owners)
+    return any(not name.startswith(tuple(in_full)) for name in owners)
 
 
 def shorten(chosen: list[str], names: list[str], length: int = 1) -> list[str]:
@@ -272,7 +272,7 @@ def inject(model: PreTrainedModel, config: "LoraConfig", targets: Targets) -> di
         if isinstance(module, LoraLayer) and not name.endswith("base_layer"):
             layers[name] = module
     trained = [param for name, param in model.named_parameters() if is_adapter(name)]
-    trained += [param for name in targets.whole for param in model.get_submodule(name).parameters()]
+    trained += [param for name in targets.in_full for param in model.get_submodule(name).parameters()]
     for param in trained:
         param.requires_grad_(True)
         param.data = param.data.float()

@@ -6,10 +6,7 @@ subclass would be lost, and casts any other dtype, which would destroy packed by
 T tokens.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,11 +38,10 @@ class NF4Weight(nn.Module):
         num_bytes = -(-sum(measure_parts(shape)) // 4) * 4
         packed = torch.empty(num_bytes // compute_dtype.itemsize, dtype=compute_dtype, device=device)
         self.packed = nn.Parameter(packed, requires_grad=False)
-        self.replacement: Callable[[], Tensor] | None = None  # temporary replacement of the weight
 
     def read(self, packed: Tensor) -> Tensor:  # of `packed_shape`
         """Unpacks the weight from the gathered `packed`."""
-        return unpack(packed, self.packed_shape) if self.replacement is None else self.replacement()
+        return unpack(packed, self.packed_shape)
 
     def orient(self, weight: Tensor) -> Tensor:
         """The base model's weight as it is packed."""
@@ -169,21 +165,3 @@ def fill_packed(layer: NF4Weight, name: str, readers: dict[str, Reader], *, worl
         packed = pack(layer.orient(weight)).view(torch.uint8)
     received = broadcast_from_rank0(packed, (layer.packed.nbytes,), dtype=torch.uint8, device=world.device)
     layer.packed = nn.Parameter(received.view(layer.packed.dtype), requires_grad=False)
-
-
-@contextmanager
-def whole_weights(model: nn.Module, read: Callable[[str], Tensor] | None, *, world: World) -> Iterator[None]:
-    """Makes each layer use the weight that rank 0 reads by its name, broadcast when needed, inside this block."""
-
-    def receive(layer: NF4Weight, name: str) -> Tensor:
-        weight = layer.orient(read(f"{name}{layer.suffix}")) if world.rank == 0 else None
-        return broadcast_from_rank0(weight, layer.packed_shape, dtype=layer.packed.dtype, device=world.device)
-
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Weight)}
-    for name, layer in layers.items():
-        layer.replacement = functools.partial(receive, layer, name)
-    try:
-        yield
-    finally:
-        for layer in layers.values():
-            layer.replacement = None

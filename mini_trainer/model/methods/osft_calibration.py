@@ -4,7 +4,7 @@ Based on gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T toke
 """
 
 import functools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.devices import GIB, available_memory, memory_limit, resident_memory
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.model.blocks import iterate_owners
 from mini_trainer.model.methods.hashed_tensors import load_hashed, read_about, save_hashed
 from mini_trainer.model.methods.osft_subspaces import find_targets, weight_shape
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
@@ -47,15 +46,10 @@ class Statistics:
 
     covariances: dict[str, Tensor] = field(default_factory=dict)  # (in, in) fp64: sum over data sets of mean x x^T
     inputs: dict[str, str] = field(default_factory=dict)  # layer -> layer under whose name its covariance is stored
-    similarities: dict[str, float] = field(default_factory=dict)  # block -> sum of mean cosines of input and output
     data_hashes: list[str] = field(default_factory=list)  # SHA-256 of the data sets' files
 
     def covariance(self, layer: str) -> Tensor:
         return self.covariances[self.inputs[layer]]
-
-    def importance(self, block: str) -> float:
-        """The block's cosine similarity, divided by the mean over blocks."""
-        return self.similarities[block] / (sum(self.similarities.values()) / len(self.similarities))
 
 
 def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens_per_gpu: int) -> TokenizedData:
@@ -72,26 +66,14 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
     return data
 
 
-def find_block(layer: str, blocks: Container[str]) -> str | None:
-    """Name of the block, among `blocks`, that contains a layer."""
-    return next((owner for owner in iterate_owners(layer) if owner in blocks), None)
-
-
-def check_statistics(
-    statistics: Statistics, targets: dict[str, nn.Linear | Conv1D], *, needs_covariances: bool
-) -> None:
-    """Refuses statistics of a model with different layers or blocks."""
+def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv1D]) -> None:
+    """Refuses statistics of a model with different layers."""
     for name, module in targets.items():
         in_features = weight_shape(module)[1]
-        is_known = name in statistics.inputs and len(statistics.covariance(name)) == in_features
-        if needs_covariances and not is_known:
+        if name not in statistics.inputs or len(statistics.covariance(name)) != in_features:
             raise ValueError(
                 f"--osft-statistics: has nothing about the {in_features} inputs of {name}: these are statistics of"
                 " another model, or of fewer layers"
-            )
-        if find_block(name, statistics.similarities) is None:
-            raise ValueError(
-                f"--osft-statistics: has nothing about the block of {name}: these are statistics of another model"
             )
 
 
@@ -108,7 +90,7 @@ def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
 
 def read_statistics(path: Path) -> Statistics:
     with open_statistics(path) as (file, about):
-        return Statistics(load_hashed(file), **about)
+        return Statistics(load_hashed(file), about["inputs"], about["data_hashes"])
 
 
 def read_data_hashes(path: Path) -> list[str]:
@@ -118,7 +100,7 @@ def read_data_hashes(path: Path) -> list[str]:
 
 
 def write_statistics(statistics: Statistics, path: Path) -> None:
-    about = dict(inputs=statistics.inputs, similarities=statistics.similarities, data_hashes=statistics.data_hashes)
+    about = dict(inputs=statistics.inputs, data_hashes=statistics.data_hashes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(path) as (aside,):
@@ -135,7 +117,6 @@ def merge_statistics(old: Statistics, new: Statistics) -> Statistics:
     return Statistics(
         {name: old.covariances[name] + new.covariances[name] for name in old.covariances},
         old.inputs,
-        {name: old.similarities[name] + new.similarities[name] for name in old.similarities},
         old.data_hashes + new.data_hashes,
     )
 
@@ -200,7 +181,7 @@ def prepare_statistics(
 def gather_statistics(
     packed_model: PackedModel, batch: Batch, *, patterns: tuple[str, ...], data_hash: str, world: World
 ) -> Statistics:
-    """Runs each rank's micro-batches of `batch` forward, recording every targeted linear layer and every block.
+    """Runs each rank's micro-batches of `batch` forward, recording every targeted linear layer.
 
     All tokens count, trained or not, except those of filler micro-batches of idle ranks. Sums are in fp64. Covariances
     that do not fit into memory together are recorded in several passes, between which rank 0's CPU memory holds them.
@@ -223,9 +204,6 @@ def gather_statistics(
             dist.all_reduce(total)
             if dist.get_rank() == 0:
                 statistics.covariances[name] = (total / num_tokens).cpu()
-    for name, total in recorder.similarities.items():
-        dist.all_reduce(total)
-        statistics.similarities[name] = (total / num_tokens).item()
     statistics.inputs = recorder.inputs
     if num_passes > 1:
         log.info(f"OSFT: statistics in {num_passes} passes, each over as many layers as fit into memory")
@@ -233,26 +211,22 @@ def gather_statistics(
 
 
 class Recorder:
-    """Sums up, in one pass over the data, the covariances of as many layers' inputs as there is room for, and every
-    block's cosine similarity."""
+    """Sums up, in one pass over the data, the covariances of as many layers' inputs as there is room for."""
 
     def __init__(self, packed_model: PackedModel, patterns: tuple[str, ...], *, recorded: set[str], room: int):
         """`recorded`: covariances of earlier passes; `room`: bytes for those of this one. There is always one."""
         model = packed_model.model
         self.names = {module: name for name, module in model.named_modules()}
-        self.blocks = find_blocks(model)
-        self.layers = find_targets(model, self.blocks, patterns)
+        self.layers = find_targets(model, find_blocks(model), patterns)
         self.recorded, self.room, self.counting = recorded, room, True
         self.covariances: dict[str, Tensor] = {}  # (in, in) fp64: sum of x x^T
         self.left_out: dict[str, int] = {}  # bytes of covariances for a later pass
         self.inputs: dict[str, str] = {}  # as in `Statistics`
-        self.similarities = {self.names[block]: 0.0 for block in self.blocks}
         self.last_name, self.last_input = "", None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         handles = [layer.register_forward_pre_hook(self.record_input) for layer in self.layers.values()]
-        handles += [block.register_forward_hook(self.record_block, with_kwargs=True) for block in self.blocks]
         yield
         for handle in handles:
             handle.remove()
@@ -276,12 +250,6 @@ class Recorder:
         if self.counting:
             rows = rows.double()
             self.covariances[name].addmm_(rows.T, rows)
-
-    def record_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
-        before = args[0] if args else kwargs["hidden_states"]
-        after = output if isinstance(output, Tensor) else output[0]
-        cosines = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-        self.similarities[self.names[module]] += self.counting * cosines.sum(dtype=torch.float64)
 
 
 def find_room(world: World) -> int:

@@ -1,4 +1,4 @@
-"""Which directions of each layer OSFT keeps: by a share of them, a layer's importance, or the activations' energy.
+"""Which directions of each layer OSFT keeps: by a share of them, or by the activations' energy.
 
 Letters as in osft.py: a weight is treated as a matrix A of L rows and s columns; k of the s directions are kept.
 """
@@ -14,7 +14,7 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.method import MetaModel
 from mini_trainer.model.methods.osft_bases import Bases, count_earlier, read_bases, restrict
-from mini_trainer.model.methods.osft_calibration import Statistics, check_statistics, find_block
+from mini_trainer.model.methods.osft_calibration import Statistics, check_statistics
 from mini_trainer.model.methods.osft_subspaces import (
     BASES,
     count_kept,
@@ -28,14 +28,7 @@ from mini_trainer.model.methods.osft_subspaces import (
 from mini_trainer.model.weights import Reader
 from mini_trainer.options import OSFTOptions
 
-ALLOCATIONS = {"uniform": False, "importance": True}  # whether a block's rank follows its importance
-MIN_RETENTION = 0.1  # share that every layer keeps with --osft-rank-allocation importance (the paper's mrr)
 UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio that plans assume with --osft-keep-energy
-
-
-def needs_statistics(options: OSFTOptions) -> bool:
-    """Whether activations decide which directions are kept, or how many."""
-    return BASES[options.osft_basis] or ALLOCATIONS[options.osft_rank_allocation]
 
 
 class Directions:
@@ -84,8 +77,8 @@ class Directions:
         ValueError if nothing would train, or if the statistics lack a target.
         """
         self.statistics = statistics
-        if needs_statistics(self.options):
-            call_on_rank0(world, lambda: check_statistics(statistics, self.targets, needs_covariances=self.of_inputs))
+        if self.of_inputs:
+            call_on_rank0(world, lambda: check_statistics(statistics, self.targets))
         self.num_earlier = call_on_rank0(
             world, lambda: count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         )
@@ -147,10 +140,11 @@ class Directions:
 
     def count_by_ratio(self) -> dict[str, int]:
         """Number of directions to keep in each target; on rank 0. ValueError if nothing would train."""
-        wanted = {name: count_kept(columns, self.choose_ratio(name)) for name, columns in self.num_columns.items()}
+        ratio = self.options.osft_unfreeze_rank_ratio
+        wanted = {name: count_kept(columns, ratio) for name, columns in self.num_columns.items()}
         num_kept = self.keep_earlier(wanted)
-        self.refuse_nothing(num_kept, "--osft-unfreeze-rank-ratio", self.options.osft_unfreeze_rank_ratio)
-        warn_of_full(self.num_earlier, wanted, ratio=self.options.osft_unfreeze_rank_ratio)
+        self.refuse_nothing(num_kept, "--osft-unfreeze-rank-ratio", ratio)
+        warn_of_full(self.num_earlier, wanted, ratio=ratio)
         return num_kept
 
     def count_by_energy(self, num_kept: dict[str, int]) -> dict[str, int]:
@@ -182,19 +176,6 @@ class Directions:
         """ValueError if nothing is left to train."""
         if num_kept == self.num_columns and not self.options.osft_train_others:
             raise ValueError(f"{flag} {value}: nothing is left to train; keep less")
-
-    def choose_ratio(self, name: str) -> float:
-        """The target's unfreeze rank ratio: R, or from its block's importance I (the paper, section on adaptive ranks).
-
-        The kept share is mrr + I (trr - mrr), with I of mean 1 over the blocks, mrr `MIN_RETENTION` and trr = 1 - R.
-        """
-        if not ALLOCATIONS[self.options.osft_rank_allocation]:
-            return self.options.osft_unfreeze_rank_ratio
-        block = find_block(name, self.statistics.similarities)
-        target = 1 - self.options.osft_unfreeze_rank_ratio
-        least = min(MIN_RETENTION, target)
-        kept = least + self.statistics.importance(block) * (target - least)
-        return 1 - min(1.0, max(0.0, kept))
 
 
 def warn_of_full(num_earlier: dict[str, int], wanted: dict[str, int], *, ratio: float) -> None:

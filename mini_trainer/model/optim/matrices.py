@@ -47,7 +47,7 @@ class Layout:
 Maker = Callable[[PreTrainedConfig, int], Layout]
 
 
-def is_whole(config: PreTrainedConfig, num_rows: int) -> Layout:
+def is_single(config: PreTrainedConfig, num_rows: int) -> Layout:
     return Layout()
 
 
@@ -84,13 +84,13 @@ def has_keys_and_values_by_heads(config: PreTrainedConfig, num_rows: int) -> Lay
     return Layout((config.qk_nope_head_dim, config.v_head_dim), config.num_attention_heads)
 
 
-def whole(names: str) -> dict[str, Maker]:
-    return dict.fromkeys(names.split(), is_whole)
+def list_single(names: str) -> dict[str, Maker]:
+    return dict.fromkeys(names.split(), is_single)
 
 
-ATTENTION, MLP = whole("q_proj k_proj v_proj o_proj"), whole("gate_proj up_proj down_proj")
+ATTENTION, MLP = list_single("q_proj k_proj v_proj o_proj"), list_single("gate_proj up_proj down_proj")
 LLAMA = ATTENTION | MLP
-EXPERTS = {"gate": is_whole, "experts.gate_up_proj": has_halves, "experts.down_proj": is_whole}
+EXPERTS = {"gate": is_single, "experts.gate_up_proj": has_halves, "experts.down_proj": is_single}
 LLAMA_LIKE = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo", "olmo2",
     "olmo3", "cohere", "cohere2", "smollm3", "seed_oss",
@@ -99,20 +99,22 @@ LLAMA_LIKE = (
 FAMILIES: dict[str, dict[str, Maker]] = (
     dict.fromkeys(LLAMA_LIKE, LLAMA)
     | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), LLAMA | EXPERTS)
-    | dict.fromkeys(("glm", "glm4"), ATTENTION | {"gate_up_proj": has_halves, "down_proj": is_whole})
+    | dict.fromkeys(("glm", "glm4"), ATTENTION | {"gate_up_proj": has_halves, "down_proj": is_single})
 )
 FAMILIES["phi3"] = FAMILIES["glm"] | {"qkv_proj": has_queries_keys_values}
-FAMILIES["phi"] = whole("q_proj k_proj v_proj dense fc1 fc2")
-FAMILIES["starcoder2"] = ATTENTION | whole("c_fc c_proj")
+FAMILIES["phi"] = list_single("q_proj k_proj v_proj dense fc1 fc2")
+FAMILIES["starcoder2"] = ATTENTION | list_single("c_fc c_proj")
 FAMILIES["gpt2"] = {"c_attn": has_thirds_transposed, "c_proj": is_transposed, "c_fc": is_transposed}
-FAMILIES["gpt_neox"] = whole("dense dense_h_to_4h dense_4h_to_h") | {"query_key_value": has_thirds_by_heads}
+FAMILIES["gpt_neox"] = list_single("dense dense_h_to_4h dense_4h_to_h") | {"query_key_value": has_thirds_by_heads}
 FAMILIES["gpt_oss"] = (
-    ATTENTION | whole("router") | {"experts.gate_up_proj": has_pairs_transposed, "experts.down_proj": is_transposed}
+    ATTENTION
+    | list_single("router")
+    | {"experts.gate_up_proj": has_pairs_transposed, "experts.down_proj": is_transposed}
 )
 FAMILIES["deepseek_v3"] = (
     LLAMA
     | EXPERTS
-    | whole("q_a_proj q_b_proj")
+    | list_single("q_a_proj q_b_proj")
     | {"kv_a_proj_with_mqa": has_latent_and_position, "kv_b_proj": has_keys_and_values_by_heads}
 )
 # Weights with a row for each token, position or class, and single rows: AdamW's.

@@ -108,11 +108,11 @@ class Muon(CompactAdamW):
         (dim,) = [i for i, placement in enumerate(param.placements) if placement.is_shard()]
         mesh = param.device_mesh
         self.shards, self.num_shards, self.rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
-        self.whole, sharded = [], []
+        self.unsharded, sharded = [], []
         for param, layout in layouts.items():
             shapes = layout.list_shapes(param)
             if self.num_shards == 1 or (param.ndim == 3 and param.placements[dim].is_shard(0)):
-                self.whole.append(Unit(param, layout, shapes))
+                self.unsharded.append(Unit(param, layout, shapes))
             else:
                 experts = range(len(param)) if param.ndim == 3 else [None]
                 sharded += [Unit(param, layout, shapes, expert) for expert in experts]
@@ -124,7 +124,7 @@ class Muon(CompactAdamW):
     @torch.no_grad()
     def step(self) -> None:
         super().step()  # AdamW's
-        for unit in self.whole:
+        for unit in self.unsharded:
             self.apply(unit, self.orthogonalize(unit, self.find_direction(unit)))
         for unit, update in self.exchange():
             self.apply(unit, update)

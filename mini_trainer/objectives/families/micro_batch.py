@@ -80,21 +80,21 @@ class MicroBatch:
     A plain class, since it is passed to blocks: FSDP's hooks would descend into a dataclass and cast its tensors.
     """
 
-    def __init__(self, row: Row, targets: Targets, *, extras: Any = None, draws: list[int] | None = None):
-        """`extras`: the family's additional inputs. `draws`: position in the run's sample stream of each sequence's
-        sample; None for an idle micro-batch."""
-        self.row, self.targets, self.extras, self.draws = row, targets, extras, draws
+    def __init__(self, row: Row, targets: Targets, *, extras: Any = None, stream_positions: list[int] | None = None):
+        """`extras`: the family's additional inputs. `stream_positions`: of each sequence's sample in the run's stream;
+        None for an idle micro-batch."""
+        self.row, self.targets, self.extras, self.stream_positions = row, targets, extras, stream_positions
 
     def with_row(self, row: Row) -> "MicroBatch":
-        return MicroBatch(row, self.targets, extras=self.extras, draws=self.draws)
+        return MicroBatch(row, self.targets, extras=self.extras, stream_positions=self.stream_positions)
 
     def with_targets(self, targets: Targets) -> "MicroBatch":
-        return MicroBatch(self.row, targets, extras=self.extras, draws=self.draws)
+        return MicroBatch(self.row, targets, extras=self.extras, stream_positions=self.stream_positions)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Applies `function` to every tensor."""
         row, targets, extras = (map_tensors(part, function) for part in (self.row, self.targets, self.extras))
-        return MicroBatch(row, targets, extras=extras, draws=self.draws)
+        return MicroBatch(row, targets, extras=extras, stream_positions=self.stream_positions)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copies to `device`, without blocking if the memory is pinned."""

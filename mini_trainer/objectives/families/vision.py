@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.pictures import as_data_url, load_processor, open_image
 from mini_trainer.data.columns.base import Sample, list_sequences
+from mini_trainer.data.stores.image_files import as_data_url, load_processor, open_image
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import Blocks, MicroBatch, Row, pack_row
 from mini_trainer.objectives.families.text import TextFamily, TextReader, find_lost_scale, find_router_loss

@@ -19,7 +19,6 @@ def find_osft_problems(o: OSFTOptions) -> list[str]:
     problems = []
     ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
     uses_activations = o.osft_basis == "activations"
-    needs_statistics = uses_activations or o.osft_rank_allocation == "importance"
     has_statistics = o.osft_calibration_data is not None or o.osft_statistics is not None
     if ratio is None and (energy is None or not uses_activations):
         problems.append("--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1")
@@ -27,18 +26,10 @@ def find_osft_problems(o: OSFTOptions) -> list[str]:
         problems.append(f"--osft-unfreeze-rank-ratio {ratio} without --osft-train-others trains nothing")
     if energy is not None and ratio is not None:
         problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both set how much to keep: give only one")
-    if energy is not None and o.osft_rank_allocation == "importance":
-        problems.append("--osft-rank-allocation importance has no effect with --osft-keep-energy")
-    if needs_statistics and not has_statistics:
-        problems.append(
-            "--osft-basis activations and --osft-rank-allocation importance need --osft-calibration-data,"
-            " --osft-statistics, or both"
-        )
-    if has_statistics and not needs_statistics:
-        problems.append(
-            "--osft-calibration-data and --osft-statistics have no effect with --osft-basis weights and"
-            " --osft-rank-allocation uniform"
-        )
+    if uses_activations and not has_statistics:
+        problems.append("--osft-basis activations needs --osft-calibration-data, --osft-statistics, or both")
+    if has_statistics and not uses_activations:
+        problems.append("--osft-calibration-data and --osft-statistics have no effect with --osft-basis weights")
     return problems
 
 

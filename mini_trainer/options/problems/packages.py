@@ -35,9 +35,6 @@ def require(module: str, *, flag: str) -> None:
 
 def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
     """Yields options as given, each with the modules that it needs beside those of every installation."""
-    output_file = getattr(options, "output_file", None)
-    if output_file is not None:
-        yield f"--output-file {output_file}", list_readers(output_file)
     if not isinstance(options, TrainOptions):
         return
     for name in dict.fromkeys(options.tracking.track):

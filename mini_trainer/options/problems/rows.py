@@ -6,9 +6,8 @@ from mini_trainer.options import RowOptions, flag_name, parse_named_values, pars
 from mini_trainer.options.doors import RANDOM_FORMATS
 from mini_trainer.options.problems.facts import list_changed, list_row_sources
 from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.options.urls import find_target_faults, hide_credentials, is_url, split_scheme
+from mini_trainer.options.urls import hide_credentials, is_url
 
-NO_PARTS = "{flag}: parts need a directory that all processes see, not --output-file {file}: give a local path"
 LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
 
 
@@ -18,7 +17,10 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
         problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
     if is_url(o.output_file):
-        problems += find_stored_output_problems(o)
+        problems.append(
+            f"--output-file {hide_credentials(o.output_file)}: must be a local path: write it here, and copy it with"
+            " the files next to it that begin with its name"
+        )
     if o.preview_html is not None and is_url(o.preview_html):
         problems.append(f"--preview-html {o.preview_html}: must be a local path")
     if not list_row_sources(o.rows):
@@ -49,20 +51,6 @@ def find_content_problems(o: ProcessDataOptions) -> list[str]:
         blocking = ["--images"] if o.rows.images else []
         blocking += ["--thinking-prefix train-as-prompted"] if o.rows.thinking_prefix == "train-as-prompted" else []
         problems += [f"--control-tokens as-text cannot be used with {flag}" for flag in blocking]
-    return problems
-
-
-def find_stored_output_problems(o: ProcessDataOptions) -> list[str]:
-    """Problems with a URL as --output-file."""
-    problems = find_target_faults(o.output_file, flag="--output-file")
-    scheme, place = split_scheme(o.output_file)
-    if not problems and "/" not in place.lstrip("/"):
-        problems.append(f"--output-file {o.output_file}: names no bucket: must be {scheme}://BUCKET/{place}")
-    given = [flag for flag, is_given in (("--shard", o.shard not in (None, "1/1")), ("--join", o.join)) if is_given]
-    if given:
-        problems.append(NO_PARTS.format(flag=given[0], file=hide_credentials(o.output_file)))
-    if o.rows.images:
-        problems.append("--images: image paths are relative to the data set, which therefore has to be local")
     return problems
 
 

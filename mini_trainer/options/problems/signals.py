@@ -20,7 +20,7 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
     if o.preference_gamma is not None and o.preference_loss != "simpo":
         problems.append(f"--preference-gamma has no effect with {loss}")
     smoothing = options.classification.label_smoothing
-    if smoothing and o.preference_loss not in ("dpo", "robust"):
+    if smoothing and o.preference_loss != "dpo":
         problems.append(f"--label-smoothing has no effect with {loss}")
     elif smoothing >= 0.5:
         problems.append(

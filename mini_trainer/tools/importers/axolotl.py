@@ -285,7 +285,7 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | AXOLOTL_RULES | {
     "tokenizer_config": refuse("the tokenizer is the model's own directory's: put it there"),
     "model_quantization_config": refuse("a quantized base is not trained; load_in_4bit quantizes an unquantized one"),
     "reinit_weights": refuse("weights are the model's; training from random weights is not supported"),
-    "gptq": differs("a base in GPTQ is dequantized while it is read; base_quantization: nf4 keeps it in 4 bits"),
+    "gptq": refuse("a base in GPTQ is not trained: use the unquantized model, in 4 bits with load_in_4bit"),
     "relora": refuse("adapters are not merged while they train (ReLoRA)"),
     "lisa_n_layers": refuse("LISA's changing layers are not supported"),
     "unfrozen_parameters": refuse("the trainable parts of a model are chosen by LoRA or OSFT"),

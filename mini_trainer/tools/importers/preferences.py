@@ -28,8 +28,7 @@ from mini_trainer.tools.importers.rules import (
 )
 
 # Losses with a reference by TRL's names. "sft" beside one of them is the chosen answers' negative log-likelihood.
-LOSSES = {"sigmoid": "dpo", "robust": "robust", "ipo": "ipo", "hinge": "hinge", "apo_zero": "apo-zero",
-          "apo_down": "apo-down"}  # fmt: skip
+LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "apo_zero": "apo-zero"}
 OTHER_LOSS = "changes the loss, and has no counterpart"
 POINT = (
     f"{DIFFERS}: the point of reference is of the whole batch and of answers to other prompts, there of each"
@@ -177,7 +176,7 @@ STAGES: dict[str, Rule] = {
     "rm": say(f"objective: reward; {HEAD}"),
 }
 LOSS_RULES: dict[str, Rule] = {
-    **{name: set_to(preference_loss=LOSSES[name]) for name in ("sigmoid", "hinge", "ipo")},
+    **{name: set_to(preference_loss=LOSSES[name]) for name in ("sigmoid", "ipo")},
     "orpo": noting(set_to(preference_loss="orpo"), MEANS_OF_MEANS),
     "simpo": set_to(preference_loss="simpo"),
 }

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, list_sequences
-from mini_trainer.data.columns.kinds import describe_task
+from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, describe_task, list_sequences
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture

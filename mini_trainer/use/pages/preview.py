@@ -13,12 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.pictures import as_data_url, name_reference, open_image
-from mini_trainer.data.chat.token_spans import Pictures, TokenizedChat
-from mini_trainer.data.columns.base import IGNORED, Bars, DataTask
-from mini_trainer.data.columns.kinds import COLUMNS
+from mini_trainer.data.chat.conversation import Pictures, TokenizedChat
+from mini_trainer.data.columns.base import COLUMNS, IGNORED, Bars, DataTask
 from mini_trainer.data.rows.report import DROPPED, Totals, percentile
 from mini_trainer.data.rows.writer import TokenizedSample
+from mini_trainer.data.stores.image_files import as_data_url, name_reference, open_image
 from mini_trainer.distributed.messages import make_visible, print_as_is, say
 from mini_trainer.use.pages.page import escape_json, fold, make_page
 

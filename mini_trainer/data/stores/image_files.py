@@ -1,4 +1,4 @@
-"""Images in conversations: safe reading, and expansion of their placeholders by the model's own processor.
+"""Images in files, URLs and rows, read safely, and the processors of models that take them.
 
 Pillow and transformers' processors are imported only when an image is used. transformers' own code for images imports
 torch if it is installed; nothing here does.
@@ -10,16 +10,12 @@ import contextlib
 import io
 import os
 import stat
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_trainer.data.chat.token_spans import Located, Passage, Pictures
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import hide_secrets, one_line
-from mini_trainer.options.urls import check_redirect
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,10 +27,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow
 PHOTO = "MPO"  # a phone's photo: a JPEG followed by others, such as a preview or a depth map
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's modes with a known black and white
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # two tags of TIFF, and a value of the second
-TRIED_SIZE = (64, 48)  # width and height of the image used to test a processor
-WITH_PATCH_TOKEN = ("Llama4Processor",)  # processors whose `image_token_ids` omit the token of an image's parts
-SECONDS_TO_DOWNLOAD = 30
-LIMIT_OF_BYTES = 1 << 28  # largest file or download
+LIMIT_OF_BYTES = 1 << 28  # largest file
 
 
 def name_reference(reference: str) -> str:
@@ -60,6 +53,8 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
             return base64.b64decode(data, validate=True)
         except binascii.Error as error:
             raise ValueError(f"a data: URL whose base64 is broken: {error}") from None
+    if "://" in reference:
+        raise ValueError(f"{name_reference(reference)}: images are read from files and data: URLs: download it before")
     try:
         return read_regular_file(directory / reference)
     except FileNotFoundError:
@@ -83,31 +78,6 @@ def read_regular_file(path: Path) -> bytes:
 def open_without_waiting(path: str, flags: int) -> int:
     """Opens a pipe at once, even if nobody ever writes to it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-class CheckedRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to the public web only."""
-
-    def redirect_request(self, request: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:
-        check_redirect(request.full_url, answer[-1])
-        return super().redirect_request(request, *answer)
-
-
-def download(url: str, *, may_download: bool) -> bytes:
-    """The bytes at `url`; ValueError if downloads are not allowed."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{name_reference(url)}: allowed: file paths, data: URLs, http:// and https:// URLs")
-    if not may_download:
-        raise ValueError(f"{name_reference(url)}: downloads need --allow-downloads")
-    try:
-        opener = urllib.request.build_opener(CheckedRedirects)
-        with opener.open(url, timeout=SECONDS_TO_DOWNLOAD) as response:
-            data = response.read(LIMIT_OF_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name_reference(url)}: cannot be fetched: {hide_secrets(str(error))}") from None
-    if len(data) > LIMIT_OF_BYTES:
-        raise ValueError(f"{name_reference(url)}: larger than {LIMIT_OF_BYTES:,} bytes")
-    return data
 
 
 def open_image(reference: str, *, directory: Path) -> "Image":
@@ -206,118 +176,3 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
 def accept_absent(processor: Any, name: str, argument: Any) -> Any:
     """Replaces a processor's check of its parts: the video processor may be missing."""
     return type(argument)
-
-
-def find_image_ids(processor: Any) -> frozenset[int]:
-    """Ids of the tokens that stand for parts of an image.
-
-    Llama 4's processor reports its placeholder's id instead, which also precedes the tile of the whole image.
-    """
-    if type(processor).__name__ in WITH_PATCH_TOKEN:
-        return frozenset(processor.tokenizer.convert_tokens_to_ids([processor.img_patch_token]))
-    return frozenset(token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
-
-
-class ImageExpander:
-    """Expands the image placeholders of rendered conversations.
-
-    Invariant: `processor` has one placeholder token for an image, `image_token`, which the chat template writes.
-    """
-
-    def __init__(self, processor: Any, *, directory: Path, may_download: bool = False):
-        """`directory`: base of relative image paths."""
-        if getattr(processor, "image_token", None) is None:
-            raise ValueError(f"{type(processor).__name__} has no image_token, so images cannot be located in the text")
-        self.processor, self.directory, self.may_download = processor, directory, may_download
-        self.placeholder = processor.image_token
-        self.image_token_ids = find_image_ids(processor)
-        self.image_tokens = tuple(processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids)))
-        import PIL.Image
-
-        if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):
-            raise ValueError(
-                f"{type(processor).__name__} does not report the text that replaces an image, so its tokens cannot be"
-                " masked: models of its type cannot be trained on images"
-            )
-
-    def expand(self, located: Located, references: Sequence[str]) -> Located:
-        """The row with its placeholders replaced by the processor's text, which is never trained."""
-        if located.is_weighted:
-            raise ValueError("a message has a 'weight', which data with images cannot store: use 'train' alone")
-        num_found = located.text.count(self.placeholder)
-        if num_found != len(references):
-            raise ValueError(
-                f"{len(references)} images, but the rendered conversation has {self.placeholder!r} {num_found} times:"
-                " texts must not contain it, and the chat template has to write it once per image"
-            )
-        typed = [token for token in self.image_tokens if token in located.text]
-        if typed and self.placeholder not in self.image_tokens:
-            raise ValueError(f"a text contains {typed[0]!r}, which stands for a part of an image: remove it")
-        if not references:
-            return located
-        shown, kept = [], []
-        for number, reference in enumerate(references, start=1):
-            try:
-                if "://" in reference and not reference.startswith("data:"):
-                    reference = as_data_url(download(reference, may_download=self.may_download))
-                shown.append(open_image(reference, directory=self.directory))
-                kept.append(reference)
-            except ValueError as error:
-                raise ValueError(f"image {number}: {error}") from None
-        made = self.process(located.text, shown)
-        replaced = made["text_replacement_offsets"][0]
-        ids = tuple(int(token) for token in made["input_ids"][0])
-        return replace(
-            located,
-            text=replace_all(located.text, replaced),
-            passages=[move_passage(passage, replaced) for passage in located.passages],
-            pictures=Pictures(
-                references=tuple(kept),
-                sizes=tuple((image.height, image.width) for image in shown),
-                spans=self.find_spans(ids, [place["replacement"] for place in replaced]),
-                num_tokens=sum(token in self.image_token_ids for token in ids),
-                input_ids=ids,
-            ),
-        )
-
-    def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The tokens [start, end) of each image, from its first image token to its last; `replacements`: the
-        processor's text for each."""
-        places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
-        spans, first = [], 0
-        for replacement in replacements:
-            after = first + sum(replacement.count(token) for token in self.image_tokens)
-            spans.append((places[first], places[after - 1] + 1))
-            first = after
-        return tuple(spans)
-
-    def process(self, text: str, images: Sequence["Image"]) -> Any:
-        """The processor's output."""
-        try:
-            return self.processor(
-                text=[text], images=[list(images)], add_special_tokens=False, return_text_replacement_offsets=True
-            )
-        except Exception as error:  # processors may raise any error for an image that they cannot resize
-            raise ValueError(f"the model's processor cannot take its images: {one_line(error)}") from None
-
-
-def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
-    """`text` with every placeholder replaced."""
-    parts, last = [], 0
-    for place in replaced:
-        start, end = place["span"]
-        parts += [text[last:start], place["replacement"]]
-        last = end
-    return "".join([*parts, text[last:]])
-
-
-def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:
-    """The passage at its place after the replacements. ValueError if an image is in it."""
-    moved = 0
-    for place in replaced:
-        start, end = place["span"]
-        if start < passage.end and end > passage.start:
-            raise ValueError(f"a trained message of the {passage.role} has an image: images cannot be trained")
-        if end <= passage.start:
-            moved += len(place["replacement"]) - (end - start)
-    return replace(passage, start=passage.start + moved, end=passage.end + moved)
