@@ -14,10 +14,9 @@ from sweep_runs import ForkedPool, make_settings, read_results, run, write_setti
 
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.lock import RunLock
-from mini_trainer.tools.sweep.search import run_task
+from mini_trainer.tools.sweep.search import Task, choose_task, run_task
 from mini_trainer.tools.sweep.settings import read_settings
 from mini_trainer.tools.sweep.study import draw_trials
-from mini_trainer.tools.sweep.tasks import Task, choose_task
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +82,12 @@ def test_the_task_is_given_or_srun_s(given_task, environment, expected, monkeypa
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert choose_task(given_task, search="grid") == expected
+    assert choose_task(given_task) == expected
 
 
 def test_shares_that_are_none():
     with pytest.raises(ValueError, match=r"^--task 9/8: must be .* 3/8$"):
-        choose_task("9/8", search="grid")
-    with pytest.raises(ValueError, match=r"^--task 3/8: search: halving .*num_parallel"):
-        choose_task("3/8", search="halving")
+        choose_task("9/8")
 
 
 @pytest.mark.wide
