@@ -67,9 +67,6 @@ PROGRAMS = {
         "mini_trainer.options.tools:MergeAdapterOptions",
         "merge a LoRA adapter into its base model",
     ),
-    "merge-models": Program(
-        "tools.merge_models", "mini_trainer.options.tools:MergeModelsOptions", "merge models of one architecture"
-    ),
     "recipe": Program(
         "tools.recipe", "mini_trainer.options.tools:RecipeOptions", "options for a known model and machine"
     ),
@@ -104,7 +101,11 @@ PROGRAMS = {
 PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
 CHAT = "chat"  # generate.py, with the model as its first word
 TORCHRUN = "torchrun"  # the word after --help for its options
-COMPLETION = "completion"  # the word that is no program: prints what a shell needs to complete the others
+# Words of earlier versions, and what to use instead.
+GONE = {
+    "merge-models": "merge models with mergekit: pip install mergekit",
+    "completion": "shells complete no words of mini-trainer: remove its line from the shell's start-up file",
+}
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
 COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see distributed/command.py
@@ -149,14 +150,13 @@ def main() -> None:
     if word == "--version":
         print_version()
         return
-    if word == COMPLETION:
-        print_completion(argv)
-        return
+    if word in GONE:
+        refuse(f"{word!r} is not one of mini-trainer's commands: {GONE[word]}")
     if word not in PROGRAMS:
-        close = difflib.get_close_matches(word, [*PROGRAMS, COMPLETION], n=1)
+        close = difflib.get_close_matches(word, PROGRAMS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
         given = f"{word!r} is not one of mini-trainer's commands" if word else "mini-trainer needs a command"
-        refuse(f"{given}: {', '.join([*PROGRAMS, COMPLETION])}{meant} (mini-trainer --help says what they do)")
+        refuse(f"{given}: {', '.join(PROGRAMS)}{meant} (mini-trainer --help says what they do)")
     argv = name_model(word, argv)
     if word not in PARALLEL:
         become_program(word, argv)
@@ -185,9 +185,6 @@ def name_model(word: str, argv: list[str]) -> list[str]:
 
 def describe_words() -> str:
     lines = [f"  {word:15}{purpose}" for word, (_, _, purpose) in PROGRAMS.items()]
-    lines.append(
-        f"  {COMPLETION:15}bash, zsh or fish: code for the shell's start-up file, with which it completes words"
-    )
     last = "mini-trainer WORD --help lists options, mini-trainer --version says which version this is."
     return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", last])
 
@@ -196,29 +193,6 @@ def print_version() -> None:
     from mini_trainer.distributed.command import describe_version
 
     tell(describe_version())
-
-
-def print_completion(argv: list[str]) -> None:
-    """`completion SHELL` prints the shell's code, which calls `completion words WORD ...` for each completion."""
-    from mini_trainer.options.completion import GENERAL, SHELLS, complete_options, format_lines
-
-    if len(argv) == 1 and argv[0] in SHELLS:
-        tell(SHELLS[argv[0]].rstrip("\n"))
-        return
-    if argv[:1] != ["words"] or len(argv) < 2:
-        refuse(f"mini-trainer {COMPLETION} needs a shell: {', '.join(SHELLS)}; given: {' '.join(argv) or 'nothing'}")
-    word, *rest = argv[1:]
-    found: dict[str, str] = {}
-    if not rest:
-        purposes = {name: purpose for name, (_, _, purpose) in PROGRAMS.items()}
-        found = {**purposes, COMPLETION: "code that lets a shell complete words", **GENERAL}
-        found = {name: text for name, text in found.items() if name.startswith(word)}
-    elif word == COMPLETION:
-        found = {name: "" for name in SHELLS if len(rest) == 1 and name.startswith(rest[0])}
-    elif word in PROGRAMS:
-        more = {f"--{name}": text for name, text in TORCHRUN_OPTIONS.items()} if word in PARALLEL else {}
-        found = complete_options(PROGRAMS[word].read_options(), rest, more=more)
-    tell(format_lines(found))
 
 
 def describe_torchrun_options() -> str:

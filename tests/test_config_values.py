@@ -119,7 +119,6 @@ def list_programs(model: Path, data: Path, folder: Path) -> dict[str, list[objec
         "process_data": ["process_data.py", *process],
         "generate": ["generate.py", *flags(model=model, prompts=rows, output=folder / "answers.jsonl")],
         "evaluate": ["evaluate_model.py", *flags(model=model, data=tokenized, output_dir=folder / "evaluation")],
-        "merge": ["mini_trainer/tools/merge_models.py", "--model", model, model, "--output-dir", folder / "merged"],
     }
 
 

@@ -56,7 +56,6 @@ PROGRAMS = {
         "generate.py --model MODEL --prompts ROWS --output OUT/a.jsonl --max-new-tokens 1",
         "OUT/a.jsonl.part0",
     ),
-    "mix": ("mini_trainer/tools/merge_models.py --model MODEL MODEL --output-dir OUT/m", "the model OUT/m"),
 }
 
 

@@ -48,12 +48,6 @@ ROWS = [
         "nothing to answer",
     ),
     (
-        "right choice",
-        lambda path: read(path, {"question": "Hi", "choices": ["a", "b"], "answer": 2}),
-        "--prompts: 1 of 1 rows cannot be used:\n  rows.jsonl:1: 'answer' is 2, expected the index of the correct "
-        "choice, 0 to 1",
-    ),
-    (
         "unknown format",
         lambda path: read(path, {"other": 1}),
         "--prompts: 1 of 1 rows cannot be used:\n  rows.jsonl:1: unrecognised format: its keys are ['other'], "

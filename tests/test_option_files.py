@@ -20,7 +20,6 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from mini_trainer.continual.settings_file import read_settings as read_continual
 from mini_trainer.options import TrainOptions, environment, flatten_options
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.completion import complete_options
 from mini_trainer.options.option_files import describe_options, read_option_file, read_yaml
 from mini_trainer.options.tools import (
     ContinualOptions,
@@ -163,8 +162,6 @@ def test_the_flag_belongs_to_the_programs_that_read_option_files(capfd):
         (ContinualOptions, ["a", "b", "--compare", "--allow-env", "A"], "--compare"),
     ):
         assert reason in refuse(argv, capfd, options_class)
-    assert list(complete_options(TrainOptions, ["--allow-e"])) == ["--allow-env"]
-    assert complete_options(PlotOptions, ["--allow-e"]) == {}
 
 
 TRAIN = dict(model_name_or_path="${WHERE}/m", data_path="d", validation_data_path="v", max_steps=10)

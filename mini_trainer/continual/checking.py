@@ -9,7 +9,7 @@ from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, Values, complete_options
-from mini_trainer.continual.settings_file import CHOICE_METRICS, SECTIONS
+from mini_trainer.continual.settings_file import SECTIONS
 from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import EvaluateOptions
@@ -39,7 +39,7 @@ def find_test_problems(settings: ContinualSettings, prepared: dict[str, Prepared
     """Problems with the tests, which evaluate reads after every task."""
     problems = find_harness_problems([*settings.probes, *settings.tasks])
     for own in group_tests([*settings.probes, *settings.tasks], settings):
-        metrics = tuple(sorted({one.metric for one in own} - {None, *CHOICE_METRICS}))
+        metrics = tuple(sorted({one.metric for one in own} - {None}))
         values = (
             SECTIONS["evaluate"].later | settings.evaluate | own[0].evaluate | ({"metrics": metrics} if metrics else {})
         )

@@ -9,17 +9,32 @@ import itertools
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from mini_trainer.continual.context import Context, Model
 from mini_trainer.continual.data import OF_ROWS, as_row, read_questions, tokenize, write_rows
 from mini_trainer.continual.settings import SelfDistillation, Task, Values, needs_end
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import join_content
-from mini_trainer.data.stores.disk import hash_file, remove, written_aside
+from mini_trainer.data.stores.disk import (
+    commit,
+    describe_failed_write,
+    hash_file,
+    make_aside,
+    sync_dir,
+    sync_file,
+    written_aside,
+)
+from mini_trainer.data.stores.model_files import find_model, list_weights
+from mini_trainer.model.stored_tensors import find_quantization, find_stored
 from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.run.file_names import LATEST
 from mini_trainer.run.stages import Stage
@@ -199,10 +214,44 @@ def record(folder: Path, paths: list[Path]) -> None:
 def average(context: Context, one: Round, student: str, settings: SelfDistillation) -> str:
     """The next teacher: a moving average of the teacher and the model after this round."""
     output = one.folder / "average"  # "teacher" is the folder of its data
-    decay = settings.average_decay
-    options = {"model": [one.teacher, student], "weights": [decay, 1 - decay], "output_dir": str(output)}
-    stage = Stage(program="merge-models", folder=one.folder, options=options)
-    if not stage.is_done:
-        remove(output)  # of a start that was killed before it was recorded
-    context.runner.run(stage)
+    if not output.is_dir():
+        context.runner.say(one.folder, f"averages {one.teacher} and {student}")
+        average_models(one.teacher, student, output, share=settings.average_decay)
     return str(output)
+
+
+def average_models(first: str, second: str, output: Path, *, share: float) -> None:
+    """Writes share x first + (1 - share) x second, computed in fp32, a weight file at a time; all else is the first's.
+
+    ValueError if their tensors differ; the directory appears once it is complete.
+    """
+    directory = Path(find_model(first, revision=None, trust_remote_code=False, flag="model:"))
+    others = find_stored(Path(second))
+    shapes = [{name: one.shape for name, one in tensors.items()} for tensors in (find_stored(directory), others)]
+    if find_quantization(directory) is not None or shapes[0] != shapes[1]:
+        raise ValueError(f"self_distillation: teacher: average: {first} is quantized, or unlike {second}")
+    files = [file for file in directory.iterdir() if file.is_file() and file.name not in ("manifest.json", "README.md")]
+    needed_bytes = sum(file.stat().st_size for file in files)
+    aside = make_aside(output, needed_bytes, what="the average", spare_bytes=0)
+    try:
+        for file in files:
+            if file.suffix != ".safetensors":
+                shutil.copyfile(file, aside / file.name)
+        for name in list_weights(directory):
+            tensors = {key: mix(own, others[key].read(), share) for key, own in load_file(directory / name).items()}
+            save_file(tensors, aside / name, metadata={"format": "pt"})
+        for file in aside.iterdir():
+            sync_file(file)
+        sync_dir(aside)
+        commit(aside, output)
+    except (OSError, SafetensorError) as error:
+        raise OSError(describe_failed_write(f"the average {output}", error, aside, needed_bytes)) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def mix(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """Averages two tensors in fp32, in the first's data type; integers are the first's."""
+    if not first.is_floating_point():
+        return first
+    return (share * first.float() + (1 - share) * second.float()).to(first.dtype)

@@ -24,7 +24,7 @@ class SetSettings:
     name: str
     """Name in results, and of folders: letters, digits, _ and -."""
     test: str | None = None
-    """File of prompts with references: generated answers are scored by `metric`, choices by their likelihood."""
+    """File of prompts with references: generated answers are scored by `metric`."""
     metric: str | None = None
     """Metric of `test`, of evaluate --metrics; of `lm_eval`, one of the harness's task. Default: the first one."""
     lm_eval: str | None = None

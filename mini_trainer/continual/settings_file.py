@@ -74,7 +74,6 @@ SECTIONS = {
     ),
 }  # fmt: skip
 OF_TEACHER = ("teacher_weight", "teacher_model", "teacher_data", "teacher_scores")  # who the teacher of train is
-CHOICE_METRICS = ("choice", "choice_normalised")  # of tests with choices
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 SHARED_FOLDERS = ("data", "start")
@@ -193,7 +192,7 @@ def check_set(one: SetSettings) -> None:
         raise ValueError("nothing to measure by; give test, lm_eval or held_out")
     if one.metric is not None and one.test is None and one.lm_eval is None:
         raise ValueError("metric has no effect without test or lm_eval")
-    if one.metric is not None and one.test is not None and one.metric not in (*MEASURES, SARI, *CHOICE_METRICS):
+    if one.metric is not None and one.test is not None and one.metric not in (*MEASURES, SARI):
         raise ValueError(f"metric: given {one.metric!r}, allowed: {', '.join((*MEASURES, SARI))}")
 
 

@@ -1,7 +1,7 @@
 """Tables of everything that can be chosen by name, each with the module that is imported once it is chosen.
 
 A table is keyed by the words of options and files. With its row, a new entry needs nothing but its own module: the
-options' choices, --help, completion, the reference and the checks read the table.
+options' choices, --help, the reference and the checks read the table.
 """
 
 import importlib

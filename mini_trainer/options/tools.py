@@ -147,14 +147,12 @@ class EvaluateOptions:
     data_cache_dir: str = DATA_CACHE_DIR
     """Cache directory for copies of data sets at URLs."""
     task: tuple[str, ...] = ()
-    """Files of prompts with references: the last answer of a chat, a completion, an answer, or choices with the index
-    of the correct one."""
+    """Files of prompts with references: the last answer of a chat, a completion, or an answer."""
     lm_eval: tuple[str, ...] = ()
     """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
     metrics: tuple[str, ...] = ()
     """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
-    rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references. Choices are always
-    scored by their likelihood."""
+    rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
@@ -292,25 +290,6 @@ class MergeAdapterOptions:
     value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the merged weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeModelsOptions:
-    """Merge models of one architecture, tensor by tensor, in fp32."""
-
-    model: tuple[str, ...]
-    """Directories of two or more models; config, tokenizer and data types come from the first one."""
-    output_dir: str
-    """Output directory, which must not exist."""
-    weights: tuple[float, ...] = ()
-    """Weight of each model; without --base they must sum to 1. Default: equal weights."""
-    base: str | None = None
-    """Directory of the common base model: the result is the base plus the weighted sum of the models' differences from
-    it (task vectors)."""
-    skip_verification: bool = False
-    """Use the models without comparing their files to the hashes recorded when they were written."""
-    config: str | None = None
-    """YAML file with any of these options; flags override it."""
 
 
 @dataclass(frozen=True, kw_only=True)

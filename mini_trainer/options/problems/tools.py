@@ -1,7 +1,6 @@
 """Problems with the options of the programs other than train.py and process_data.py."""
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,7 +13,6 @@ from mini_trainer.options.tools import (
     EngineOptions,
     EvaluateOptions,
     GenerateOptions,
-    MergeModelsOptions,
     PlotOptions,
     SamplingOptions,
     ScoreDataOptions,
@@ -151,22 +149,6 @@ def find_score_problems(o: ScoreDataOptions) -> list[str]:
     problems += find_engine_problems(engine)
     if o.engine == "openai" and o.temperature != 1:
         problems.append(f"--temperature {o.temperature}: a server's log-probabilities are those at temperature 1")
-    return problems
-
-
-def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
-    """Problems with the options of mini-trainer merge-models."""
-    problems = []
-    if len(o.model) < (2 if o.base is None else 1):
-        problems.append("--model: give at least two models, or at least one and --base")
-    if o.weights and len(o.weights) != len(o.model):
-        problems.append(f"--weights: given {len(o.weights)} for {len(o.model)} models")
-    if any(not math.isfinite(weight) for weight in o.weights):
-        problems.append(f"--weights {' '.join(map(str, o.weights))}: must be numbers")
-    elif o.weights and o.base is None and abs(sum(o.weights) - 1) > 1e-6:
-        problems.append(f"--weights: sum to {sum(o.weights):g}, but without --base must sum to 1")
-    if o.base is not None and not o.weights:
-        problems.append("--base needs --weights, the weights of the models' differences from it")
     return problems
 
 

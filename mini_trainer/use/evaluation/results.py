@@ -24,7 +24,7 @@ class Measured:
     """One task or data set, measured for all models: `samples[model][i]`."""
 
     name: str
-    kind: str  # answers, choices, losses, pairs, classes, harness
+    kind: str  # answers, losses, pairs, classes, harness
     shown: list[dict[str, Any]]  # prompt and references of each sample
     samples: list[list[Sample]]
     scores: list[Scores]
