@@ -263,6 +263,8 @@ EXPLAINED: dict[str, str] = {
     "reward_model": "--objective reward",
     **dict.fromkeys(("auto_mapping", "inference_mode", "peft_version"), "exported adapters have it in peft's format"),
     "local_files_only": "the environment variable HF_HUB_OFFLINE=1",
+    "follow": "mini-trainer board DIR follows the runs in a directory, and their curves",
+    "modelfile": "Ollama needs two lines, FROM ./FILE.gguf and PARAMETER stop TOKEN, and knows usual chat templates",
 }  # fmt: skip
 
 

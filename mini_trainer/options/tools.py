@@ -303,8 +303,6 @@ class ExportGgufOptions:
     dtype: Literal["bf16", "f16", "f32", "q8_0"] = "bf16"
     """Data type of the matrices. q8_0: 8 bits, in blocks of 32. For smaller types, run llama.cpp's llama-quantize on
     the output."""
-    modelfile: bool = False
-    """Also write a Modelfile for `ollama create` into the output's folder, with chat template and stop tokens."""
     skip_verification: bool = False
     """Use the model without comparing its files to the hashes recorded when they were written."""
     config: str | None = None
@@ -342,21 +340,17 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """Plot the curves of several training runs: an HTML page, or a figure for papers."""
+    """Plot the curves of several training runs as an HTML page."""
 
     takes_words: ClassVar = True  # its required option has no flag
 
     runs: tuple[str, ...]
     """Output directories of train.py, of finished or running runs."""
-    output: str | None = None
-    """File to write: .html, a self-contained page; .png, .svg or .pdf, a figure."""
-    follow: bool = False
-    """Serve the page on this machine until Ctrl-C, updated while runs continue."""
-    port: int | None = None
-    """Port of --follow, 0 for any free one. Default: 8765."""
+    output: str
+    """File to write: a self-contained page, .html."""
     smoothing: int | None = option(None, at_least=1)
-    """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
-    Default: depends on the longest run."""
+    """Number of steps over which noisy curves are averaged at first, 1 for none. Default: depends on the longest run.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ def export_gguf(options: ExportGgufOptions) -> None:
     """Writes the file; ValueError or OSError for user errors."""
     try:
         from mini_trainer.use.exporters.gguf_file import write_gguf
-        from mini_trainer.use.exporters.ollama import write_modelfile
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
@@ -41,18 +40,14 @@ def export_gguf(options: ExportGgufOptions) -> None:
     if output.suffix != ".gguf":
         raise ValueError(f"--output {output}: must end in .gguf")
     check_output(output)
-    modelfile = [output.with_name("Modelfile")] if options.modelfile else []
-    for path in (output, *modelfile):
-        if path.exists():
-            raise ValueError(f"--output {output}: {path} already exists; choose another file or folder")
+    if output.exists():
+        raise ValueError(f"--output {output}: already exists; choose another file or folder")
     if not options.skip_verification:
         verify_weights(str(model_dir), say_note)
     num_bytes, notes = write_gguf(model_dir, output, options.dtype)
-    if modelfile:
-        notes += write_modelfile(model_dir, output)
     for note in notes:
         say(f"note: {note}")
-    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}{', and its Modelfile' * len(modelfile)}")
+    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}")
 
 
 if __name__ == "__main__":

@@ -18,24 +18,13 @@ from mini_trainer.options.tools import (
     ScoreDataOptions,
 )
 
-PICTURES = (".png", ".svg", ".pdf")
-
 
 def find_plot_problems(o: PlotOptions) -> list[str]:
     """Problems with the options of mini-trainer plot-metrics."""
-    problems, endings = [], (".html", *PICTURES)
-    if not o.runs:
-        problems.append("no run is given: give the --output-dir of one or more runs")
-    if o.output is None and not o.follow:
-        problems.append("no output is given: give --output page.html, --output plot.png, or --follow")
-    if o.output is not None and o.follow:
-        problems.append("--output has no effect with --follow, which serves the page and writes no file: give only one")
-    if o.output is not None and Path(o.output).suffix.lower() not in endings:
-        problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
-    if o.port is not None and not o.follow:
-        problems.append("--port has no effect without --follow")
-    if o.port is not None:
-        problems += find_port_problems(o.port)
+    problems = [] if o.runs else ["no run is given: give the --output-dir of one or more runs"]
+    if Path(o.output).suffix.lower() != ".html":
+        problems.append(f"--output {o.output}: must end in .html; of its numbers, in a run's JSON lines, any plotting"
+                        " library makes a picture")  # fmt: skip
     return problems
 
 
@@ -43,11 +32,9 @@ def find_board_problems(o: BoardOptions) -> list[str]:
     """Problems with the options of mini-trainer board."""
     given = len(o.folder)
     problems = [] if given == 1 else [f"{given} directories are given: give one, with runs in it, such as their parent"]
-    return problems + find_port_problems(o.port)
-
-
-def find_port_problems(port: int) -> list[str]:
-    return [] if 0 <= port <= 65535 else [f"--port {port}: must be from 1 to 65535, or 0 for any free one"]
+    if not 0 <= o.port <= 65535:
+        problems.append(f"--port {o.port}: must be from 1 to 65535, or 0 for any free one")
+    return problems
 
 
 def find_generate_problems(o: GenerateOptions) -> list[str]:

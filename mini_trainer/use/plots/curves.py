@@ -1,4 +1,4 @@
-"""Selects the curves of runs for a page or a figure, and thins long ones, keeping extremes."""
+"""Selects the curves of runs for a page, and thins long ones, keeping extremes."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

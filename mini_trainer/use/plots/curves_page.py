@@ -17,11 +17,9 @@ STEPS_PER_WINDOW = 50  # steps of the longest run per step of the default smooth
 SHORTEST_WINDOW = 3
 
 
-def describe_page(
-    runs: list[Run], *, smoothing: int | None, is_live: bool, has_board: bool = False, best: int | None = None
-) -> dict[str, Any]:
-    """The data for the page's script, as JSON; `has_board`: it is served next to the board of all runs; `best`: index
-    of the run that is marked as the best of a sweep."""
+def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool, best: int | None = None) -> dict[str, Any]:
+    """The data for the page's script, as JSON; `is_live`: it is served by the board of all runs; `best`: index of the
+    run that is marked as the best of a sweep."""
     charts, max_points = list_charts(runs), count_points(runs)
     differing, shared = compare_options(runs)
     samples, omitted = describe_samples([run.samples.rows for run in runs])
@@ -46,7 +44,6 @@ def describe_page(
         "samples": samples,
         "notes": [*warnings, *list_omissions(runs), *omitted, written],
         "is_live": is_live,
-        "has_board": has_board,
         "is_behind": any(run.steps.is_behind for run in runs),  # lines are left to read
         "version": make_version(runs),
     }
@@ -75,11 +72,10 @@ def make_curves_page(
     *,
     smoothing: int | None,
     is_live: bool = False,
-    has_board: bool = False,
     best: int | None = None,
 ) -> str:
     """The page as HTML; see `describe_page`."""
-    page = describe_page(runs, smoothing=smoothing, is_live=is_live, has_board=has_board, best=best)
+    page = describe_page(runs, smoothing=smoothing, is_live=is_live, best=best)
     policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
     parts = {"DATA": escape_json(page)}
     return make_page(PAGE, parts, title=page["title"], library=LIBRARY.read_text(encoding="utf-8"), policy=policy)
