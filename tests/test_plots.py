@@ -448,6 +448,7 @@ def test_answers_to_sample_prompts_are_there_by_prompt(tmp_path):
     ("options", "problem"),
     [
         (dict(runs=()), "no run"),
+        (dict(output=None), "no output"),
         (dict(output="x.png"), "--output x.png: must end in .html"),
         (dict(smoothing=0), "--smoothing 0"),
     ],

@@ -54,9 +54,8 @@ def run_methods(several: list[ContinualSettings], root: Path, runner: Runner) ->
     for settings, own, replayed in zip(several, orders, known, strict=True):
         run_experiment(settings, own, prepared, held_out, replayed, runner)
     if len(several) > 1:
-        directories = [settings.root for settings in several]
-        experiments = [read_experiment(directory) for directory in directories]
-        write_page(root / PAGE, experiments, directories)
+        experiments = [read_experiment(settings.root) for settings in several]
+        write_page(root / PAGE, experiments)
         say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
 
 
@@ -109,7 +108,7 @@ def write_results(settings: ContinualSettings, sequences: list[Sequence]) -> Non
     names = [tuple(one.name for one in group) for group in (settings.tasks, settings.probes)]
     experiment = Experiment(settings.label, describe_method(settings), *names, tuple(sequences), settings.measure)
     write_experiment(experiment, settings.root / FILE)
-    write_page(settings.root / PAGE, [experiment], [settings.root])
+    write_page(settings.root / PAGE, [experiment])
 
 
 def describe_method(settings: ContinualSettings) -> str:

@@ -22,9 +22,13 @@ from mini_trainer.options.tools import (
 def find_plot_problems(o: PlotOptions) -> list[str]:
     """Problems with the options of mini-trainer plot-metrics."""
     problems = [] if o.runs else ["no run is given: give the --output-dir of one or more runs"]
-    if Path(o.output).suffix.lower() != ".html":
-        problems.append(f"--output {o.output}: must end in .html; of its numbers, in a run's JSON lines, any plotting"
-                        " library makes a picture")  # fmt: skip
+    if o.output is None:
+        problems.append("no output is given: give --output page.html")
+    elif Path(o.output).suffix.lower() != ".html":
+        problems.append(
+            f"--output {o.output}: must end in .html; for a picture, give the numbers of the runs' .jsonl files to a"
+            " plotting library"
+        )
     return problems
 
 
