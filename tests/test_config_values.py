@@ -141,10 +141,10 @@ BY_CODE = [
     (CONFIG, "hidden_act", "nonsense", "KeyError: 'nonsense'"),
     (GENERATION, "max_new_tokens", -5, "`max_new_tokens`"),
 ]
-WITHOUT = {"evaluate": ("max_new_tokens",), "merge": ("max_new_tokens", "hidden_act")}  # what a program does not read
+WITHOUT = {"evaluate": ("max_new_tokens",)}  # what a program does not read
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "generate", "evaluate", "merge"])
+@pytest.mark.parametrize("program", ["train", "plan", "generate", "evaluate"])
 @pytest.mark.parametrize(("name", "key", "value", "shown"), BY_CODE)
 def test_what_only_code_finds_out_is_one_message_too(name, key, value, shown, program, model, data, tmp_path):
     if key in WITHOUT.get(program, ()):

@@ -36,10 +36,9 @@ from mini_trainer.data.stores.disk import (
 from mini_trainer.data.stores.model_files import find_model, list_weights
 from mini_trainer.model.stored_tensors import find_quantization, find_stored
 from mini_trainer.options import DEFAULT_BATCH_SIZE
-from mini_trainer.run.file_names import LATEST
+from mini_trainer.run.file_names import EXPORTS_DIR, LATEST
 from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.kept import read_lines
-from mini_trainer.use.evaluation.models import EXPORTS
 from mini_trainer.use.inference.answers import Line, is_empty, is_refused
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
@@ -96,7 +95,7 @@ def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name
     return tokenize([str(rows)], options, context.settings, folder / name, name=name, runner=context.runner)
 
 
-EXPORT = Path(EXPORTS, LATEST)
+EXPORT = Path(EXPORTS_DIR, LATEST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from mini_trainer.continual.replay import find_replay, mix
 from mini_trainer.continual.rounds import learn_in_rounds
 from mini_trainer.continual.settings import SetSettings, Task, Values, add_adapter
 from mini_trainer.data.stores.disk import written_aside
-from mini_trainer.run.file_names import LATEST
+from mini_trainer.run.file_names import EXPORTS_DIR, LATEST
 from mini_trainer.run.stages import Stage
-from mini_trainer.use.evaluation.models import EXPORTS
 
 STATISTICS = "osft_statistics.safetensors"
 BASES = Path("osft", "bases.safetensors")  # model.methods.osft_bases.BASES_FILE, without its imports
@@ -74,7 +73,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
         options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
         run = folder / "run"
         context.runner.run(Stage(program="train", folder=folder, options=options))
-    export = run / EXPORTS / (LATEST if settings.export == "last" else settings.export)
+    export = run / EXPORTS_DIR / (LATEST if settings.export == "last" else settings.export)
     if settings.adapters == "merged":
         bases = export / BASES if "osft_bases" in options else model.bases
         return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)

@@ -20,10 +20,13 @@ if __name__ == "__main__":
     pause_collector()
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
+from urllib.parse import urljoin
 
 import numpy as np
 
@@ -50,7 +53,7 @@ from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
+from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
 from mini_trainer.objectives.specs import find_class, find_data_kind
 from mini_trainer.options import ComputeOptions, flag_name, flatten_options
 from mini_trainer.options.choices import check_choices
@@ -61,10 +64,13 @@ from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.run.references import hash_reference, read_known, score_missing
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
-from mini_trainer.use.inference.openai_engine import OpenAIEngine
-from mini_trainer.use.inference.prompt_scores import PromptScorer
+from mini_trainer.use.inference.openai_engine import LISTING_RETRIES, MALFORMED, MAX_SHOWN, OpenAIEngine
 
 OF_TEACHERS = ("teacher_data", "name", "top_k", "temperature")
+LEAST_TAIL = 1e-7  # probability of all other tokens together, where rounding leaves none
+LARGEST_LOGPROB = 1e-3  # of a probability of 1, by a server that computes in half precision
+LARGEST_ID = 2**31 - 1
+LORA_METRIC = "vllm:lora_requests_info"  # only of a vLLM with --enable-lora, also if it has no adapter
 ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank 0
 
 
@@ -230,9 +236,13 @@ def count_ids(found: FoundModel, read: Sequence[Mixture]) -> int:
 
 
 class ServerScorer:
-    """A model behind an address."""
+    """A model behind an address, which scores tokens by the `prompt_logprobs` of vLLM's completions.
+
+    Rows are sent as token ids, and return as each position's most probable tokens, together with the actual one.
+    """
 
     def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
+        """ValueError if the server says that it cannot score the data."""
         if world.world_size > 1:
             raise ValueError("--engine openai runs in one process, but torchrun has started several")
         server = EngineOptions(
@@ -241,10 +251,10 @@ class ServerScorer:
             api_key_env=options.api_key_env,
             concurrency=options.concurrency,
         )
-        engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
-        self.scorer = PromptScorer(engine, top_k=options.top_k)
+        self.top_k = options.top_k
+        self.engine = engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
         engine.listed = engine.look_up()
-        self.scorer.check(max(data.longest for data in read))
+        self.check(max(data.longest for data in read))
         sidecar = read[0].sources[0].sidecar or {}
         self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
                          "num_ids": 0, "dtype": "server", "served_weights": engine.listed.get("root")}  # fmt: skip
@@ -261,10 +271,97 @@ class ServerScorer:
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         (source,) = data.sources
-        samples = [(f"{source.path}: row {row + 1}", data.read(row)) for row in rows.tolist()]
-        return self.scorer.score(
-            [(where, sample["input_ids"], mark_trained(sample["labels"])) for where, sample in samples]
+
+        def score_row(row: int) -> np.ndarray:
+            sample = data.read(row)
+            is_trained = mark_trained(sample["labels"])
+            return self.score_row(f"{source.path}: row {row + 1}", sample["input_ids"], is_trained)
+
+        with ThreadPoolExecutor(self.engine.engine.concurrency) as pool:
+            records = list(pool.map(score_row, rows.tolist()))
+        return np.concatenate([np.empty(0, make_record_type(self.top_k)), *records])
+
+    def check(self, longest: int) -> None:
+        """ValueError if the server says that it cannot score rows of up to `longest` tokens."""
+        engine = self.engine
+        context = engine.context
+        if context is not None and longest >= context:
+            raise ValueError(
+                f"{engine.where}: has a context of {context:,} tokens, but the longest row has {longest:,}, and one is"
+                " generated: serve it with a larger one (vLLM: --max-model-len), or drop longer rows"
+                " (process_data.py --max-sample-num-tokens)"
+            )
+        if "parent" in engine.listed or LORA_METRIC in self.read_metrics():
+            raise ValueError(
+                f"{engine.where}: vLLM runs with --enable-lora, with which scoring ends the server or leaves out"
+                " parts of an adapter: serve the model without it, with adapters merged"
+            )
+
+    def read_metrics(self) -> str:
+        """The server's page of metrics beside its API; "" if it has none."""
+        from openai import APIError
+
+        client = self.engine.client.with_options(max_retries=LISTING_RETRIES)
+        try:
+            return client.get(urljoin(str(client.base_url), "../metrics"), cast_to=str)
+        except APIError:
+            return ""
+
+    def score_row(self, where: str, input_ids: np.ndarray, is_trained: np.ndarray) -> np.ndarray:
+        """ValueError, which names row and server, for an answer that is not of these ids, or that says too little."""
+        ids, places = input_ids.tolist(), np.flatnonzero(is_trained).tolist()
+        if not places:
+            return np.empty(0, make_record_type(self.top_k))
+        try:
+            positions = self.read_positions(self.ask(ids), ids)
+            found = [self.read_position(positions[i], i, ids[i]) for i in places]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return make_records(*map(np.array, zip(*found, strict=True)))
+
+    def ask(self, ids: list[int]) -> Any:
+        """The client's answer; one token is generated, the fewest that all servers take."""
+        engine = self.engine
+        extra = {"prompt_logprobs": self.top_k, "return_token_ids": True}
+        return engine.call(
+            lambda: engine.client.completions.create(
+                model=engine.model, prompt=ids, max_tokens=1, temperature=0, extra_body=extra
+            )
         )
+
+    def read_positions(self, response: Any, ids: list[int]) -> list[Any]:
+        """The server's entry for each position of a prompt."""
+        try:
+            choice = response.choices[0].model_dump()
+            positions = list(choice["prompt_logprobs"])
+            echoed = list(choice.get("prompt_token_ids") or ids)  # older servers do not return them
+        except MALFORMED as error:
+            raise self.describe_error(f"gave no prompt_logprobs as vLLM returns them ({error!r})") from None
+        if echoed != ids:
+            raise self.describe_error("scored other tokens than it was sent: its tokenizer is another one")
+        if len(positions) != len(ids):
+            raise self.describe_error(f"scored {len(positions)} positions of a prompt of {len(ids)} tokens")
+        return positions
+
+    def read_position(self, entries: Any, position: int, token_id: int) -> tuple[list[int], list[float], float, float]:
+        """Ids and -log q of the most probable tokens, -log q of all others together, and of the token itself."""
+        try:
+            known = {int(key): float(entry["logprob"]) for key, entry in entries.items()}
+        except (ValueError, *MALFORMED) as error:
+            raise self.describe_error(f"position {position}: no log-probabilities by token id ({error!r})") from None
+        if not all(0 <= key <= LARGEST_ID and logprob <= LARGEST_LOGPROB for key, logprob in known.items()):
+            raise self.describe_error(f"position {position}: has ids or log-probabilities that are none")
+        if token_id not in known:
+            raise self.describe_error(f"position {position}: no log-probability of its token {token_id}")
+        top = sorted(known, key=lambda key: -known[key])[: self.top_k]
+        if len(top) < self.top_k:
+            raise self.describe_error(f"position {position}: names {len(top)} tokens, expected {self.top_k}")
+        tail = max(LEAST_TAIL, 1 - sum(math.exp(known[key]) for key in top))
+        return top, [-known[key] for key in top], -math.log(tail), -known[token_id]
+
+    def describe_error(self, text: str) -> ValueError:
+        """The error with the server's name, short and without the key."""
+        return ValueError(f"{self.engine.where}: {self.engine.hide(text)[:MAX_SHOWN]}")
 
 
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:

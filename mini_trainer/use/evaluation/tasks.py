@@ -15,8 +15,7 @@ from mini_trainer.options.tools import EvaluateOptions, SamplingOptions
 from mini_trainer.use.evaluation.comparison import Scores
 from mini_trainer.use.evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
 from mini_trainer.use.evaluation.results import Measured, Sample
-from mini_trainer.use.inference.answers import AnswerFile, describe_making, dump, is_cut, is_refused
-from mini_trainer.use.inference.batch import answer_all
+from mini_trainer.use.inference.answers import AnswerFile, answer_all, describe_making, dump, is_cut, is_refused
 from mini_trainer.use.inference.engine import Engine
 
 

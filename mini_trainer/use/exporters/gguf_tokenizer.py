@@ -13,9 +13,9 @@ import gguf
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from mini_trainer.data.chat.rendering import template_errors
-from mini_trainer.use.exporters.llama_tokens import SPACE, STRINGS, find_differing
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+SPACE = "\u2581"  # a blank in SentencePiece's vocabularies
 SYSTEM, USER = "Sys-1x", "User-2x"  # contents of a chat that is rendered
 DATED = "with today's date, and not the one that this template has"
 LLAMA3 = (
@@ -68,14 +68,12 @@ def add_tokenizer(
     if model["byte_fallback"]:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        space_prefix, scores = has_space_prefix(stored), score_tokens(tokens, merges)
-        writer.add_add_space_prefix(space_prefix)
-        writer.add_token_scores(scores)
-        if differing := find_differing(tokenizer, tokens, scores, has_space_prefix=space_prefix):
-            notes.append(
-                f"llama.cpp makes other tokens than this tokenizer of {len(differing)} of {len(STRINGS)} difficult"
-                f" texts, first {differing[0]!r}"
-            )
+        writer.add_add_space_prefix(has_space_prefix(stored))
+        writer.add_token_scores(score_tokens(tokens, merges))
+        notes.append(
+            "llama.cpp merges by scores where this tokenizer has an order of merges: a few texts, such as those with"
+            " runs of blanks or combined characters, may become other tokens"
+        )
         if (stored["pre_tokenizer"] or {}).get("prepend_scheme") == "first":
             notes.append(
                 "llama.cpp puts a blank before a text and after each special token, this tokenizer only before"

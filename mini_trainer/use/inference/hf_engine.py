@@ -136,11 +136,6 @@ class HFEngine:
             raise ValueError(f"{prompt.place}: has no tokens, so there is nothing to continue")
         return find_refusal(num_tokens, self.max_length)
 
-    def check_length(self, prompt: Prompt, num_tokens: int) -> None:
-        """ValueError if a prompt of this length has no answer."""
-        if (reason := self.find_refusal(prompt, num_tokens)) is not None:
-            raise ValueError(f"{prompt.place}: {reason}".removeprefix(": "))
-
     def plan_batches(self, encoded: Sequence[Encoded]) -> list[list[Encoded]]:
         """Batches, longest prompts first, so that out-of-memory errors occur early; of equal length if necessary."""
 
@@ -196,7 +191,8 @@ class HFEngine:
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Generates in a thread; closing the iterator stops the thread and waits for it."""
         ids = encode_prompt(prompt, self.tokenizer)
-        self.check_length(prompt, len(ids))
+        if (reason := self.find_refusal(prompt, len(ids))) is not None:
+            raise ValueError(f"{prompt.place}: {reason}".removeprefix(": "))
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, errors = StopWhenSet(), []
 
