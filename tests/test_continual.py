@@ -298,17 +298,6 @@ def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
         assert options[1]["osft_statistics"] != options[0]["osft_statistics"]
 
 
-@pytest.mark.long
-def test_separate_adapters_are_measured_on_their_own_tasks(tmp_path: Path):
-    settings = make_inputs(tmp_path) | {"adapters": "separate"}
-    settings["train"] |= {"lora": True, "lora_rank": 4}
-    root = run(settings, tmp_path)
-    (sequence,) = read_experiment(root).sequences
-    start, first, second = ({name: cell.mean for name, cell in row["loss"].items()} for row in sequence.rows)
-    assert second["twice"] == first["twice"] != start["twice"] and first["shout"] == start["shout"]
-    assert read_options(root / "order_1_seed_42" / "2_shout")["model_name_or_path"] == settings["model"]
-
-
 def test_rows_keep_their_prompts():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     messages = [

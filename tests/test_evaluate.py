@@ -21,7 +21,6 @@ from tiny_data import make_samples, read_lines, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.data.rows.prompts import read_prompt
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
@@ -33,7 +32,6 @@ from mini_trainer.use.evaluation.metrics import (
     choose_measures,
     extract_number,
     read_label,
-    score_answer,
     score_corpus,
 )
 from mini_trainer.use.evaluation.models import list_models, make_labels, name_files
@@ -71,47 +69,6 @@ NEW = 8
 )
 def test_scores_of_answers(measure, answer, reference, score):
     assert MEASURES[measure](answer, reference) == pytest.approx(score)
-
-
-# Hugging Face evaluate's documentation, and its code (metrics/sari/sari.py, 68a4b0d) on cases of our own.
-SPECIES = [
-    "About 95 species are currently known.",
-    "About 95 species are now accepted.",
-    "95 species are now accepted.",
-]
-
-
-@pytest.mark.parametrize(
-    ("source", "answer", "references", "score"),
-    [
-        ("About 95 species are currently accepted.", "About 95 you now get in.", SPECIES, 26.953601953601954),
-        ("About 95 species are currently accepted .", *["About 95 species are currently accepted ."] * 2, 100.0),
-        (
-            "Das Gremium beschloss am Dienstag, die Abgabe nicht zu erhöhen.",
-            "Das Gremium erhöht die Abgabe nicht.",
-            "Die Abgabe wird nicht erhöht.",
-            58.05555555555556,
-        ),
-        (
-            "The cat, which was black, sat on the mat.",
-            "",
-            ["The black cat sat on the mat.", "A cat sat."],
-            25.4755892256,
-        ),
-        ("to be or not to be", "to be or not", ["to be or to be", "be"], 44.007936507936506),
-    ],
-)
-def test_sari_is_that_of_hugging_face(source, answer, references, score):
-    references = [references] if isinstance(references, str) else references
-    assert 100 * score_answer("sari", answer, references, source=source) == pytest.approx(score)
-
-
-def test_sari_compares_with_the_text_that_was_asked_about():
-    chat = {"messages": [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]}
-    assert read_prompt(chat, None).rewritten == "user"
-    assert read_prompt({"prompt": "Simplify: long", "answer": "short"}, None).rewritten == "Simplify: long"
-    given = {"prompt": "Simplify: long", "answer": "short", "source_text": "long"}
-    assert read_prompt(given, None).rewritten == "long"
 
 
 def test_numbers_are_found_as_gsm8k_writes_them():

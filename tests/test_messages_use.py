@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from refusals import read_refusal
 
-from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompt, read_prompts
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompts
 from mini_trainer.use.evaluation.metrics import choose_measures
 from mini_trainer.use.evaluation.models import list_models
 from mini_trainer.use.inference.answers import AnswerFile
@@ -55,11 +55,6 @@ ROWS = [
         "and completion or generation; document: document or text",
     ),
     (
-        "source text",
-        lambda path: read_prompt({"prompt": "Hi", "answer": "Ho", "source_text": 3}, None),
-        "'source_text' is 3, expected text",
-    ),
-    (
         "no template",
         lambda path: encode_prompt(CHAT, SimpleNamespace(chat_template=None)),
         "rows.jsonl:1: a chat, but the tokenizer has no chat template: give prompts as text, or use a chat model",
@@ -89,7 +84,7 @@ ROWS = [
         "metric",
         lambda path: choose_measures(["blue"], [("1",)]),
         "--metrics blue: is not one of exact_match, first_line, normalised_match, contains, number, token_f1, "
-        "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity, sari",
+        "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity",
     ),
     (
         "no run to evaluate",

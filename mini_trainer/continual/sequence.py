@@ -30,7 +30,7 @@ def run_sequence(
         model = learn(context, tasks[:t], task, model, folder)
         measured = choose_sets(context, tasks, t)
         row = measure(model.path, measured, context.prepared, settings, folder / "measured", context.runner)
-        rows.append(fill_in(rows, row, tasks, t) if settings.adapters == "separate" else row)
+        rows.append(row)
         context.runner.say(folder, describe_row(rows[-1]))
         report(Sequence(names, order, context.seed, tuple(rows)))
 
@@ -38,17 +38,7 @@ def run_sequence(
 def choose_sets(context: Context, tasks: list[Task], t: int) -> list[SetSettings]:
     """The sets that the model after task `t` (from 0) is measured on."""
     settings = context.settings
-    if settings.adapters == "separate":
-        return [*settings.probes, tasks[t]]
     return [*settings.probes, *(settings.tasks if settings.measure == "all" else tasks[: t + 1])]
-
-
-def fill_in(rows: list[Row], row: Row, tasks: list[Task], t: int) -> Row:
-    """The row of separate adapters: each earlier task is measured with its own, and each later one with none."""
-    others = {task.name for i, task in enumerate(tasks) if i != t}
-    kinds = {*row, *rows[-1]}
-    kept = {kind: {name: cell for name, cell in rows[-1].get(kind, {}).items() if name in others} for kind in kinds}
-    return {kind: kept[kind] | row.get(kind, {}) for kind in kinds}
 
 
 def learn(context: Context, earlier: list[Task], task: Task, model: Model, folder: Path) -> Model:
@@ -77,8 +67,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     if settings.adapters == "merged":
         bases = export / BASES if "osft_bases" in options else model.bases
         return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)
-    adapter = export if settings.adapters == "continued" else None
-    return Model(path=str(export), start=settings.model, adapter=adapter, statistics=statistics)
+    return Model(path=str(export), start=settings.model, adapter=export, statistics=statistics)
 
 
 def hand_on_statistics(context: Context, task: Task, model: Model, folder: Path) -> Path | None:

@@ -115,9 +115,9 @@ class ContinualSettings:
     """all: measure every task after each one; seen: only those that have been trained on."""
     export: Literal["last", "best"] = "last"
     """Export of each task to continue from: the last, or the best by validation."""
-    adapters: Literal["merged", "continued", "separate"] = "merged"
+    adapters: Literal["merged", "continued"] = "merged"
     """LoRA. merged: each task trains a new adapter, merged into the model before the next; continued: one adapter,
-    trained further by every task; separate: one adapter for each task, all from the start model."""
+    trained further by every task."""
     keep_osft_bases: bool = True
     """OSFT: keep every direction that earlier tasks kept, exactly (train --osft-bases)."""
     train: Values = field(default_factory=dict)
@@ -182,7 +182,7 @@ def add_adapter(options: Values, settings: ContinualSettings, adapter: str | Non
         return options
     if settings.adapters == "merged":
         return options | {"lora_export": "merged"}
-    if adapter is None or settings.adapters == "separate":
+    if adapter is None:
         return options | {"lora_export": "adapter"}
     determined = {f"lora_{name}" for name in LORA_ADAPTER_SAYS}  # by the adapter that is trained further
     kept = {name: value for name, value in options.items() if name not in determined}

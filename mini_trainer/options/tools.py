@@ -152,7 +152,7 @@ class EvaluateOptions:
     """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
     metrics: tuple[str, ...] = ()
     """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
-    rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references."""
+    rouge_2, rouge_l, bleu, chrf, edit_similarity. Default: those that suit the references."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
@@ -173,14 +173,13 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreDataOptions:
-    """Score tokenized data sets with a model: a teacher's most probable tokens, or a reference's log-probabilities."""
+    """Score tokenized data sets with a model: a teacher's most probable tokens."""
 
     model_name_or_path: str
     """Directory of a model, an export or an adapter, or a name on the hub."""
     data_path: tuple[str, ...] = ()
     """Tokenized data sets written by process_data.py, or URLs of these. The scores are written next to each data set,
-    or next to its local copy: for language modelling to DATA.NAME.scores, for preferences and feedback to the files
-    that train.py looks for."""
+    or next to its local copy, to DATA.NAME.scores."""
     data_cache_dir: str = DATA_CACHE_DIR
     """Cache directory for copies of data sets at URLs."""
     teacher_data: tuple[str, ...] = ()

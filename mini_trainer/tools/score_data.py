@@ -1,12 +1,11 @@
-"""Scores tokenized data sets with a model, for train.py: a teacher's most probable tokens, a reference's answers.
+"""Scores tokenized data sets with a model, for train.py: a teacher's most probable tokens.
 
     python -m mini_trainer score-data --model-name-or-path BIG --data-path chats.arrow --top-k 32
     torchrun --nproc-per-node=8 -m mini_trainer.tools.score_data --model-name-or-path BIG --data-path chats.arrow
     torchrun --nproc-per-node=8 train.py --data-path chats.arrow --teacher-weight 0.5 ...
 
-Writes chats.arrow.teacher.scores and its sidecar; of preferences and binary feedback, the log-probabilities that a run
-from the same weights would compute at its start. Packed, sharded, without gradients. A killed run resumes when the same
-command is started again, on any number of processes.
+Writes chats.arrow.teacher.scores and its sidecar. Packed, sharded, without gradients. A killed run resumes when the
+same command is started again, on any number of processes.
 """
 
 from pathlib import Path
@@ -30,7 +29,7 @@ from urllib.parse import urljoin
 
 import numpy as np
 
-from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, DataTask
+from mini_trainer.data.columns.base import CAUSAL_LM, DataTask
 from mini_trainer.data.columns.kinds import describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
@@ -43,30 +42,22 @@ from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.messages import say, say_note, show_progress
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0, call_with_world
-from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.fingerprints import digest_data
-from mini_trainer.model.methods.adapter_files import hash_adapter
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, locate_scores
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
-from mini_trainer.objectives.specs import find_class, find_data_kind
-from mini_trainer.options import ComputeOptions, flag_name, flatten_options
+from mini_trainer.options import flatten_options
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.doors import SCORERS
-from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.facts import list_changed
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.run.references import hash_reference, read_known, score_missing
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
 from mini_trainer.use.inference.openai_engine import LISTING_RETRIES, MALFORMED, MAX_SHOWN, OpenAIEngine
 
-OF_TEACHERS = ("teacher_data", "name", "top_k", "temperature")
 LEAST_TAIL = 1e-7  # probability of all other tokens together, where rounding leaves none
 LARGEST_LOGPROB = 1e-3  # of a probability of 1, by a server that computes in half precision
 LARGEST_ID = 2**31 - 1
@@ -89,7 +80,7 @@ def score(options: ScoreDataOptions, world: World) -> None:
     if not options.skip_verification:
         call_on_each_node(world, lambda: verify_files(scorer, [*sets, *(read if options.teacher_data else ())]))
     for data, seen in zip(sets, read, strict=True):
-        SCORES[data.task.objective](data, seen, scorer, options, world)
+        score_set(data, seen, scorer, options, world)
 
 
 def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
@@ -99,7 +90,7 @@ def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
         verify_data(*data.sources, say_note)
 
 
-def score_tokens(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
+def score_set(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
     """Writes a teacher's scores of one data set, or continues them."""
     with written_alone(locate_scores(data.sources[0].path, options.name), world):
         writer = open_writer(data, seen, scorer, options)
@@ -126,37 +117,13 @@ def hold_scores(path: Path, held: ExitStack) -> None:
         raise RunError(ExitCode.LOCKED, message) from None
 
 
-def score_answers(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
-    """Writes a reference's log-probabilities of one data set's answers, as a run from the same weights looks for."""
-    objective = make_reference_objective(data)
-    path, known = data.sources[0].path, read_known(data, scorer.key, world)
-    announce(world, f"{path}: {len(known.missing):,} of {len(data.kept):,} samples to score")
-    if len(known.missing):
-        score_missing(known, scorer.build(objective), objective, cap=options.max_tokens_per_gpu, world=world)
-
-
-SCORES = {CAUSAL_LM: score_tokens, PREFERENCE: score_answers, FEEDBACK: score_answers}
-
-
-def make_reference_objective(data: Mixture) -> Objective:
-    """The first objective that learns from the data by a reference."""
-    kinds = [find_class(name) for name in OBJECTIVES if find_data_kind(name) == data.task.objective]
-    settings = ObjectiveSettings()
-    made = [kind.make(settings, kind.make_family(settings), data.task, data.count_labels) for kind in kinds]
-    return next(objective for objective in made if objective.reference is not None)
-
-
 class Scorer(Protocol):
     """Who scores."""
 
     identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
-    key: str  # of its log-probabilities as a reference (run.references.hash_reference)
 
     def verify(self) -> None:
         """Checks the model's files against the hashes recorded with them."""
-
-    def build(self, objective: Objective) -> PackedModel:
-        """The model with another objective; ValueError for a server. All ranks call this."""
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         """The records of the rows' trained tokens, on rank 0. All ranks call this."""
@@ -195,19 +162,9 @@ class LocalScorer:
     def verify(self) -> None:
         self.found.verify()
 
-    @property
-    def key(self) -> str:
-        compute = ComputeOptions(compute_dtype=self.options.dtype)
-        adapter = [] if self.found.adapter is None else list(hash_adapter(self.found.adapter).values())
-        return hash_reference(self.found.directory, adapter, "none", choose_compute_dtype(compute, self.world.device))
-
-    def build(self, objective: Objective) -> PackedModel:
-        objective = replace(objective, family=self.objective.family)
-        return build_scorer(self.found, objective, dtype=self.options.dtype, world=self.world)
-
     @functools.cached_property
     def model(self) -> PackedModel:
-        return self.build(self.objective)
+        return build_scorer(self.found, self.objective, dtype=self.options.dtype, world=self.world)
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         check_positions(self.model.model, longest=data.longest)
@@ -261,13 +218,6 @@ class ServerScorer:
 
     def verify(self) -> None:
         """Nothing: the server has loaded it."""
-
-    @property
-    def key(self) -> str:
-        raise ValueError("--engine openai: not for preferences and feedback, whose reference scores whole answers")
-
-    def build(self, objective: Objective) -> PackedModel:
-        raise AssertionError("its key is asked for before")
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         (source,) = data.sources
@@ -367,12 +317,9 @@ class ServerScorer:
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:
     """A data set with trained tokens; ValueError for one that cannot be scored, or not as the options say."""
     data = Mixture([TokenizedData(path)])
-    if data.task.objective not in SCORES:
-        allowed = ", ".join(describe_task(DataTask(name)) for name in SCORES)
+    if data.task.objective != CAUSAL_LM:
+        allowed = f"{describe_task(DataTask(CAUSAL_LM))} (a run computes its reference's log-probabilities by itself)"
         raise ValueError(f"--data-path {path} is for {describe_task(data.task)}; allowed: {allowed}")
-    given = [flag_name(name) for name in list_changed(options) if name in OF_TEACHERS]
-    if given and data.task.objective != CAUSAL_LM:
-        raise ValueError(f"{', '.join(given)}: no effect on {path}, which is for {describe_task(data.task)}")
     data.check_trained("--data-path")
     return data
 

@@ -10,7 +10,6 @@ assistant's, or a completion is the reference, which the model does not see. The
 | prompt, with or without answer; document, text | a text to continue                                         |
 | text and label                             | a question and its answer                                      |
 | any of these with references               | several correct answers                                        |
-| any of these with source_text              | the text that the answer rewrites, for `--metrics sari`        |
 """
 
 import base64
@@ -66,12 +65,6 @@ class Prompt:
         if len(self.messages) == 1 and self.messages[0]["role"] == "user":
             return join_content(self.messages[0])
         return "\n\n".join(f"{message['role']}: {join_content(message)}" for message in self.messages)
-
-    @property
-    def rewritten(self) -> str:
-        """The text that the answer rewrites: the row's `source_text`, else the last user message or all of the text."""
-        asked = [message for message in self.messages or () if message["role"] == "user"]
-        return self.row.get("source_text") or (join_content(asked[-1]) if asked else self.shown)
 
 
 def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
@@ -143,8 +136,6 @@ def read_prompt(row: Fields, data_format: str | None) -> Prompt:
     is_asked_alone = row.get("completion", row.get("generation")) is None
     row = parse_turns(row, ("prompt",) if is_asked_alone else list_conversation(row))
     prompt = read_question(row, data_format)
-    if not isinstance(row.get("source_text", ""), str):
-        raise ValueError(f"'source_text' is {quote(row['source_text'])}, expected text")
     if "references" in row:
         references = row["references"]
         if not isinstance(references, list) or not all(isinstance(text, str) for text in references) or not references:

@@ -67,9 +67,7 @@ def score_line(line: dict[str, Any], task: EvaluationTask) -> Sample:
     """An answer with its scores. Without an answer they are 0, also where an empty answer would score more."""
     prompt, answer = task.prompts[line["index"]], line["answer"]
     scores = {
-        name: 0.0
-        if is_refused(line)
-        else score_answer(name, answer, prompt.references, labels=task.labels, source=prompt.rewritten)
+        name: 0.0 if is_refused(line) else score_answer(name, answer, prompt.references, labels=task.labels)
         for name in task.measures
     }
     sample = {key: line[key] for key in ("answer", "finish_reason", "num_tokens")} | {"scores": scores}
