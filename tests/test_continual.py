@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from mini_trainer.continual.data import as_question, as_row
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.replay import keep_passing, mix
-from mini_trainer.continual.rounds import cut, fill, pair_rows
+from mini_trainer.continual.rounds import fill, pair_rows, split_evenly
 from mini_trainer.continual.settings import Replay, Task, draw_orders
 from mini_trainer.continual.settings_file import read_settings
 from mini_trainer.data.rows.formats import read_example
@@ -338,5 +338,5 @@ def test_orders_are_distinct_and_begin_with_the_given_one():
 
 def test_rounds_have_equal_parts():
     rows = [{"i": i} for i in range(10)]
-    parts = cut(rows, 3)
+    parts = split_evenly(rows, 3)
     assert [len(part) for part in parts] == [3, 3, 4] and [row for part in parts for row in part] == rows

@@ -26,7 +26,7 @@ from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation import classes, losses, pairs
-from mini_trainer.use.evaluation.comparison import Scores, adjust_by_holm, compare
+from mini_trainer.use.evaluation.comparison import SampleScores, adjust_by_holm, compare
 from mini_trainer.use.evaluation.metrics import (
     MEASURES,
     choose_measures,
@@ -103,8 +103,8 @@ def test_labels_are_read_out_of_answers_and_counted_by_scikit_learn():
     assert report["accuracy"] == pytest.approx(0.6)
 
 
-def make_scores(sums: list[list[float]], divisors: list[float] | None = None) -> Scores:
-    return Scores("s", np.array(sums), np.array(divisors or [1.0] * len(sums[0])))
+def make_scores(sums: list[list[float]], divisors: list[float] | None = None) -> SampleScores:
+    return SampleScores("s", np.array(sums), np.array(divisors or [1.0] * len(sums[0])))
 
 
 def test_intervals_are_scipys_and_the_same_each_time():

@@ -85,7 +85,7 @@ class Experiment:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             for name, cells in self.find_cells(kind).items():
-                check_set(f"{kind} of {name}", list(cells.values()), is_known=name in {*self.tasks, *self.probes})
+                check_cells(f"{kind} of {name}", list(cells.values()), is_known=name in {*self.tasks, *self.probes})
 
     @property
     def kinds(self) -> list[str]:
@@ -106,7 +106,7 @@ class Experiment:
         return found
 
 
-def check_set(what: str, cells: list[Cell], *, is_known: bool) -> None:
+def check_cells(what: str, cells: list[Cell], *, is_known: bool) -> None:
     """Raises ValueError unless all cells of a set have the same questions and metric."""
     if not is_known:
         raise ValueError(f"{what}: is neither a task nor a probe of the experiment")

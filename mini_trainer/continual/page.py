@@ -115,18 +115,14 @@ def label_sequence(experiment: Experiment, sequence: TaskSequence) -> str:
 
 
 def show_kind(experiment: Experiment, kind: str, derived: dict[str, Derived]) -> Shown:
-    cells = experiment.find_cells(kind)
+    cells, names = experiment.find_cells(kind), [measure.name for measure in MEASURES]
     firsts = {name: next(iter(own.values())) for name, own in cells.items()}
     return {
-        "derived": {measure.name: show_derived(derived.get(measure.name)) for measure in MEASURES},
+        "derived": {name: vars(derived[name]) if name in derived else None for name in names},
         "metrics": {name: cell.metric for name, cell in firsts.items()},
         "counts": {name: len(cell.values) for name, cell in firsts.items()},
         "views": describe_views(experiment, kind),
     }
-
-
-def show_derived(derived: Derived | None) -> Shown | None:
-    return None if derived is None else vars(derived)
 
 
 def describe_views(experiment: Experiment, kind: str) -> list[Shown]:

@@ -114,7 +114,7 @@ def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, op
     settings = context.settings.self_distillation
     batch_size = options.get("batch_size") or DEFAULT_BATCH_SIZE
     epochs = options.pop("max_epochs")
-    parts = cut(draw_rows(context, task, epochs=epochs), settings.rounds)
+    parts = split_evenly(draw_rows(context, task, epochs=epochs), settings.rounds)
     steps = [math.ceil(len(part) / batch_size) for part in parts]
     student, teacher, checkpoint, run = model.path, model.path, None, None
     for i, part in enumerate(parts):
@@ -143,7 +143,7 @@ def draw_rows(context: Context, task: Task, *, epochs: int) -> list[dict[str, An
     return drawn
 
 
-def cut(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]]:
+def split_evenly(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]]:
     """Parts whose lengths differ by at most one; ValueError if there are fewer rows than parts."""
     if len(rows) < num_parts:
         raise ValueError(f"self_distillation: rounds: given {num_parts}, allowed: at most one for each of {len(rows)}")
@@ -237,7 +237,9 @@ def average_models(first: str, second: str, output: Path, *, share: float) -> No
             if file.suffix != ".safetensors":
                 shutil.copyfile(file, aside / file.name)
         for name in list_weights(directory):
-            tensors = {key: mix(own, others[key].read(), share) for key, own in load_file(directory / name).items()}
+            tensors = {
+                key: mix_tensors(own, others[key].read(), share) for key, own in load_file(directory / name).items()
+            }
             save_file(tensors, aside / name, metadata={"format": "pt"})
         for file in aside.iterdir():
             sync_file(file)
@@ -249,7 +251,7 @@ def average_models(first: str, second: str, output: Path, *, share: float) -> No
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def mix(first: Tensor, second: Tensor, share: float) -> Tensor:
+def mix_tensors(first: Tensor, second: Tensor, share: float) -> Tensor:
     """Averages two tensors in fp32, in the first's data type; integers are the first's."""
     if not first.is_floating_point():
         return first

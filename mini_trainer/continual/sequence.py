@@ -9,7 +9,7 @@ from mini_trainer.continual.matrix import Row, Sequence
 from mini_trainer.continual.measuring import describe_row, measure
 from mini_trainer.continual.replay import find_replay, mix
 from mini_trainer.continual.rounds import learn_in_rounds
-from mini_trainer.continual.settings import SetSettings, Task, Values, add_adapter
+from mini_trainer.continual.settings import SetSettings, Task, Values, choose_adapter_options
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST
 from mini_trainer.run.stages import Stage
@@ -53,7 +53,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     }
     if own.validation is not None:
         options["validation_data_path"] = [str(own.validation)]
-    options = add_adapter(options, settings, None if model.adapter is None else str(model.adapter))
+    options = choose_adapter_options(options, settings, None if model.adapter is None else str(model.adapter))
     options |= choose_statistics(context, options, earlier, statistics)
     if options.get("osft") and settings.keep_osft_bases:
         options["osft_bases"] = "new" if model.bases is None else str(model.bases)

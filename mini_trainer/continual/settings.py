@@ -163,20 +163,20 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
         own |= {"schedule_steps": 1} if needs_end(values) else {}
         if rounds.is_online:
             own |= {"teacher_model": "M", "teacher_data": ("data.arrow",), "teacher_divergence": rounds.divergence}
-        first = add_adapter(own, settings, None) | stand_ins
+        first = choose_adapter_options(own, settings, None) | stand_ins
         return [first, first | {"continue_from": "checkpoint"}]
     taught: Values = {}
     if replay is not None and replay.teacher_weight is not None:
         taught = {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
     if replay is not None and replay.known is not None:
-        first = add_adapter(values, settings, None) | stand_ins | taught
+        first = choose_adapter_options(values, settings, None) | stand_ins | taught
     else:
-        first = add_adapter(leave_teacher_out(values, replay), settings, None) | stand_ins
-    later = add_adapter(values, settings, "adapter") | stand_ins | taught
+        first = choose_adapter_options(leave_teacher_out(values, replay), settings, None) | stand_ins
+    later = choose_adapter_options(values, settings, "adapter") | stand_ins | taught
     return [first, later] if len(settings.tasks) > 1 else [first]
 
 
-def add_adapter(options: Values, settings: ContinualSettings, adapter: str | None) -> Values:
+def choose_adapter_options(options: Values, settings: ContinualSettings, adapter: str | None) -> Values:
     """The options with LoRA's: the adapter to continue, if any, and exports."""
     if not options.get("lora"):
         return options

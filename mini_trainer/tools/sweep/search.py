@@ -53,7 +53,7 @@ ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED, ExitCode.NO_VALID_CHECKPOINT)
 
 
 @dataclass(frozen=True)
-class Task:
+class ArrayTask:
     """One of `count` tasks, numbered from 1."""
 
     index: int
@@ -70,16 +70,16 @@ class Task:
         return number % self.count == self.index - 1
 
 
-WHOLE = Task(1, 1)
+WHOLE = ArrayTask(1, 1)
 
 
-def choose_task(given: str | None) -> Task | None:
+def choose_task(given: str | None) -> ArrayTask | None:
     """The task of this process: the one that is given, or its place among those that srun has started, if any."""
     found = find_task()
     if given is None and found is None:
         return None
     try:
-        task = Task(*found) if given is None else Task(*parse_shard(given))
+        task = ArrayTask(*found) if given is None else ArrayTask(*parse_shard(given))
     except ValueError as error:
         raise ValueError(f"--task {error}") from None
     if given is None:
@@ -121,7 +121,7 @@ def run_sweep(settings: SweepSettings, drawn: list[Values], pool: Pool, *, more_
 
 
 def run_task(
-    settings: SweepSettings, drawn: list[Values], pool: Pool, task: Task, *, is_first: bool, more_is_better: bool
+    settings: SweepSettings, drawn: list[Values], pool: Pool, task: ArrayTask, *, is_first: bool, more_is_better: bool
 ) -> None:
     """Runs, or continues, the trials of one task. `pool` is in the task's folder; `is_first`: no task was there."""
     try:
@@ -169,7 +169,7 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
 class Sweep:
     """A sweep that runs."""
 
-    def __init__(self, settings: SweepSettings, study: Study, pool: Pool, task: Task = WHOLE):
+    def __init__(self, settings: SweepSettings, study: Study, pool: Pool, task: ArrayTask = WHOLE):
         self.settings, self.study, self.pool, self.task = settings, study, pool, task
         self.num_starts: dict[int, int] = {}  # in a row that were ended from outside
 

@@ -12,7 +12,7 @@ from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.world import World
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EvaluateOptions, SamplingOptions
-from mini_trainer.use.evaluation.comparison import Scores
+from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
 from mini_trainer.use.evaluation.results import Measured, Sample
 from mini_trainer.use.inference.answers import AnswerFile, answer_all, describe_making, dump, is_cut, is_refused
@@ -91,7 +91,7 @@ def collect_task(task: EvaluationTask, samples: Sequence[list[Sample]]) -> Measu
     ]
     ones = np.ones(len(task.prompts))
     scores = [
-        Scores(name, np.array([[sample["scores"][name] for sample in own] for own in samples]), ones)
+        SampleScores(name, np.array([[sample["scores"][name] for sample in own] for own in samples]), ones)
         for name in task.measures
     ]
     extras = [summarize_answers(task, own) for own in samples]

@@ -69,7 +69,7 @@ def add_tokenizer(
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_add_space_prefix(has_space_prefix(stored))
-        writer.add_token_scores(score_tokens(tokens, merges))
+        writer.add_token_scores(rank_tokens(tokens, merges))
         notes.append(
             "llama.cpp merges by scores where this tokenizer has an order of merges: a few texts, such as those with"
             " runs of blanks or combined characters, may become other tokens"
@@ -165,7 +165,7 @@ def has_space_prefix(stored: dict[str, Any]) -> bool:
     )
 
 
-def score_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
+def rank_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
     """Scores that make llama.cpp merge like `merges`: minus the rank of the first merge that makes a token."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):

@@ -147,7 +147,8 @@ class HFEngine:
         batches = []
         ordered = sorted(encoded, key=lambda item: (group(item), len(item[1])), reverse=True)
         for _, items in itertools.groupby(ordered, key=group):
-            batches += [list(batch) for batch in batched(items, self.batch_size)]
+            together = list(items)
+            batches += [together[i : i + self.batch_size] for i in range(0, len(together), self.batch_size)]
         return sorted(batches, key=lambda batch: len(batch[0][1]), reverse=True)
 
     @torch.no_grad()
@@ -242,8 +243,3 @@ def make_generation_config(config: GenerationConfig, tokenizer: Any, sampling: S
     pads = [made.pad_token_id, tokenizer.pad_token_id, *made.eos_token_id, 0]
     made.pad_token_id = next(token for token in pads if token is not None)
     return made
-
-
-def batched(items: Iterator[Encoded], size: int) -> Iterator[list[Encoded]]:
-    while batch := list(itertools.islice(items, size)):
-        yield batch

@@ -226,7 +226,7 @@ def name_run(path: Path, folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """The answer to a request."""
 
     text: str
@@ -234,7 +234,7 @@ class Answer:
     status: HTTPStatus = HTTPStatus.OK
 
 
-UNCHANGED = Answer("", "application/json", HTTPStatus.NO_CONTENT)
+UNCHANGED = Response("", "application/json", HTTPStatus.NO_CONTENT)
 
 
 class BoardServer(ThreadingHTTPServer):
@@ -271,7 +271,7 @@ class BoardServer(ThreadingHTTPServer):
         except KeyboardInterrupt:
             print(flush=True)
 
-    def respond(self, path: str, query: dict[str, list[str]]) -> Answer | None:
+    def respond(self, path: str, query: dict[str, list[str]]) -> Response | None:
         """The answer to a request; None if there is nothing at `path`. ValueError or OSError if a run is gone."""
         if path not in ("/", "/runs", "/curves", "/data"):
             return None
@@ -281,25 +281,27 @@ class BoardServer(ThreadingHTTPServer):
         if path == "/":
             parts = {"DATA": escape_json(data)}
             page = make_page(PAGE, parts, title=self.board.folder.name or "/", policy="; connect-src 'self'")
-            return Answer(page, "text/html")
-        return UNCHANGED if query.get("version") == [data["version"]] else Answer(json.dumps(data), "application/json")
+            return Response(page, "text/html")
+        return (
+            UNCHANGED if query.get("version") == [data["version"]] else Response(json.dumps(data), "application/json")
+        )
 
-    def respond_with_curves(self, path: str, query: dict[str, list[str]]) -> Answer:
+    def respond_with_curves(self, path: str, query: dict[str, list[str]]) -> Response:
         ids = list(dict.fromkeys(query.get("run", [])))
         if not 1 <= len(ids) <= MOST_COMPARED:
             text = f"curves of {len(ids)} runs: choose from 1 to {MOST_COMPARED}"
-            return Answer(text, status=HTTPStatus.BAD_REQUEST)
+            return Response(text, status=HTTPStatus.BAD_REQUEST)
         if not self.board.runs.keys() >= set(ids):  # this server may have been started again
             self.board.read()
         if not self.board.runs.keys() >= set(ids):
-            return Answer("no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
+            return Response("no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
         runs = [self.open(name, BYTES_PER_REQUEST // len(ids)) for name in ids]
         if path == "/curves":
-            return Answer(make_curves_page(runs, smoothing=None, is_live=True), "text/html")
+            return Response(make_curves_page(runs, smoothing=None, is_live=True), "text/html")
         if query.get("version") == [make_version(runs)]:
             return UNCHANGED
         page = describe_page(runs, smoothing=None, is_live=True)
-        return Answer(json.dumps(page, separators=(",", ":")), "application/json")
+        return Response(json.dumps(page, separators=(",", ":")), "application/json")
 
     def open(self, name: str, most_bytes: int) -> Run:
         """The run with this id, after reading up to `most_bytes` of new data."""
@@ -324,17 +326,17 @@ class Handler(BaseHTTPRequestHandler):
         # Prevent DNS rebinding: another site whose name resolves to this address sends its own host name. The port may
         # be a tunnel's, and is left out where it is 80.
         if self.headers.get("Host", "").partition(":")[0].lower() not in (HOST, "localhost"):
-            self.send(Answer(f"open {self.server.address}", status=HTTPStatus.FORBIDDEN))
+            self.send(Response(f"open {self.server.address}", status=HTTPStatus.FORBIDDEN))
             return
         try:
             url = urlsplit(self.path)
             with self.server.lock:
                 answer = self.server.respond(url.path, parse_qs(url.query))
         except (ValueError, OSError) as error:  # the run's directory is gone or unreadable
-            answer = Answer(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
-        self.send(answer or Answer("there is no such page", status=HTTPStatus.NOT_FOUND))
+            answer = Response(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.send(answer or Response("there is no such page", status=HTTPStatus.NOT_FOUND))
 
-    def send(self, answer: Answer) -> None:
+    def send(self, answer: Response) -> None:
         body = answer.text.encode(errors="replace")  # a path need not be UTF-8
         try:
             self.send_response(answer.status)

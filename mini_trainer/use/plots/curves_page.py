@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.use.pages.page import escape_json, make_page
-from mini_trainer.use.plots.curves import count_points, describe_charts, describe_run, list_charts, list_omissions
+from mini_trainer.use.plots.curves import count_points, describe_run, list_charts, list_omissions
 from mini_trainer.use.plots.run_files import Run
 from mini_trainer.use.plots.samples import describe_samples
 from mini_trainer.use.plots.tables import compare_options, list_starts, summarise
@@ -30,7 +30,7 @@ def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool, best
         "runs": [
             describe_run(run, i, charts, max_points=max_points) | {"is_best": i == best} for i, run in enumerate(runs)
         ],
-        "charts": describe_charts(charts),
+        "charts": [vars(chart) for chart in charts],
         "smoothing": choose_smoothing(runs) if smoothing is None else smoothing,
         "tables": {
             name: {"head": table.head, "rows": table.rows}
