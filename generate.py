@@ -25,8 +25,14 @@ from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options import flatten_options
 from mini_trainer.options.choices import check_choices
-from mini_trainer.use.inference.answers import AnswerFile, describe_making, is_cut, is_cut_by_context, is_refused
-from mini_trainer.use.inference.batch import answer_all
+from mini_trainer.use.inference.answers import (
+    AnswerFile,
+    answer_all,
+    describe_making,
+    is_cut,
+    is_cut_by_context,
+    is_refused,
+)
 from mini_trainer.use.inference.engine import Engine, open_engine
 from mini_trainer.use.inference.loading import find_answering_model
 from mini_trainer.use.inference.terminal import chat

@@ -29,7 +29,6 @@ PROGRAMS = [
         "mini_trainer/tools/continual.py",
         "mini_trainer/tools/import_config.py",
         "mini_trainer/tools/merge_adapter.py",
-        "mini_trainer/tools/merge_models.py",
     ),
     *(
         "mini_trainer/tools/board.py",

@@ -73,7 +73,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "generate by adapter": ("generate", "--model", "lora/hf_format/samples_8", "--prompts", "prompts.txt",
                             "--output", "a.jsonl", "--max-new-tokens", "2"),
     "evaluate": ("evaluate", "--model", EXPORT, "--data", "data.arrow", "--output-dir", "seen"),
-    "merge-models": ("merge-models", "--model", "model", EXPORT, "--output-dir", "mixed"),
     "score-data": ("score-data", *MODEL, *DATA, "--name", "other", "--top-k", "4"),
     "verify": ("verify", "."),
 }  # fmt: skip
@@ -85,7 +84,7 @@ STORED = [
     Stored("their sidecar", "data.arrow.teacher.scores.json", "distill", "old.arrow.teacher.scores.json"),
     Stored("reference's log-probabilities", "pairs.arrow.reference-*.npz", "dpo"),
     *(Stored("export's weights", f"{EXPORT}/model.safetensors", reader, "older/hf_format/samples_8/model.safetensors")
-      for reader in ("train", "generate", "evaluate", "merge-models", "score-data", "verify")),
+      for reader in ("train", "generate", "evaluate", "score-data", "verify")),
     Stored("export's config", f"{EXPORT}/config.json", "generate", "model/config.json"),
     Stored("export's manifest", f"{EXPORT}/manifest.json", "generate", "older/hf_format/samples_8/manifest.json"),
     Stored("adapter's weights", "lora/hf_format/samples_8/adapter_model.safetensors", "generate by adapter"),

@@ -3,7 +3,7 @@ sweep that nobody disturbed.
 
     OMP_NUM_THREADS=1 python benchmarks/sweep_kills.py
 
-A halving search of 12 runs over learning rate, batch size and schedule, on the quickstart's chats and a tiny model, two
+A random search of 12 runs over learning rate, batch size and schedule, on the quickstart's chats and a tiny model, two
 at a time. SIGKILL hits the sweep, a trial, or the sweep and all its trials, in turn, at random moments while trials
 train; trials whose sweep is gone have to end by themselves. With --rewind, half of the kills of the sweep are followed
 by an older journal, as a restored snapshot has it: cut after any line, or none. Then the table of trials, the winner,
@@ -62,6 +62,7 @@ def make_settings(root: Path, *, num_steps: int) -> Path:
             "validation_data_path": str(root / "held_out.arrow"),
             "max_tokens_per_gpu": 1024,
             "max_steps": num_steps,
+            "validate_every_steps": num_steps // 9,
             "num_warmup_steps": 0.1,
             "checkpoint_every_steps": 5,
             "activation_checkpointing": "none",
@@ -71,9 +72,8 @@ def make_settings(root: Path, *, num_steps: int) -> Path:
             "batch_size": [8, 16],
             "lr_scheduler": ["linear", "cosine"],
         },
-        "search": "halving",
+        "search": "random",
         "num_trials": 12,
-        "min_steps": num_steps // 9,
         "num_parallel": 2,
     }
     path = root / "sweep.yaml"
@@ -257,7 +257,7 @@ def main() -> None:
         differing = [name for name in sorted(whole.keys() | killed.keys()) if whole.get(name) != killed.get(name)]
         say(f"files compared: {len(whole)}; differing: {len(differing)} {' '.join(differing)}".rstrip())
     differing += train_again(root / "sweep")
-    say(f"the best one trained again without rungs: differing: {len(differing)}")
+    say(f"the best one trained again by hand: differing: {len(differing)}")
     print((root / "sweep.log").read_text().rpartition("\ntrial_")[2].partition("\n")[2].rpartition("\ncurves: ")[0])
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "optuna"))
     say(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}")

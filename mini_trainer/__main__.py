@@ -67,9 +67,6 @@ PROGRAMS = {
         "mini_trainer.options.tools:MergeAdapterOptions",
         "merge a LoRA adapter into its base model",
     ),
-    "merge-models": Program(
-        "tools.merge_models", "mini_trainer.options.tools:MergeModelsOptions", "merge models of one architecture"
-    ),
     "recipe": Program(
         "tools.recipe", "mini_trainer.options.tools:RecipeOptions", "options for a known model and machine"
     ),
@@ -104,6 +101,11 @@ PROGRAMS = {
 PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
 CHAT = "chat"  # generate.py, with the model as its first word
 TORCHRUN = "torchrun"  # the word after --help for its options
+# Words of earlier versions, and what to use instead.
+GONE = {
+    "merge-models": "merge models with mergekit: pip install mergekit",
+    "completion": "shells complete no words of mini-trainer: remove its line from the shell's start-up file",
+}
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
 COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see distributed/command.py
@@ -148,6 +150,8 @@ def main() -> None:
     if word == "--version":
         print_version()
         return
+    if word in GONE:
+        refuse(f"{word!r} is not one of mini-trainer's commands: {GONE[word]}")
     if word not in PROGRAMS:
         close = difflib.get_close_matches(word, PROGRAMS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""

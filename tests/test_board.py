@@ -26,7 +26,7 @@ from tiny_data import write_jsonl
 
 from mini_trainer.data.stores import disk
 from mini_trainer.options import DEFAULT_BATCH_SIZE
-from mini_trainer.use.plots import server as plots_server
+from mini_trainer.use.plots import board
 from mini_trainer.use.plots.board import (
     MOST_COMPARED,
     Board,
@@ -280,7 +280,7 @@ def test_curves_follow_the_chosen_runs_while_they_grow(server):
     ids = find_ids(server)
     query = "&".join(f"run={ids[name]}" for name in ("second", "first"))
     status, page = fetch(server, f"curves?{query}")
-    assert status == 200 and '"has_board":true' in page
+    assert status == 200 and '"is_live":true' in page and "connect-src 'self'" in page
     data = json.loads(fetch(server, f"data?{query}")[1])
     assert [(shown["name"], len(shown["x"]["step"])) for shown in data["runs"]] == [("second", 20), ("first", 20)]
     version = urllib.parse.quote(data["version"])
@@ -502,8 +502,7 @@ def test_a_document_that_is_too_large_is_a_note(tmp_path, monkeypatch):
 
 
 def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots_server, "SECONDS_TO_ASK", 1.0)
-    monkeypatch.setattr(plots_server, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(board.Handler, "timeout", 1.0)
     write_run(tmp_path / "run", num_steps=3)
     with BoardServer(tmp_path, port=0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -513,14 +512,12 @@ def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeyp
                 client.sendall(b"GET / HTTP/1.1\r\nHost: ")
         with urllib.request.urlopen(server.address, timeout=10) as answer:
             assert answer.status == 200
-        assert len(server.connections) <= 8
         for client in clients:
             client.settimeout(10)
             with contextlib.suppress(ConnectionError):
                 while client.recv(1000):
                     pass
             client.close()
-        wait_until(lambda: not server.connections)
         server.shutdown()
 
 

@@ -30,7 +30,6 @@ from mini_trainer.options.tools import (
     GenerateOptions,
     ImportConfigOptions,
     MergeAdapterOptions,
-    MergeModelsOptions,
     PlotOptions,
     ProcessDataOptions,
     RecipeOptions,
@@ -62,7 +61,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     ServeOptions: serve,
 }
 WITHOUT_CHOICES = {
-    *(BoardOptions, ContinualOptions, ExportRunOptions, MergeModelsOptions, PlotOptions, RecipeOptions),
+    *(BoardOptions, ContinualOptions, ExportRunOptions, PlotOptions, RecipeOptions),
     *(SweepOptions, VerifyOptions),
 }
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]

@@ -119,7 +119,6 @@ def list_programs(model: Path, data: Path, folder: Path) -> dict[str, list[objec
         "process_data": ["process_data.py", *process],
         "generate": ["generate.py", *flags(model=model, prompts=rows, output=folder / "answers.jsonl")],
         "evaluate": ["evaluate_model.py", *flags(model=model, data=tokenized, output_dir=folder / "evaluation")],
-        "merge": ["mini_trainer/tools/merge_models.py", "--model", model, model, "--output-dir", folder / "merged"],
     }
 
 
@@ -142,10 +141,10 @@ BY_CODE = [
     (CONFIG, "hidden_act", "nonsense", "KeyError: 'nonsense'"),
     (GENERATION, "max_new_tokens", -5, "`max_new_tokens`"),
 ]
-WITHOUT = {"evaluate": ("max_new_tokens",), "merge": ("max_new_tokens", "hidden_act")}  # what a program does not read
+WITHOUT = {"evaluate": ("max_new_tokens",)}  # what a program does not read
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "generate", "evaluate", "merge"])
+@pytest.mark.parametrize("program", ["train", "plan", "generate", "evaluate"])
 @pytest.mark.parametrize(("name", "key", "value", "shown"), BY_CODE)
 def test_what_only_code_finds_out_is_one_message_too(name, key, value, shown, program, model, data, tmp_path):
     if key in WITHOUT.get(program, ()):

@@ -32,14 +32,12 @@ from mini_trainer.options.tools import (
     ExportGgufOptions,
     GenerateOptions,
     MergeAdapterOptions,
-    MergeModelsOptions,
     VerifyOptions,
 )
 from mini_trainer.run.references import read_file
 from mini_trainer.run.start_checks import describe_data
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.merge_adapter import merge_adapter
-from mini_trainer.tools.merge_models import merge_models
 from mini_trainer.tools.verify import verify
 
 DAMAGED = ".*SHA-256"
@@ -106,11 +104,6 @@ def score_by_export(world, root: Path, skip: bool) -> None:
     score_here(world, export_of(root / "full"), root / "data.arrow", name="other", skip_verification=skip)
 
 
-def merge_export(world, root: Path, skip: bool) -> None:
-    models = (str(root / "model"), str(export_of(root / "full")))
-    merge_models(MergeModelsOptions(model=models, output_dir=str(root / "mixed"), skip_verification=skip))
-
-
 def merge_adapter_into_export(world, root: Path, skip: bool) -> None:
     merge_adapter(
         MergeAdapterOptions(adapter=str(export_of(root / "lora")), model_name_or_path=str(export_of(root / "full")),
@@ -125,8 +118,8 @@ def convert_export(world, root: Path, skip: bool) -> None:
 
 
 Reader = Callable[[object, Path, bool], None]
-READERS = [train_on_export, generate_by_export, evaluate_export, score_by_export, merge_export,
-           merge_adapter_into_export, convert_export]  # fmt: skip
+READERS = [train_on_export, generate_by_export, evaluate_export, score_by_export, merge_adapter_into_export,
+           convert_export]  # fmt: skip
 
 
 @pytest.mark.parametrize("read", READERS)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from mini_trainer.continual.data import as_question, as_row
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.replay import keep_passing, mix
-from mini_trainer.continual.rounds import cut, fill, pair_rows
+from mini_trainer.continual.rounds import fill, pair_rows, split_evenly
 from mini_trainer.continual.settings import Replay, Task, draw_orders
 from mini_trainer.continual.settings_file import read_settings
 from mini_trainer.data.rows.formats import read_example
@@ -298,17 +298,6 @@ def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
         assert options[1]["osft_statistics"] != options[0]["osft_statistics"]
 
 
-@pytest.mark.long
-def test_separate_adapters_are_measured_on_their_own_tasks(tmp_path: Path):
-    settings = make_inputs(tmp_path) | {"adapters": "separate"}
-    settings["train"] |= {"lora": True, "lora_rank": 4}
-    root = run(settings, tmp_path)
-    (sequence,) = read_experiment(root).sequences
-    start, first, second = ({name: cell.mean for name, cell in row["loss"].items()} for row in sequence.rows)
-    assert second["twice"] == first["twice"] != start["twice"] and first["shout"] == start["shout"]
-    assert read_options(root / "order_1_seed_42" / "2_shout")["model_name_or_path"] == settings["model"]
-
-
 def test_rows_keep_their_prompts():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     messages = [
@@ -349,5 +338,5 @@ def test_orders_are_distinct_and_begin_with_the_given_one():
 
 def test_rounds_have_equal_parts():
     rows = [{"i": i} for i in range(10)]
-    parts = cut(rows, 3)
+    parts = split_evenly(rows, 3)
     assert [len(part) for part in parts] == [3, 3, 4] and [row for part in parts for row in part] == rows

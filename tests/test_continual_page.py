@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Browser, needs_browser
-from made_experiments import HOSTILE, make_experiment, write_answers
+from made_experiments import HOSTILE, make_experiment
 
 from mini_trainer.continual.compare import check_comparable, describe_comparison, find_front
-from mini_trainer.continual.lost import find_falls, find_lost
 from mini_trainer.continual.matrix import Cell, Experiment
-from mini_trainer.continual.page import EXAMPLES_BUDGET, describe_page, write_page
+from mini_trainer.continual.page import describe_page, write_page
 
 ORDERS = ((0, 1, 2), (2, 0, 1))
 TEXTS = "[...document.querySelectorAll('{}')].map(node => node.textContent)"
@@ -49,7 +48,7 @@ def replace_cells(experiment: Experiment, change: Callable[[int, str, str, Cell]
 
 def test_a_view_has_the_mean_of_an_order_over_seeds_and_each_sequence(tmp_path):
     experiment = make_experiment("a", orders=ORDERS, seeds=(0, 1, 2), kinds=("score", "loss"))
-    page = describe_page([experiment], [tmp_path])
+    page = describe_page([experiment])
     for kind in ("score", "loss"):
         views = page["experiments"][0]["kinds"][kind]["views"]
         assert [view["label"] for view in views[:3]] == [
@@ -68,30 +67,13 @@ def test_a_view_has_the_mean_of_an_order_over_seeds_and_each_sequence(tmp_path):
     assert page["experiments"][0]["kinds"]["loss"]["derived"]["average"]["mean"] < 0
 
 
-def test_orders_are_aligned_at_each_tasks_training():
-    experiment = make_experiment("a", orders=((0, 1, 2), (2, 0, 1), (1, 2, 0)))
-    aligned = describe_page([experiment], [Path()])["experiments"][0]["kinds"]["score"]["aligned"]
-    for k, name in enumerate(experiment.tasks):
-        for row, (mean, low, high, count) in enumerate(
-            zip(aligned["mean"], aligned["low"], aligned["high"], aligned["counts"], strict=True)
-        ):
-            since = row + aligned["offset"]
-            places = [(one, one.tasks.index(name) + 1 + since) for one in experiment.sequences]
-            values = [one.rows[t]["score"][name].mean for one, t in places if 0 <= t <= 3]
-            assert count[k] == len(values)
-            wanted = [np.mean(values), min(values), max(values)] if values else [None] * 3
-            assert [mean[k], low[k], high[k]] == (pytest.approx(wanted, rel=1e-5) if values else wanted)
-    one_order = describe_page([make_experiment("b", seeds=(0, 1))], [Path()])
-    assert one_order["experiments"][0]["kinds"]["score"]["aligned"] is None
-
-
 def test_metrics_from_0_to_1_share_a_scale_and_others_have_their_own():
     metrics = {"math": ("rouge_l", 1), "code": ("exact_match", 1), "law": ("bleu", 100), "world_knowledge": ("acc", 1)}
     made = make_experiment("a")
     experiment = replace_cells(
         made, lambda t, kind, name, cell: Cell(metrics[name][0], cell.values * metrics[name][1], None, cell.samples)
     )
-    scales = describe_page([experiment], [Path()])["kinds"][0]["scales"]
+    scales = describe_page([experiment])["kinds"][0]["scales"]
     assert sorted(sorted(scale["metrics"]) for scale in scales) == [["acc", "exact_match", "rouge_l"], ["bleu"]]
     means = [row["score"]["law"].mean * 100 for row in made.sequences[0].rows]
     own = next(scale for scale in scales if scale["metrics"] == ["bleu"])
@@ -103,7 +85,7 @@ def test_missing_cells_and_an_experiment_that_still_runs_are_shown_as_such(tmp_p
     experiment = replace_cells(made, lambda t, kind, name, cell: cell if name != "law" or t == 3 else None)
     sequences = (experiment.sequences[0], dataclasses.replace(experiment.sequences[1], rows=made.sequences[1].rows[:2]))
     experiment = dataclasses.replace(experiment, sequences=sequences)
-    page = describe_page([experiment], [tmp_path])["experiments"][0]
+    page = describe_page([experiment])["experiments"][0]
     assert page["facts"] == "3 tasks, 0 probes, 1 order, 2 seeds (4 of 6 trainings done)"
     mean, first, second = page["kinds"]["score"]["views"]
     assert [row[2] is None for row in first["mean"]] == [True, True, True, False]
@@ -112,7 +94,7 @@ def test_missing_cells_and_an_experiment_that_still_runs_are_shown_as_such(tmp_p
     derived = page["kinds"]["score"]["derived"]
     assert derived["forgotten"] is None and derived["average"] is not None
     assert "a (4 of 6 " in describe_comparison([experiment])
-    write_page(tmp_path / "page.html", [experiment], [tmp_path])
+    write_page(tmp_path / "page.html", [experiment])
 
 
 @needs_browser
@@ -120,13 +102,13 @@ def test_missing_cells_and_an_experiment_that_still_runs_are_shown_as_such(tmp_p
 def test_the_start_models_row_alone_has_a_page(browser, tmp_path):
     made = make_experiment("a", kinds=("loss",))
     start = dataclasses.replace(made.sequences[0], rows=made.sequences[0].rows[:1])
-    write_page(tmp_path / "page.html", [dataclasses.replace(made, sequences=(start,))], [tmp_path])
+    write_page(tmp_path / "page.html", [dataclasses.replace(made, sequences=(start,))])
     browser.open((tmp_path / "page.html").as_uri())
     assert browser.list_complaints() == []
     assert browser.ask(TEXTS.format("#derived b")) == ["–"] * 6
     cells = browser.ask(TEXTS.format("#map tbody td"))
     assert "–" not in cells[:4] and cells[4:] == ["–"] * 12
-    assert browser.ask("byId('front').hidden && byId('lost').hidden && !document.querySelector('#map .own')")
+    assert browser.ask("byId('front').hidden && !document.querySelector('#map .own')")
 
 
 # ---- comparisons
@@ -174,7 +156,7 @@ def test_experiments_that_measure_something_else_are_refused(other, told, tmp_pa
     with pytest.raises(ValueError, match=f"other: {told}"):
         describe_comparison(experiments)
     with pytest.raises(ValueError, match="other: "):
-        write_page(tmp_path / "page.html", experiments, [tmp_path] * 3)
+        write_page(tmp_path / "page.html", experiments)
     assert list(tmp_path.iterdir()) == []
     check_comparable(experiments[:2])  # the order in which tasks are trained may differ
 
@@ -184,97 +166,11 @@ def test_the_front_has_the_points_that_no_other_beats():
     assert find_front(points) == [True, True, False, False, False, True, True]
 
 
-# ---- questions that were right before
-
-
-def test_questions_whose_score_fell_furthest_come_first():
-    then, now = np.array([1, 1, 0, 1, 0.6, 0.5]), np.array([0.5, 0, 1, 0.9, 0, 0.1])
-    assert find_falls(then, now).tolist() == [1, 4, 0]
-    assert find_falls(100 * then, 100 * now).tolist() == [1, 4, 0]
-    assert find_falls(np.ones(3), np.ones(3)).tolist() == []
-
-
-def test_answers_of_lost_questions_are_read_from_the_files_of_the_evaluation(tmp_path):
-    experiment = make_experiment("a", orders=ORDERS, num_questions=60, keeping=0.1)
-    write_answers(tmp_path, experiment, text="\u2028 two lines")
-    sequence = experiment.sequences[1]
-    assert sequence.tasks == ("law", "math", "code")
-    law, math = find_lost(experiment, tmp_path, 1, most=20)
-    assert (law.name, math.name, law.num_questions, law.problem) == ("law", "math", 60, "")
-    then, now = (sequence.rows[t]["score"]["law"].values for t in (1, 3))
-    assert law.rows.tolist() == [i for i in range(60) if then[i] == 1 and now[i] == 0] and len(law.rows) > 20
-    assert len(law.falls) == 20
-    for i, (before, after, *scores) in zip(law.rows, law.falls, strict=False):
-        assert before["prompt"] == f"Question {i} of law?" == after["prompt"] and scores == [1, 0]
-        assert before["answer"].startswith("1 after 1 \u2028") and after["answer"].startswith("0 after 3")
-
-
-def test_files_of_the_harness_are_read_in_the_order_of_its_tasks(tmp_path):
-    """A group's questions are those of its first task, then those of the second."""
-    made = make_experiment("a", keeping=0.1)
-    experiment = replace_cells(
-        made, lambda t, kind, name, cell: dataclasses.replace(cell, metric="acc", samples=f"{name}_{t}/lm_eval.json")
-    )
-    for t, row in enumerate(experiment.sequences[0].rows):
-        for name, cell in row["score"].items():
-            samples = [
-                {"prompt": f"{name} {i}", "reference": "yes", "answer": f"at {t}", "scores": {"acc": value},
-                 "index": i % 10}
-                for i, value in enumerate(cell.values.tolist())
-            ]  # fmt: skip
-            (tmp_path / f"{name}_{t}").mkdir()
-            groups = {f"part_{k}": samples[10 * k : 10 * k + 10][::-1] for k in (3, 1, 0, 2)}
-            (tmp_path / cell.samples).write_text(json.dumps(groups))
-    math, code = find_lost(experiment, tmp_path, 0, most=20)
-    assert math.problem == code.problem == "" and math.rows.max() > 10
-    for i, (before, after, *_) in zip(math.rows, math.falls, strict=False):
-        assert before["prompt"] == f"math {i}" and (before["answer"], after["answer"]) == ("at 1", "at 3")
-        assert before["references"] == ["yes"] and before["place"] == f"document {i % 10}"
-
-
-def damage(path: Path) -> None:
-    path.write_text("{" + path.read_text()[1:].replace("\n{", "\nx{"))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (Path.unlink, "No such file"),
-        (damage, "damaged"),
-        (lambda path: path.write_text("{}\n" * 40), "see scores"),
-        (lambda path: path.write_text("3\n" * 40), "an object"),
-        (lambda path: path.write_text(path.read_text() * 2), "80 answers"),
-        (lambda path: path.write_text("".join(path.read_text().splitlines(True)[::-1])), "differs from the measured"),
-    ],
-)
-def test_answers_that_are_not_those_that_were_scored_are_not_shown(spoil, told, tmp_path):
-    experiment = make_experiment("a", keeping=0.1)
-    write_answers(tmp_path, experiment)
-    spoil(tmp_path / experiment.sequences[0].rows[3]["score"]["math"].samples)
-    math, code = find_lost(experiment, tmp_path, 0, most=20)
-    assert told in math.problem and math.falls == [] and len(math.rows) > 3 and code.problem == ""
-    assert told in json.dumps(describe_page([experiment], [tmp_path]), default=float)
-
-
-def test_a_large_experiment_has_fewer_and_shorter_examples(tmp_path):
-    tasks = [f"task{i}" for i in range(10)]
-    orders = [np.roll(range(10), shift).tolist() for shift in range(4)]
-    experiment = make_experiment("a", tasks=tasks, orders=orders, num_questions=30, keeping=0.0)
-    write_answers(tmp_path, experiment, length=2000)
-    write_page(tmp_path / "page.html", [experiment], [tmp_path])
-    size = (tmp_path / "page.html").stat().st_size
-    page = read_page(tmp_path / "page.html")
-    assert EXAMPLES_BUDGET / 3 < size < EXAMPLES_BUDGET + 500_000
-    limit, longest = page["lost"]["limit"], max(map(len, page["lost"]["texts"]))
-    assert limit < 2000 and limit - 1 <= longest < limit + 40
-
-
 # ---- in a browser
 
 
 def write_hostile_page(folder: Path, experiments: list[Experiment]) -> str:
-    directories = [write_answers(folder / str(i), one, text=HOSTILE) for i, one in enumerate(experiments)]
-    write_page(folder / "page.html", experiments, directories)
+    write_page(folder / "page.html", experiments)
     assert "</script><img" not in (folder / "page.html").read_text()
     return (folder / "page.html").as_uri()
 
@@ -290,10 +186,7 @@ CONTRAST = """Math.min(...[...document.querySelectorAll('#map tbody td:not(.none
 @needs_browser
 @pytest.mark.slow
 def test_a_browser_shows_one_experiment(browser, tmp_path):
-    made = make_experiment(HOSTILE, tasks=("math", HOSTILE, "law"), keeping=0.2)
-    experiment = replace_cells(
-        made, lambda t, kind, name, cell: dataclasses.replace(cell, samples=f"{t}/{name.replace('/', '')}.jsonl")
-    )
+    experiment = make_experiment(HOSTILE, tasks=("math", HOSTILE, "law"), keeping=0.2)
     url = write_hostile_page(tmp_path, [experiment])
     browser.open(url)
     assert browser.list_complaints() == [] and browser.list_requests() == [url]
@@ -308,17 +201,10 @@ def test_a_browser_shows_one_experiment(browser, tmp_path):
     assert browser.ask(TEXTS.format("#derived tr:nth-child(2) td:first-child")) == ["Average"]
     assert browser.ask("document.querySelectorAll('#curves .line').length") == 4
     assert browser.ask("document.querySelectorAll('#curves .own').length") == 3
-    for key in ("kinds", "experiments", "view", "axis", "sequence", "each"):
+    for key in ("kinds", "experiments", "view", "each"):
         assert browser.ask(f"byId('{key}').hidden")
     assert browser.ask(f"{CONTRAST}") >= 4.5
 
-    # answers, then and now; searched
-    answers, place = browser.ask(TEXTS.format("#tasks details:first-of-type .answer p")), browser.ask("textOf(0)")
-    assert answers[:2] == [f"1 after 1 {HOSTILE} ({place})", f"0 after 3 {HOSTILE} ({place})"]
-    browser.ask("byId('search').value = 'QUESTION 1'; byId('search').dispatchEvent(new Event('input'))")
-    prompts = browser.ask(TEXTS.format("details[open] .prompt"))
-    assert prompts and all(prompt.startswith("Question 1") for prompt in prompts)
-    assert browser.ask("document.querySelector('mark').textContent") == "Question 1"
     # a line that is hidden leaves the chart
     browser.ask("byId('lines').children[0].click()")
     assert browser.ask("document.querySelectorAll('#curves .line').length") == 3
@@ -349,13 +235,10 @@ def test_a_browser_lays_experiments_over_each_other(browser, tmp_path):
     last = experiments[2].sequences[3]
     wanted = [f"{row['score'][name].mean:.3f}" for row in last.rows for name in (*last.tasks, "world_knowledge")]
     assert browser.ask(TEXTS.format("#map tbody td")) == wanted
-    browser.ask("byId('axis').value = 'aligned'; byId('axis').dispatchEvent(new Event('change'))")
-    assert browser.ask("document.querySelectorAll('#curves .line').length") == 3
-    assert browser.ask("document.querySelectorAll('#curves .own').length") == 3
 
-    # losses: no answers, and more is worse
+    # losses: more is worse
     browser.ask("byId('kinds').children[1].click()")
-    assert browser.ask("byId('lost').hidden") and "lower is better" in browser.ask("byId('scales').textContent")
+    assert "lower is better" in browser.ask("byId('scales').textContent")
     assert "negated" in browser.ask("byId('about').textContent")
     first = browser.ask("luminance(mix(0)) < luminance(mix(0.5)) && luminance(mix(0.5)) < luminance(mix(1))")
     assert first and browser.ask(CONTRAST) >= 4.5

@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask
 from mini_trainer.objectives.classes import make_labels
 from mini_trainer.use.evaluation.classes import average_f1, count_outcomes
-from mini_trainer.use.evaluation.comparison import Folded, Scores, compare
+from mini_trainer.use.evaluation.comparison import Folded, SampleScores, compare
 
 NUM_SAMPLES, NUM_LABELS = 24, 3
 KINDS = {
@@ -123,7 +123,7 @@ def test_macro_f1_is_drawn_and_tested_as_a_whole():
     outcomes = [count_outcomes(task, np.arange(30), targets, np.eye(3)[own[:, 0]]) for own in models]
     folded = Folded(outcomes, lambda values: average_f1(values, of_all=False))
     right = np.array([(own == targets).all(1) for own in models], dtype=float)
-    found = compare(Scores("f1", right, np.ones(30), folded=folded), seed=0, num_resamples=150)
+    found = compare(SampleScores("f1", right, np.ones(30), folded=folded), seed=0, num_resamples=150)
     rows = np.random.default_rng(0).integers(30, size=(150, 30))
     for own, value in zip(models, found["values"], strict=True):
         expected = metrics.f1_score(targets, own, average="macro", zero_division=0)
@@ -133,7 +133,7 @@ def test_macro_f1_is_drawn_and_tested_as_a_whole():
     # p of a few samples, against all ways of exchanging what the models said
     few = [counts[:6] for counts in outcomes]
     (pair,) = compare(
-        Scores("f1", right[:, :6], np.ones(6), folded=Folded(few, folded.fold)), seed=0, num_resamples=20_000
+        SampleScores("f1", right[:, :6], np.ones(6), folded=Folded(few, folded.fold)), seed=0, num_resamples=20_000
     )["pairs"]
     first, second = ([own[:6, 0], other[:6, 0]] for own, other in (models, models[::-1]))
 

@@ -33,8 +33,6 @@ from transformers.tokenization_utils_base import generate_merges
 from mini_trainer.options.tools import ExportGgufOptions
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.use.exporters.gguf_tokenizer import SPLITS
-from mini_trainer.use.exporters.llama_tokens import STRINGS
-from mini_trainer.use.exporters.ollama import derive_template
 
 LLAMA3_ROPE = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -274,22 +272,6 @@ def test_every_stop_token_and_the_defaults_for_sampling_are_written(tmp_path):
     assert (fields["general.sampling.temp"], fields["general.sampling.top_k"]) == (0.5, 7)
 
 
-def test_text_of_which_llama_cpp_makes_other_tokens_is_noted(tmp_path, capsys):
-    path = save(type(CONFIGS["gemma3"])(**CONFIGS["gemma3"].to_dict() | dict(vocab_size=352)), tmp_path / "model")
-    tokenizer = make_sentencepiece(GemmaTokenizer)
-    tokenizer.save_pretrained(path)
-    export(path, tmp_path / "equal.gguf")
-    assert "other tokens" not in capsys.readouterr().out
-    # Without this merge the tokenizer never makes the token "th", which llama.cpp does by its score.
-    stored = json.loads(tokenizer.backend_tokenizer.to_str())
-    stored["model"]["merges"].remove(["t", "h"])
-    (path / "tokenizer.json").write_text(json.dumps(stored))
-    export(path, tmp_path / "model.gguf")
-    said = capsys.readouterr().out
-    expected = [text for text in STRINGS if "th" in text]
-    assert f"of {len(expected)} of 48 difficult texts, first {expected[0]!r}" in said
-
-
 def test_stop_tokens_that_llama_cpp_leaves_out_or_adds_are_noted(tmp_path, capsys):
     path = save(CONFIGS["llama"], tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -332,76 +314,28 @@ def test_what_llama_cpp_writes_into_a_chat_is_noted(tmp_path, capsys):
         tokenizer.save_pretrained(path)
         export(path, tmp_path / f"{i}.gguf")
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: llama.cpp")]
-        notes = [line for line in notes if "difficult texts" not in line and "puts a blank" not in line]
+        notes = [line for line in notes if "merges by scores" not in line and "puts a blank" not in line]
         assert len(notes) == (expected is not None) and (expected or "") in "".join(notes), (template, notes)
 
 
-# --- Ollama --------------------------------------------------------------------------------------------------
-
-LOOP = "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{{ '<|im_end|>' if m.role != 'user' }}\n{% endfor %}"
-PROMPT = "{% if add_generation_prompt %}[assistant]{% endif %}"
-DEFAULT = "{% if messages[0].role != 'system' %}[system]Default<|im_end|>\n{% endif %}"
-TURNS = (
-    '{{ range $i, $_ := .Messages }}{{ if eq .Role "user" }}[user]{{ .Content }}\n'
-    '{{ else if eq .Role "assistant" }}[assistant]{{ .Content }}<|im_end|>\n{{ end }}{{ end }}[assistant]'
-)
-SYSTEM = "{{ if .System }}[system]{{ .System }}<|im_end|>\n{{ else }}%s{{ end }}"
-REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-# The system message is the beginning of the first question.
-FOLDING = (
-    "{% for m in messages %}{% if m.role == 'system' %}[user]{{ m.content }}\n\n{% else %}"
-    "{{ ('' if loop.index0 == 1 and messages[0].role == 'system' else '[' + m.role + ']') + m.content + '\n' }}"
-    "{% endif %}{% endfor %}"
-)
-FOLDED = (
-    "{{ if .System }}[user]{{ .System }}\n\n{{ else }}{{ end }}"
-    '{{ range $i, $_ := .Messages }}{{ if eq .Role "user" }}{{ if not (and $.System (eq $i 1)) }}[user]{{ end }}'
-    '{{ .Content }}\n{{ else if eq .Role "assistant" }}[assistant]{{ .Content }}\n{{ end }}{{ end }}[assistant]'
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (LOOP + PROMPT, SYSTEM % "" + TURNS),
-        (DEFAULT + LOOP + PROMPT, SYSTEM % "[system]Default<|im_end|>\n" + TURNS),
-        (REFUSING + LOOP + PROMPT, TURNS),
-        (FOLDING + PROMPT, FOLDED),
-        (LOOP.replace("m.content", "m.content[:5]") + PROMPT, None),
-        (LOOP.replace("m.content", "m.content | upper") + PROMPT, None),
-        (LOOP.replace("m.content", "loop.index | string + m.content") + PROMPT, None),
-        ("{{ strftime_now('%Y') }}" + LOOP + PROMPT, None),
-        ("{{ '{{' }}" + LOOP + PROMPT, None),
-        ("{{ messages.content.x }}", None),
-    ],
-)
-def test_ollamas_template_is_the_chat_templates_or_none(template, expected):
-    tokenizer = train_tokenizer(TEXTS * 9, vocab_size=VOCAB_SIZE - 4)
-    tokenizer.chat_template = template
-    assert derive_template(tokenizer) == expected
-
-
-def test_a_modelfile_names_the_file_and_every_stop_token(tmp_path, capsys):
+def test_a_modelfile_lacks_a_stop_token_or_a_sampling_default(tmp_path):
     path = save(CONFIGS["llama"], tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     stops = [tokenizer.eos_token_id, 5]
-    GenerationConfig(eos_token_id=stops).save_pretrained(path)
-    options = ExportGgufOptions(
-        model_name_or_path=str(path), output=str(tmp_path / "out" / "chats.gguf"), dtype="f32", modelfile=True
-    )
+    GenerationConfig(eos_token_id=stops, do_sample=True, temperature=0.6, top_p=0.9).save_pretrained(path)
+    output = tmp_path / "out" / "chats.gguf"
+    options = ExportGgufOptions(model_name_or_path=str(path), output=str(output), dtype="f32", modelfile=True)
     export_gguf(options)
-    lines = (tmp_path / "out" / "Modelfile").read_text().splitlines()
-    assert lines[0] == "FROM ./chats.gguf" and lines[1].startswith('TEMPLATE """')
-    assert lines[-2:] == [f'PARAMETER stop "{text}"' for text in tokenizer.convert_ids_to_tokens(stops)]
-    assert "without tools" in capsys.readouterr().out
-    (tmp_path / "out" / "chats.gguf").unlink()
+    names = tokenizer.convert_ids_to_tokens(stops)
+    assert (tmp_path / "out" / "Modelfile").read_text().splitlines() == [
+        "FROM ./chats.gguf",
+        *(f'PARAMETER stop "{name}"' for name in names),
+        "PARAMETER temperature 0.6",
+        "PARAMETER top_p 0.9",
+    ]
+    output.unlink()
     with pytest.raises(ValueError, match="Modelfile already exists"):
         export_gguf(options)
-    (tmp_path / "out" / "Modelfile").unlink()
-    (path / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + LOOP)
-    export_gguf(options)
-    assert "TEMPLATE" not in (tmp_path / "out" / "Modelfile").read_text()
-    assert "no exact form" in capsys.readouterr().out
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from data_runs import chat, write_rows
-from heavy import need
 from processes import ROOT, run
 from run_directories import write_run
 from tiny_models import FAMILIES, save_model, save_tokenizer
@@ -25,8 +24,6 @@ from mini_trainer.data.stores.disk import (
 )
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.use.evaluation.kept import write_made
-from mini_trainer.use.plots.figure import write_figure
-from mini_trainer.use.plots.run_files import open_runs
 
 LIMITED = ROOT / "tests" / "workers" / "limited.py"
 ROOM = r"File too large.*; .*[0-9,]+ free"
@@ -56,7 +53,6 @@ PROGRAMS = {
         "generate.py --model MODEL --prompts ROWS --output OUT/a.jsonl --max-new-tokens 1",
         "OUT/a.jsonl.part0",
     ),
-    "mix": ("mini_trainer/tools/merge_models.py --model MODEL MODEL --output-dir OUT/m", "the model OUT/m"),
 }
 
 
@@ -85,14 +81,6 @@ def test_what_is_written_aside_names_the_file_that_grew(tmp_path):
     with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/answers\.jsonl: {ROOM}"):
         write_made(tmp_path / "answers.jsonl", "x" * 2000, {})
     assert not list(tmp_path.iterdir())
-
-
-def test_a_figure_that_finds_no_room_names_its_file(tmp_path):
-    need("matplotlib")
-    runs = open_runs([write_run(tmp_path / "run", num_steps=9)])
-    with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/curves\.png: {ROOM}"):
-        write_figure(tmp_path / "curves.png", runs, smoothing=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])

@@ -211,11 +211,10 @@ def test_rows_of_every_format_become_prompts(tmp_path):
         {"prompt": "Hi"},
         {"text": "Hi"},
         {"question": "Hi", "answer": "6 * 7 = 42\n#### 42"},
-        {"question": "Hi", "choices": ["a", "b"], "answer": 1},
         {"text": "Hi", "label": 3},
         {"prompt": "Hi", "references": ["Ho", "He"]},
     ]
-    chat, gpt, alpaca, completion, alone, text, question, choice, label, several = read_prompts(
+    chat, gpt, alpaca, completion, alone, text, question, label, several = read_prompts(
         [str(write_jsonl(tmp_path / "rows.jsonl", rows))], None
     )
     assert (chat.messages, chat.references) == (user, ("Ho",)) and chat.row == rows[0]
@@ -224,7 +223,6 @@ def test_rows_of_every_format_become_prompts(tmp_path):
     assert (completion.messages, completion.text, completion.references) == (None, "Hi", ("Ho",))
     assert (alone.text, alone.references, text.text) == ("Hi", (), "Hi")
     assert question.messages == user and question.references == ("6 * 7 = 42\n#### 42",)
-    assert (choice.choices, choice.right_choice, choice.references) == (("a", "b"), 1, ())
     assert label.references == ("3",) and several.references == ("Ho", "He")
     assert tokenizer.decode(encode_prompt(question, tokenizer)) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -243,7 +241,6 @@ def test_rows_of_every_format_become_prompts(tmp_path):
     ("row", "reason"),
     [
         ({"question": ""}, "'question' is ''"),
-        ({"question": "Hi", "choices": ["a"], "answer": 0}, "'choices' is ['a']"),
         ({"question": "Hi", "references": "a"}, "'references' is 'a'"),
     ],
 )

@@ -9,12 +9,12 @@ from refusals import read_refusal
 
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.measuring import read_cell
-from mini_trainer.continual.rounds import cut
 from mini_trainer.continual.settings import SetSettings
 from mini_trainer.continual.settings_file import read_settings
 from mini_trainer.options.tools import ContinualOptions
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.continual import continual
+from mini_trainer.use.evaluation.comparison import cut
 
 A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}
 GOOD = {"model": "M", "output_dir": "out", "train": {"max_epochs": 1, "batch_size": 4}, "tasks": [A, A | {"name": "b"}]}

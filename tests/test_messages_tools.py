@@ -20,7 +20,7 @@ NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", proce
 # What differs from a good sweep, text.
 SWEEPS: list[tuple[dict[str, Any], str]] = [
     ({"serch": "grid"}, "unknown option 'serch'; did you mean 'search'?"),
-    ({"search": "tpe"}, "search cannot be 'tpe', allowed: grid, random, halving"),
+    ({"search": "tpe"}, "search cannot be 'tpe', allowed: grid, random"),
     ({"search": "random"}, "search: random needs num_trials"),
     (
         {"train": TRAIN | {"output_dir": "E"}},

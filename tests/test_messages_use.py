@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from refusals import read_refusal
 
-from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompt, read_prompts
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompts
 from mini_trainer.use.evaluation.metrics import choose_measures
 from mini_trainer.use.evaluation.models import list_models
 from mini_trainer.use.inference.answers import AnswerFile
@@ -48,22 +48,11 @@ ROWS = [
         "nothing to answer",
     ),
     (
-        "right choice",
-        lambda path: read(path, {"question": "Hi", "choices": ["a", "b"], "answer": 2}),
-        "--prompts: 1 of 1 rows cannot be used:\n  rows.jsonl:1: 'answer' is 2, expected the index of the correct "
-        "choice, 0 to 1",
-    ),
-    (
         "unknown format",
         lambda path: read(path, {"other": 1}),
         "--prompts: 1 of 1 rows cannot be used:\n  rows.jsonl:1: unrecognised format: its keys are ['other'], "
         "expected messages: messages; sharegpt: conversations; alpaca: instruction and output; completion: prompt "
         "and completion or generation; document: document or text",
-    ),
-    (
-        "source text",
-        lambda path: read_prompt({"prompt": "Hi", "answer": "Ho", "source_text": 3}, None),
-        "'source_text' is 3, expected text",
     ),
     (
         "no template",
@@ -95,7 +84,7 @@ ROWS = [
         "metric",
         lambda path: choose_measures(["blue"], [("1",)]),
         "--metrics blue: is not one of exact_match, first_line, normalised_match, contains, number, token_f1, "
-        "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity, sari",
+        "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity",
     ),
     (
         "no run to evaluate",

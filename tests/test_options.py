@@ -297,7 +297,6 @@ COMPLETE = {
     "serve": ["m"],
     "export": ["r"],
     "evaluate": ["--model", "m", "--data", "d", *OUTPUT],
-    "merge-models": ["--model", "m", "n", *OUTPUT],
     "export-gguf": [*MODEL, "--output", "o.gguf"],
     "import-config": ["c.yaml", *OUTPUT],
     "score-data": [*MODEL, "--data-path", "d"],

@@ -19,7 +19,6 @@ from mini_trainer.options.tools import (
     GenerateOptions,
     ImportConfigOptions,
     MergeAdapterOptions,
-    MergeModelsOptions,
     PlotOptions,
     ProcessDataOptions,
 )
@@ -29,7 +28,6 @@ from mini_trainer.tools.continual import continual
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.merge_adapter import merge_adapter
-from mini_trainer.tools.merge_models import merge_models
 from mini_trainer.tools.plot_metrics import plot_metrics
 
 METRICS = '{"step": 1, "loss": 2.0, "total_samples": 4, "total_tokens": 40, "lr": 0.1}\n'
@@ -72,7 +70,6 @@ def call(name: str, given: dict[str, str], place: Path, world: World) -> None:
             ),
             world,
         ),
-        "merge-models": lambda: merge_models(MergeModelsOptions(model=(model, model), output_dir=str(place / "m"))),
         "import-config": lambda: import_config(
             ImportConfigOptions(config_file=given["axolotl.yaml"], output_dir=str(place))
         ),
@@ -83,7 +80,7 @@ def call(name: str, given: dict[str, str], place: Path, world: World) -> None:
 
 WRITERS = (
     *("evaluate", "process-data", "process-data --shard", "process-data --preview-html", "generate"),
-    *("merge-models", "import-config", "plot-metrics"),
+    *("import-config", "plot-metrics"),
 )
 
 

@@ -151,6 +151,8 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
         ([], "command: train, process-data"),
         (["trian"], "commands: train, process-data"),
         (["trian"], " train? (mini-trainer --help"),
+        (["completion", "bash"], "remove its line from the shell's start-up file"),
+        (["merge-models", "--help"], "merge models with mergekit"),
         (["train", "--nproc-per-node", "0"], "--nproc-per-node 0: "),
         (["train", "--nproc_per_node=many"], "--nproc-per-node many: "),
         (["train", "--nnodes"], "--nnodes needs"),

@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 from browser import Browser, needs_browser
-from made_experiments import make_experiment, write_answers
+from made_experiments import make_experiment
 from made_pages import HOSTILE, make_results, make_sample, make_totals
 from make_tiny_model import train_tokenizer
 from processes import ROOT
@@ -87,8 +87,7 @@ def write_results(folder: Path) -> Iterator[str]:
 @contextmanager
 def write_continual(folder: Path) -> Iterator[str]:
     experiments = [make_experiment(name, kinds=("score", "loss"), seeds=(0, 1)) for name in ("ours", "replay")]
-    write_answers(folder, experiments[0])
-    write_continual_page(folder / "page.html", experiments, [folder] * 2)
+    write_continual_page(folder / "page.html", experiments)
     yield (folder / "page.html").as_uri()
 
 

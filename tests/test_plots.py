@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from itertools import combinations
@@ -19,21 +17,19 @@ from threading import Thread
 import numpy as np
 import pytest
 from browser import Browser, needs_browser
-from heavy import need
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import ENV, check_serving, run
+from processes import ENV, run
 from run_directories import make_sources, write_run
 from tiny_data import write_jsonl
 
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
+from mini_trainer.use.plots.board import BoardServer
 from mini_trainer.use.plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
 from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
 from mini_trainer.use.plots.curves_page import describe_page, make_curves_page
-from mini_trainer.use.plots.figure import smooth, write_figure
 from mini_trainer.use.plots.run_files import Run, name_runs, open_runs
-from mini_trainer.use.plots.server import CurvesServer
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> $DATA$ \"quote' %{x} <b> &lt; \u202e _ü"
@@ -445,36 +441,6 @@ def test_answers_to_sample_prompts_are_there_by_prompt(tmp_path):
     assert describe(third)["version"] != before and len(describe(third)["samples"]) == 1
 
 
-# ---- pictures
-
-
-@pytest.mark.parametrize("window", [1, 2, 9])
-def test_a_smoothed_point_is_a_mean_of_those_around_it(window):
-    values = np.array([3.0, math.nan, 1.0, 4.0, 1.0, 5.0])
-    there = np.array([3.0, 1.0, 4.0, 1.0, 5.0])
-    decay = (window - 1) / (window + 1)
-    weights = np.array([[decay ** abs(i - j) for j in range(5)] for i in range(5)])
-    expected = weights @ there / weights.sum(axis=1)
-    assert smooth(values, window, sizes=np.ones(len(values)))[[0, 2, 3, 4, 5]] == pytest.approx(expected)
-    assert math.isnan(smooth(values, window, sizes=np.ones(len(values)))[1])
-
-
-@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG\r\n"), ("pdf", b"%PDF-"), ("svg", b"<?xml")])
-def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
-    need("matplotlib")
-    first = write_run(tmp_path / "$a_$b$", num_steps=4000, sets=("held_out",))
-    second = write_run(tmp_path / "_c <x>", num_steps=30)
-    empty = write_run(tmp_path / "empty", num_steps=1)
-    (empty / METRICS).unlink()
-    target = tmp_path / f"plot.{ending}"
-    write_figure(target, open_runs([first, second, empty]), smoothing=10)
-    content = target.read_bytes()
-    assert content.startswith(start) and len(content) > 10_000
-    if ending == "svg":
-        text = content.decode()
-        assert all(f">{name}</text>" in text for name in ("$a_$b$", "_c &lt;x&gt;", "empty", "validation"))
-
-
 # ---- the command
 
 
@@ -482,17 +448,15 @@ def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
     ("options", "problem"),
     [
         (dict(runs=()), "no run"),
-        (dict(), "no output"),
-        (dict(output="x.jpg"), "--output x.jpg: "),
-        (dict(output="x.html", follow=True), "--follow"),
-        (dict(output="x.html", port=80), "--port "),
-        (dict(follow=True, port=99999), "--port 99999: "),
-        (dict(follow=True, smoothing=0), "--smoothing 0"),
+        (dict(output=None), "no output"),
+        (dict(output="x.png"), "--output x.png: must end in .html"),
+        (dict(smoothing=0), "--smoothing 0"),
     ],
 )
 def test_options_that_cannot_be_used(options, problem):
-    assert problem in "\n".join(find_wrong_options(PlotOptions(**(dict(runs=("a",)) | options))))
-    assert find_wrong_options(PlotOptions(runs=("a",), output="x.PNG")) == []
+    given = dict(runs=("a",), output="x.html")
+    assert problem in "\n".join(find_wrong_options(PlotOptions(**(given | options))))
+    assert find_wrong_options(PlotOptions(**given | {"output": "x.HTML"})) == []
 
 
 def plot(*words: object) -> subprocess.CompletedProcess:
@@ -555,66 +519,6 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     for output in (tmp_path / "file" / "page.html", tmp_path / "page.html"):
         done = plot(path, "--output", output)
         assert done.returncode == 2 and f"--output {output}" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_without_matplotlib_the_message_says_what_to_install(tmp_path):
-    path = write_run(tmp_path / "a", num_steps=2)
-    (tmp_path / "missing").mkdir()
-    (tmp_path / "missing" / "matplotlib.py").write_text("raise ImportError")
-    command = [*(sys.executable, "-m", "mini_trainer", "plot-metrics"), str(path), "--output", str(tmp_path / "x.png")]
-    done = run(command, env={"PYTHONPATH": f"{tmp_path / 'missing'}"})
-    assert done.returncode == 2 and "pip install matplotlib" in done.stderr
-
-
-# ---- following
-
-
-@pytest.fixture
-def server(tmp_path):
-    path = write_run(tmp_path / "run", num_steps=20, finished=False)
-    with CurvesServer(open_runs([path]), port=0, smoothing=None) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def fetch(server: CurvesServer, path: str, **headers: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server.address + path, headers=headers)) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def add_steps(path: Path, first: int, last: int) -> None:
-    row = read_rows(path / METRICS)[-1]
-    rows = [row | {"step": step, "total_samples_accumulated": 32 * step} for step in range(first, last + 1)]
-    with (path / METRICS).open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
-    status, page = fetch(server, "")
-    data = read_page(page)
-    assert status == 200 and data["is_live"] and "connect-src 'self'" in page
-    version = urllib.request.quote(data["version"])
-    assert fetch(server, f"data?version={version}") == (204, "")
-    path = server.runs[0].path
-    add_steps(path, 21, 25)
-    status, text = fetch(server, f"data?version={version}")
-    assert status == 200 and json.loads(text)["runs"][0]["x"]["step"] == list(range(1, 26))
-    assert fetch(server, "etc/passwd")[0] == 404
-    assert fetch(server, "data", Host="evil.example")[0] == 403
-    shutil.rmtree(path)
-    status, text = fetch(server, "data")
-    assert status == 500 and f"{path}: " in text and "Traceback" not in text
-
-
-def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
-    path = write_run(tmp_path / "run", num_steps=5)
-    check_serving([sys.executable, "-m", "mini_trainer", "plot-metrics", str(path), "--follow"], "curves")
 
 
 # ---- in a browser
@@ -820,11 +724,11 @@ def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     settle(browser)
     xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').drawn.traces[0])")
     assert xs == list(range(3199, 3222)) and xs[ys.index(50.0)] == 3211
-    # The script's smoothing is that of the picture.
     browser.ask("view.window = 10")
     smoothed = browser.ask("smoothed(data.runs[0], 'loss')")
     losses = np.array([row["loss"] for row in rows])
-    assert smoothed == pytest.approx(smooth(losses, 10, sizes=np.ones(len(losses))).tolist(), rel=1e-4)
+    weights = (9 / 11) ** np.abs(np.arange(len(losses)) - 3205)
+    assert smoothed[3205] == pytest.approx(weights @ losses / weights.sum(), rel=1e-4)
 
 
 @needs_browser
@@ -844,16 +748,25 @@ def test_pages_of_a_run_without_steps_and_of_one_step(browser, tmp_path):
 @pytest.mark.wide
 @needs_browser
 @pytest.mark.slow
-def test_a_followed_page_grows_without_losing_its_place(browser, server):
-    open_page(browser, server.address)
+def test_a_followed_page_grows_without_losing_its_place(browser, tmp_path):
+    path = write_run(tmp_path / "run", num_steps=20, finished=False)
+    with BoardServer(tmp_path, port=0) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        check_growth(browser, server, path)
+        server.shutdown()
+        thread.join()
+
+
+def check_growth(browser: Browser, server: BoardServer, path: Path) -> None:
+    open_page(browser, f"{server.address}curves?run={server.board.read()['runs'][0]['id']}")
     browser.ask("view.x = [5, 15], view.window = 5, drawAll()")
     settle(browser)
-    path = server.runs[0].path
-    add_steps(path, 21, 60)
-    rows = read_rows(path / METRICS)
+    last = read_rows(path / METRICS)[-1]
+    rows = [last | {"step": step, "total_samples_accumulated": 32 * step} for step in range(21, 61)]
     row = rows[-1] | {"step": 61, "sources": make_sources(61, ("web", "code", "x"), 1.0, random.Random(0))}
     with (path / METRICS).open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write("".join(json.dumps(one) + "\n" for one in (*rows, row)))
     browser.wait_until("data.runs[0].x.step.length === 61")
     settle(browser)
     assert browser.ask("[view.x, view.window, byId('s loss').drawn.ranges.x]") == [[5, 15], 5, [5, 15]]

@@ -382,17 +382,7 @@ def test_a_checkpoint_that_notes_down_no_loss_of_preferences_has_the_defaults(mo
     assert list(find_changes(before, identity | {"preference-beta": 0.5})) == ["preference-beta"]
 
 
-@pytest.mark.parametrize("objective", ["preference", wide("kto")])
-def test_score_data_computes_the_reference_that_a_run_looks_for(objective, models, world, tmp_path):
-    make = make_options if objective == "preference" else make_kto_options
-    first = make(tmp_path, models)
-    given = dict(model_name_or_path=str(models[0]), data_path=first["data_path"], dtype="float32")
-    score(group_options(ScoreDataOptions, **given), world)
-    train_on(1, world, **first)
-    (tmp_path / "own").mkdir()
-    train_on(1, world, **make(tmp_path / "own", models))
-    keys = ("loss", "grad_norm")
-    rows = [[[row[key] for key in keys] for row in read_rows(root / "run")] for root in (tmp_path, tmp_path / "own")]
-    assert rows[0] == rows[1]
-    with pytest.raises(ValueError, match=r"--top-k: .*(preferences|binary feedback)"):
-        score(group_options(ScoreDataOptions, **given, top_k=3), world)
+def test_score_data_leaves_references_to_the_run(models, world, tmp_path):
+    given = dict(model_name_or_path=str(models[0]), data_path=make_options(tmp_path, models)["data_path"])
+    with pytest.raises(ValueError, match=r"is for preferences; allowed: .*a run computes its reference"):
+        score(group_options(ScoreDataOptions, **given), world)

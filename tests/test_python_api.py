@@ -72,7 +72,7 @@ from mini_trainer.tools.importers.rules import Refusal
 
 NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
 CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
-from mini_trainer.use.inference.refusals import PromptTooLong
+from mini_trainer.use.inference.openai_engine import PromptTooLong
 
 
 def parse(options_class: type, words: list[str]) -> dict:

@@ -38,11 +38,8 @@ from mini_trainer.tools.sweep.settings import SweepSettings, read_settings
 
 need("optuna")
 
-from mini_trainer.tools.sweep.results import describe_command
-from mini_trainer.tools.sweep.search import find_direction, read_best, settle
+from mini_trainer.tools.sweep.search import describe_command, find_direction, read_best, settle
 from mini_trainer.tools.sweep.study import Study, draw_trials
-
-HALVING = {"search": "halving", "min_steps": 2, "reduction_factor": 2}
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +58,29 @@ def read_losses(root: Path) -> dict[str, list]:
 
 
 def test_a_sweep_that_is_killed_finds_the_same(given, tmp_path, capsys):
-    """Halving with a schedule that depends on the run's end; checkpoints in every step, or none but a rung's."""
-    given = given | HALVING
-    given["train"] = given["train"] | {"lr_scheduler": "linear", "num_warmup_steps": 0.25}
+    """With a schedule that depends on the run's end, and checkpoints in every second step."""
+    schedule = {"lr_scheduler": "linear", "num_warmup_steps": 0.25, "checkpoint_every_steps": 2}
+    given = given | {"train": given["train"] | schedule}
     whole = run(given | {"output_dir": str(tmp_path / "whole")}, tmp_path, num_parallel=2)
     results = read_results(whole)
-    assert [one["state"] for one in results] == ["complete", "complete", "pruned", "pruned"]
-    assert [len(read_rows(whole / f"trial_{one['number']}/run")) for one in results] == [4, 4, 2, 2]
+    assert [one["state"] for one in results] == ["complete"] * 4
+    assert [len(read_rows(whole / f"trial_{one['number']}/run")) for one in results] == [4] * 4
     killed = given | {"output_dir": str(tmp_path / "killed")}
-    best, second = (one["number"] for one in results[:2])
-    for moment, number in (("step", 1), ("end", 2), ("start", best)):
+    for moment, number in (("step", 1), ("end", 1), ("start", 2)):
         with pytest.raises(Killed):
             run(killed, tmp_path, KilledPool(tmp_path / "killed", moment, number))
-    root = run(killed, tmp_path, KilledPool(tmp_path / "killed", "alone", second))
-    assert re.search(rf"trial_{second}: .*signal 9", capsys.readouterr().out)
+    root = run(killed, tmp_path, KilledPool(tmp_path / "killed", "alone", 3))
+    assert re.search(r"trial_3: .*signal 9", capsys.readouterr().out)
     assert read_results(root) == results
     assert read_losses(root) == read_losses(whole)
     assert not list(root.glob("trial_*/run/checkpoints"))
-    check_schedule(root, best)
+    check_schedule(root, results[0]["number"])
 
 
 def test_an_older_journal_finds_the_same(given, tmp_path):
     """Cut after any line, as a restored snapshot is, or gone: results are those of the runs, which are not started
     again. Where these have none, the sweep stops and says what to do."""
-    given = given | HALVING | {"output_dir": str(tmp_path / "sweep")}
+    given = given | {"output_dir": str(tmp_path / "sweep")}
     root = run(given, tmp_path, num_parallel=2)
     results, losses, journal = read_results(root), read_losses(root), root / "study.journal"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -98,15 +94,12 @@ def test_an_older_journal_finds_the_same(given, tmp_path):
     validations = (best / "run" / "validation_metrics_0.jsonl").read_bytes()
     for damaged, message in (
         (b"{}\n" + validations, r"validation_metrics_0\.jsonl: line 1 .*/trial_"),
-        (b"", r"validation_metrics_0\.jsonl: .*step 2; .*/trial_\d+ to train"),
+        (b"", r"validation_metrics_0\.jsonl: has no validation; .*/trial_\d+ to train"),
     ):
         journal.unlink()
         (best / "run" / "validation_metrics_0.jsonl").write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
             run(given, tmp_path, NoPool(root))
-    (best / "train.yaml").write_text("learning_rate: 1\n")
-    with pytest.raises(ValueError, match=r"run: .*train\.yaml .*no checkpoint"):
-        run(given, tmp_path, NoPool(root))
 
 
 class NoPool(ForkedPool):
@@ -153,44 +146,18 @@ def test_an_end_that_says_nothing_of_a_trial_is_no_result(code, begins, message,
     assert [one.state for one in study.list_trials()] == ["waiting"] * 4
 
 
-def test_a_pruned_trial_is_never_the_best(given, tmp_path):
-    """The trials that continue after the first rung fail: the others are reported, and none is called the best."""
-    given = given | HALVING | {"output_dir": str(tmp_path / "sweep")}
-    journal, root = tmp_path / "sweep" / "study.journal", tmp_path / "sweep"
-    with pytest.raises(Killed):
-        run(given, tmp_path, RungPool(root))
-    with pytest.raises(RunError, match=f"best trial: .* 4 .* 2 .*{journal}") as said:
-        run(given, tmp_path, EndingPool(root, dict.fromkeys(range(4), 9)))
-    assert said.value.code == ExitCode.FAILED
-    assert [one["state"] for one in read_results(root)] == ["pruned", "pruned", "failed", "failed"]
-    assert not (root / "best.yaml").exists()
-
-
-class RungPool(ForkedPool):
-    """The sweep is killed when its first rung is done."""
-
-    def __init__(self, root: Path):
-        super().__init__(root, [{}] * 2, num_processes=1)
-        self.num_rungs = 0
-
-    def run(self, *arguments: object) -> None:
-        self.num_rungs += 1
-        if self.num_rungs > 1:
-            raise Killed
-        super().run(*arguments)
-
-
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"low"'])
 def test_a_result_that_is_no_number_never_wins(value, tmp_path):
     path = tmp_path / "validation_metrics_0.jsonl"
     lines = [
         f'{{"step": {step}, "loss": {loss}, "is_best": true}}\n' for step, loss in ((1, 0.5), (2, value), (3, 0.4))
     ]
-    path.write_text("".join(lines))
-    found = [read_best(path, "loss", until=until) for until in (1, 2, None)]
-    assert [(one["step"], one["loss"]) for one in found] == [(1, 0.5), (1, 0.5), (3, 0.4)]
+    for kept, best in ((1, (1, 0.5)), (2, (1, 0.5)), (3, (3, 0.4))):
+        path.write_text("".join(lines[:kept]))
+        found = read_best(path, "loss")
+        assert (found["step"], found["loss"]) == best
     path.write_text(lines[1])
-    assert read_best(path, "loss", until=None) is None
+    assert read_best(path, "loss") is None
 
 
 def check_schedule(root: Path, best: int) -> None:
@@ -422,8 +389,7 @@ def test_a_missing_optuna_is_named(given, tmp_path, monkeypatch):
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    for name in ("mini_trainer.tools.sweep.results", "mini_trainer.tools.sweep.search"):
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "mini_trainer.tools.sweep.search")
     monkeypatch.setattr("mini_trainer.tools.sweep.study", None, raising=False)
     path = write_settings(given, tmp_path)
     with pytest.raises(ValueError, match="package optuna"):

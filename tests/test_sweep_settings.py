@@ -21,7 +21,6 @@ from mini_trainer.tools.sweep.settings import (
 TRAIN = dict(model_name_or_path="M", data_path="d.arrow", validation_data_path="v.arrow", max_steps=100)
 GIVEN = {"output_dir": "D", "train": TRAIN, "parameters": {"learning_rate": [1e-5, 1e-4]}}
 RANDOM = GIVEN | {"search": "random", "num_trials": 3}
-HALVING = GIVEN | {"search": "halving", "min_steps": 10}
 
 
 def read(given: dict[str, Any], folder: Path) -> SweepSettings:
@@ -52,7 +51,7 @@ def test_the_recipe_is_a_sweep_of_the_quickstart(monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = read_settings(Path("examples/recipes/sweep.yaml"))
     check_trials(settings, [{"learning_rate": 1e-3, "batch_size": 16}])
-    assert settings.rungs == (30, 90, 270) and settings.train["lr_scheduler"] == "cosine"
+    assert settings.num_trials == 6 and settings.train["lr_scheduler"] == "cosine"
 
 
 @pytest.mark.parametrize(
@@ -84,14 +83,6 @@ def test_ranges_with_steps_have_a_grid(tmp_path):
 def test_trials_are_drawn_from_a_range_of_any_size(tmp_path):
     settings = read(RANDOM | {"parameters": {"seed": {"low": 0, "high": 10**12}}}, tmp_path)
     assert settings.parameters[0].count_values() == 10**12 + 1
-
-
-def test_the_rungs_of_a_halving_search_end_with_the_run(tmp_path):
-    settings = read(HALVING | {"reduction_factor": 3}, tmp_path)
-    assert settings.rungs == (10, 30, 90, 100)
-    assert settings.options_of({})["validate_every_steps"] == 10  # each rung ends with a validation of the whole run
-    assert read(HALVING | {"min_steps": 50, "reduction_factor": 2}, tmp_path).rungs == (50, 100)
-    assert read(GIVEN, tmp_path).rungs == (None,)
 
 
 @pytest.mark.parametrize(
@@ -127,21 +118,11 @@ def test_the_rungs_of_a_halving_search_end_with_the_run(tmp_path):
         (GIVEN | {"parameters": {"seed": {"low": 0, "high": 2, "log": True}}}, "log: true"),
         (GIVEN | {"parameters": {"seed": {"low": 0, "high": 2, "step": 5}}}, "step: given 5"),
         (GIVEN | {"parameters": {"learning_rate": {"low": 0, "high": 1}}}, "learning_rate: a range"),
-        (GIVEN | {"num_trials": 3}, "num_trials has no effect with search grid, only with random, halving"),
+        (GIVEN | {"num_trials": 3}, "num_trials has no effect with search grid, only with random"),
         (RANDOM, "num_trials: given 3, allowed: at most 2"),
         (GIVEN | {"seed": 1}, "seed has no"),
-        (
-            GIVEN | {"min_steps": 1, "reduction_factor": 2},
-            "min_steps has no effect with search grid, only with halving\n",
-        ),
         (GIVEN | {"num_processes": 0}, "num_processes 0: must be at least 1"),
-        (HALVING | {"reduction_factor": 1}, "reduction_factor 1: must be at least 2"),
-        (HALVING | {"min_steps": 100}, "min_steps: given 100"),
-        (GIVEN | {"search": "halving"}, "needs min_steps"),
-        (HALVING | {"train": TRAIN | {"max_epochs": 1}}, "max_epochs: not with"),
-        (HALVING | {"parameters": {"max_steps": [50, 80]}, "train": {"seed": 1}}, "max_steps: not with"),
-        (HALVING | {"train": TRAIN | {"validate_every_steps": 4}}, "validate_every_steps: given 4"),
-        (HALVING | {"train": TRAIN | {"weight_average": "tail"}}, "weight_average: tail, "),
+        (GIVEN | {"search": "halving", "min_steps": 10}, "search: halving: is not supported; use search: random"),
     ],
 )
 def test_wrong_settings_are_refused_by_key(given, message, tmp_path):

@@ -14,10 +14,9 @@ from sweep_runs import ForkedPool, make_settings, read_results, run, write_setti
 
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.lock import RunLock
-from mini_trainer.tools.sweep.search import run_task
+from mini_trainer.tools.sweep.search import ArrayTask, choose_task, run_task
 from mini_trainer.tools.sweep.settings import read_settings
 from mini_trainer.tools.sweep.study import draw_trials
-from mini_trainer.tools.sweep.tasks import Task, choose_task
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def given(tmp_path_factory) -> dict:
     return given | {"parameters": {"max_tokens_per_gpu": [8, 64, 40]}}
 
 
-def run_one(given: dict, folder: Path, task: Task, *, is_first: bool) -> Path:
+def run_one(given: dict, folder: Path, task: ArrayTask, *, is_first: bool) -> Path:
     settings = read_settings(write_settings(given, folder))
     pool = ForkedPool(task.name_folder(settings.root), [{}], num_processes=1)
     run_task(settings, draw_trials(settings), pool, task, is_first=is_first, more_is_better=False)
@@ -47,15 +46,15 @@ def without_log(results: list[dict]) -> list[dict]:
 def test_tasks_and_then_one_process_find_what_one_process_does(given, tmp_path, capsys):
     whole = run(given | {"output_dir": str(tmp_path / "whole")}, tmp_path)
     shared = given | {"output_dir": str(tmp_path / "shared")}
-    root = run_one(shared, tmp_path, Task(2, 2), is_first=True)
+    root = run_one(shared, tmp_path, ArrayTask(2, 2), is_first=True)
     assert [path.name for path in sorted(root.glob("trial_*"))] == ["trial_1"]
     assert not (root / "results.json").exists()
     capsys.readouterr()
-    run_one(shared, tmp_path, Task(1, 2), is_first=False)
+    run_one(shared, tmp_path, ArrayTask(1, 2), is_first=False)
     said = capsys.readouterr().out
     assert "task 1/2: 2 trials have ended, 1 of them failed. Once all tasks have," in said and "(2 of 2)" in said
     before = read_times(root)
-    lock = RunLock(Task(1, 2).name_folder(root))
+    lock = RunLock(ArrayTask(1, 2).name_folder(root))
     with pytest.raises(RunError, match=rf"^the sweep's task in {root}/tasks/1_of_2 is in use by .* pid") as refused:
         run(shared, tmp_path)
     lock.release()
@@ -66,16 +65,16 @@ def test_tasks_and_then_one_process_find_what_one_process_does(given, tmp_path, 
     failed = read_results(root)[-1]
     assert failed["state"] == "failed" and "--max-tokens-per-gpu" in failed["facts"]["error"]
     with pytest.raises(ValueError, match="other settings"):
-        run_one(shared | {"seed": 3, "search": "random", "num_trials": 3}, tmp_path, Task(1, 2), is_first=False)
+        run_one(shared | {"seed": 3, "search": "random", "num_trials": 3}, tmp_path, ArrayTask(1, 2), is_first=False)
 
 
 @pytest.mark.parametrize(
     ("given_task", "environment", "expected"),
     [
         (None, {}, None),
-        ("3/8", {}, Task(3, 8)),
-        (None, {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, Task(3, 4)),
-        ("1/1", {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, Task(1, 1)),
+        ("3/8", {}, ArrayTask(3, 8)),
+        (None, {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, ArrayTask(3, 4)),
+        ("1/1", {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, ArrayTask(1, 1)),
     ],
 )
 def test_the_task_is_given_or_srun_s(given_task, environment, expected, monkeypatch):
@@ -83,14 +82,12 @@ def test_the_task_is_given_or_srun_s(given_task, environment, expected, monkeypa
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert choose_task(given_task, search="grid") == expected
+    assert choose_task(given_task) == expected
 
 
 def test_shares_that_are_none():
     with pytest.raises(ValueError, match=r"^--task 9/8: must be .* 3/8$"):
-        choose_task("9/8", search="grid")
-    with pytest.raises(ValueError, match=r"^--task 3/8: search: halving .*num_parallel"):
-        choose_task("3/8", search="halving")
+        choose_task("9/8")
 
 
 @pytest.mark.wide

@@ -70,5 +70,4 @@ def test_a_task_is_measured_by_its_metric(name, root, world):
     assert metric == task["metric"] and 0 <= mean <= 1
     for prompt in read_prompts([test], None):
         (reference,) = prompt.references
-        score = score_answer(metric, reference, prompt.references, source=prompt.rewritten)
-        assert score == pytest.approx(1, abs=0.02 if metric == "sari" else 1e-6)  # SARI: if the prompt repeats words
+        assert score_answer(metric, reference, prompt.references) == pytest.approx(1)

@@ -27,7 +27,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "plot-metrics": dict(runs="runs/a", output="curves.html"),
     "verify": dict(path="chats.arrow"),
     "merge-adapter": dict(adapter="runs/a", output_dir="merged"),
-    "merge-models": dict(model=("a", "b"), output_dir="mixed"),
     "export-gguf": dict(model_name_or_path="M", output="model.gguf"),
     "board": dict(folder="runs"),
     "import-config": dict(config_file="axolotl.yaml"),

@@ -25,6 +25,18 @@ from make_continual import make_chat, run, write_rows
 
 TEXTS = json.loads((Path(__file__).parent / "questions.json").read_text())
 FIRST, LAST = TEXTS["first_names"], TEXTS["last_names"]
+HARNESS_TASK = """task: forgetting_arithmetic
+dataset_path: json
+dataset_kwargs:
+  data_files: {rows}
+test_split: train
+output_type: multiple_choice
+doc_to_text: '{{{{prompt}}}}'
+doc_to_choice: '{{{{choices}}}}'
+doc_to_target: answer
+metric_list:
+  - metric: acc
+"""
 
 
 @dataclass(frozen=True)
@@ -183,8 +195,8 @@ def ask_instructions() -> Iterator[tuple[str, str]]:
 
 
 def make_sums(rng: random.Random) -> Iterator[dict]:
-    """Sums, differences and products with four results to choose from: their likelihood does not depend on how a model
-    has learnt to phrase its answers."""
+    """Sums, differences and products with four results to choose from: their likelihood, by EleutherAI's harness, does
+    not depend on how a model has learnt to phrase its answers."""
     for i in range(150):
         a, b = rng.randint(2, 20), rng.randint(2, 9)
         factor = a % 9 + 2
@@ -194,7 +206,7 @@ def make_sums(rng: random.Random) -> Iterator[dict]:
         rng.shuffle(choices)
         yield {
             "prompt": f"Question: What is {question}?\nAnswer:",
-            "choices": [f" {choice}" for choice in choices],
+            "choices": list(map(str, choices)),
             "answer": choices.index(result),
         }
 
@@ -202,7 +214,8 @@ def make_sums(rng: random.Random) -> Iterator[dict]:
 def write_probes(directory: Path, *, seed: int) -> None:
     for name, asked in (("knowledge", ask_knowledge()), ("instructions", ask_instructions())):
         write_rows(directory / f"{name}.jsonl", [make_chat(question, answer) for question, answer in asked])
-    write_rows(directory / "arithmetic.jsonl", make_sums(random.Random(seed)))
+    write_rows(rows := directory / "arithmetic.jsonl", make_sums(random.Random(seed)))
+    (directory / "arithmetic.yaml").write_text(HARNESS_TASK.format(rows=rows))
 
 
 def write_own_answers(options: ForgettingOptions, directory: Path) -> None:

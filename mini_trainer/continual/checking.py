@@ -9,8 +9,7 @@ from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, Values, complete_options
-from mini_trainer.continual.settings_file import CHOICE_METRICS, SECTIONS
-from mini_trainer.data.rows.prompts import Prompt
+from mini_trainer.continual.settings_file import SECTIONS
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.tasks import open_task
@@ -29,7 +28,7 @@ def check_experiments(
             problems.append(f"{where}{describe_held_out(num_held_out, settings.replay.known)}")
         for task in settings.tasks:
             found = find_data_problems(settings, task, prepared, held_out)
-            found += find_problems(settings, task, prepared, own)
+            found += find_train_problems(settings, task, prepared, own)
             problems += [f"{where}tasks: {task.name}: {problem}" for problem in found]
     if problems:
         raise ValueError("\n  ".join(dict.fromkeys(problems)))
@@ -39,7 +38,7 @@ def find_test_problems(settings: ContinualSettings, prepared: dict[str, Prepared
     """Problems with the tests, which evaluate reads after every task."""
     problems = find_harness_problems([*settings.probes, *settings.tasks])
     for own in group_tests([*settings.probes, *settings.tasks], settings):
-        metrics = tuple(sorted({one.metric for one in own} - {None, *CHOICE_METRICS}))
+        metrics = tuple(sorted({one.metric for one in own} - {None}))
         values = (
             SECTIONS["evaluate"].later | settings.evaluate | own[0].evaluate | ({"metrics": metrics} if metrics else {})
         )
@@ -85,17 +84,13 @@ def find_data_problems(
     problems = []
     if rounds is not None and len(questions) * settings.train_options(task)["max_epochs"] < rounds.rounds:
         problems.append(f"self_distillation: rounds: given {rounds.rounds}, but there are only {len(questions)} rows")
-    if rounds is not None and any(map(lacks_user, questions)):
+    chats = [one.messages for one in questions if one.messages is not None]
+    if rounds is not None and any(all(message["role"] != "user" for message in chat) for chat in chats):
         problems.append("self_distillation: a chat without a user's message has no place for a demonstration")
     return problems
 
 
-def lacks_user(question: Prompt) -> bool:
-    """Whether the prompt is a chat without a user's message."""
-    return question.messages is not None and all(message["role"] != "user" for message in question.messages)
-
-
-def find_problems(
+def find_train_problems(
     settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], known: Path | None
 ) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""

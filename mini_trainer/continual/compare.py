@@ -113,8 +113,8 @@ def write_interval(derived: Derived | None) -> str:
 
 def find_front(points: Sequence[Point | None]) -> list[bool]:
     """Marks the points on the Pareto front: no other point is at least as good in both, and better in one."""
-    return [point is not None and not any(dominates(other, point) for other in points) for point in points]
-
-
-def dominates(other: Point | None, point: Point) -> bool:
-    return other is not None and other != point and other[0] <= point[0] and other[1] >= point[1]
+    there = [point for point in points if point is not None]
+    return [
+        point is not None and not any(one != point and one[0] <= point[0] and one[1] >= point[1] for one in there)
+        for point in points
+    ]

@@ -33,31 +33,25 @@ def find_root(several: list[ContinualSettings]) -> Path:
 
 def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
     """Runs, or continues, one experiment, or one for each method with the data and the start model's measurements that
-    they share. ValueError, OSError or RunError say why it cannot."""
-    root = runner.root
-    try:
-        run_methods(several, root, runner)
-    finally:
-        runner.lock.release()
-
-
-def run_methods(several: list[ContinualSettings], root: Path, runner: Runner) -> None:
-    """Runs the experiments one after the other, then compares them."""
+    they share, and then compares them. ValueError, OSError or RunError say why it cannot."""
     from mini_trainer.continual.checking import check_experiments
 
-    orders = settle_all(several, root)
-    sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
-    prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
-    held_out = HeldOut(prepared.values(), several[0])
-    known = [prepare_known(settings, runner) for settings in several]
-    check_experiments(several, prepared, held_out, known)
-    for settings, own, replayed in zip(several, orders, known, strict=True):
-        run_experiment(settings, own, prepared, held_out, replayed, runner)
-    if len(several) > 1:
-        directories = [settings.root for settings in several]
-        experiments = [read_experiment(directory) for directory in directories]
-        write_page(root / PAGE, experiments, directories)
-        say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
+    root = runner.root
+    try:
+        orders = settle_all(several, root)
+        sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
+        prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
+        held_out = HeldOut(prepared.values(), several[0])
+        known = [prepare_known(settings, runner) for settings in several]
+        check_experiments(several, prepared, held_out, known)
+        for settings, own, replayed in zip(several, orders, known, strict=True):
+            run_experiment(settings, own, prepared, held_out, replayed, runner)
+        if len(several) > 1:
+            experiments = [read_experiment(settings.root) for settings in several]
+            write_page(root / PAGE, experiments)
+            say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
+    finally:
+        runner.lock.release()
 
 
 def run_experiment(
@@ -109,7 +103,7 @@ def write_results(settings: ContinualSettings, sequences: list[Sequence]) -> Non
     names = [tuple(one.name for one in group) for group in (settings.tasks, settings.probes)]
     experiment = Experiment(settings.label, describe_method(settings), *names, tuple(sequences), settings.measure)
     write_experiment(experiment, settings.root / FILE)
-    write_page(settings.root / PAGE, [experiment], [settings.root])
+    write_page(settings.root / PAGE, [experiment])
 
 
 def describe_method(settings: ContinualSettings) -> str:

@@ -7,18 +7,14 @@ each over the tasks that were measured:
 | name                         | definition                               | source                                 |
 | ---------------------------- | ---------------------------------------- | -------------------------------------- |
 | average                      | mean_i R[T][i]                           | GEM's ACC, TRACE's OP                  |
-| average_throughout           | mean_t mean_{i<=t} R[t][i]               | LibContinual, overall average accuracy |
 | learnt                       | mean_i R[i][i]                           |                                        |
 | backward_transfer            | mean_{i<T} R[T][i] - R[i][i]             | GEM's BWT                              |
-| backward_transfer_trace      | mean_{i<=T} R[T][i] - R[i][i]            | TRACE's BWT, whose last term is 0      |
-| backward_transfer_throughout | mean_{i<t<=T} R[t][i] - R[i][i]          | Diaz-Rodriguez et al., LibContinual    |
 | forward_transfer             | mean_{i>=2} R[i-1][i] - R[0][i]          | GEM's FWT                              |
 | forgetting                   | mean_{i<T} max_{i<=l<T} R[l][i] - R[T][i]| Chaudhry et al.                        |
 | forgotten                    | mean_p R[0][p] - R[T][p]                 | probes p, which never train            |
 
-GEM: Lopez-Paz and Ranzato 2017, arXiv 1706.08840. Chaudhry et al. 2018, arXiv 1801.10112. Diaz-Rodriguez et al. 2018,
-arXiv 1810.13166. TRACE: Wang et al. 2023, arXiv 2310.06762. LibContinual (RL-VIG/LibContinual, core/utils/utils.py)
-divides by the number of all pairs i < t but leaves the neighbours, i = t - 1, out of the sum; they are summed here.
+GEM: Lopez-Paz and Ranzato 2017, arXiv 1706.08840. Chaudhry et al. 2018, arXiv 1801.10112. TRACE: Wang et al. 2023,
+arXiv 2310.06762.
 
 Intervals are percentile bootstrap intervals over questions: those of a set are drawn once for all t and all sequences.
 Where there are several sequences, these are drawn as well. Intervals of what differs between few sequences are too
@@ -89,7 +85,7 @@ class Experiment:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             for name, cells in self.find_cells(kind).items():
-                check_set(f"{kind} of {name}", list(cells.values()), is_known=name in {*self.tasks, *self.probes})
+                check_cells(f"{kind} of {name}", list(cells.values()), is_known=name in {*self.tasks, *self.probes})
 
     @property
     def kinds(self) -> list[str]:
@@ -110,7 +106,7 @@ class Experiment:
         return found
 
 
-def check_set(what: str, cells: list[Cell], *, is_known: bool) -> None:
+def check_cells(what: str, cells: list[Cell], *, is_known: bool) -> None:
     """Raises ValueError unless all cells of a set have the same questions and metric."""
     if not is_known:
         raise ValueError(f"{what}: is neither a task nor a probe of the experiment")
@@ -197,17 +193,11 @@ def derive(tasks: np.ndarray, probes: np.ndarray) -> dict[str, np.ndarray]:
         return {}
     each = np.arange(num_tasks)  # task i + 1, and the model just before its training
     learnt, last = tasks[:, each + 1, each], tasks[:, -1]  # (D, T)
-    later, earlier = np.tril_indices(num_tasks, -1)
     best = [np.fmax.reduce(tasks[:, i + 1 : num_tasks, i], axis=1) for i in range(num_tasks - 1)]  # ignores NaN
-    so_far = [average(tasks[:, t, :t]) for t in range(1, num_tasks + 1)]
-    measured = [means for means in so_far if means is not None]
     numbers = {
         "average": average(last),
-        "average_throughout": np.mean(measured, axis=0) if measured else None,
         "learnt": average(learnt),
         "backward_transfer": average((last - learnt)[:, :-1]),
-        "backward_transfer_trace": average(last - learnt),
-        "backward_transfer_throughout": average(tasks[:, later + 1, earlier] - learnt[:, earlier]),
         "forward_transfer": average((tasks[:, each, each] - tasks[:, 0])[:, 1:]),
         "forgetting": average(np.stack(best, axis=1) - last[:, :-1]) if best else None,
         "forgotten": average(probes[:, 0] - probes[:, -1]),
@@ -215,10 +205,7 @@ def derive(tasks: np.ndarray, probes: np.ndarray) -> dict[str, np.ndarray]:
     return {name: own for name, own in numbers.items() if own is not None}
 
 
-NAMES = (
-    "average", "average_throughout", "learnt", "backward_transfer", "backward_transfer_trace",
-    "backward_transfer_throughout", "forward_transfer", "forgetting", "forgotten",
-)  # fmt: skip
+NAMES = ("average", "learnt", "backward_transfer", "forward_transfer", "forgetting", "forgotten")
 
 
 def average(draws: np.ndarray) -> np.ndarray | None:  # (D, K) -> (D,)

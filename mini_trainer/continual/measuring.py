@@ -12,7 +12,6 @@ from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.matrix import Cell, Row
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
-from mini_trainer.continual.settings_file import CHOICE_METRICS
 from mini_trainer.data.stores.disk import list_wrong, read_fields
 from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.kept import read_lines, read_samples
@@ -70,7 +69,7 @@ def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Cont
     losses = {"data": [str(prepared[one.name].held_out) for one in held_out]} if held_out else {}
     with_losses = tuple((LOSS, one) for one in held_out)
     for own in group_tests(sets, settings):
-        metrics = sorted({one.metric for one in own} - {None, *CHOICE_METRICS})
+        metrics = sorted({one.metric for one in own} - {None})
         options = settings.evaluate | own[0].evaluate | {"task": [str(prepared[one.name].test) for one in own]}
         options |= {"metrics": metrics} if metrics else {}
         measured = tuple((SCORE, one) for one in own)

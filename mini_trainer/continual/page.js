@@ -221,20 +221,15 @@ function splitRuns(values) {
   return runs;
 }
 
-const isAligned = () => byId("axis").value === "aligned";
-
 function listLines() {
-  const own = known(), one = isAligned() ? own.aligned : own.views[view];
-  const names = isAligned() ? one.tasks : [...one.tasks, ...experiment().probes];
+  const own = known(), one = own.views[view], names = [...one.tasks, ...experiment().probes];
   const column = (grid, k) => grid ? grid.map(row => row[k]) : null;
   return names.map((name, k) => {
     const place = experiment().tasks.indexOf(name), isProbe = place < 0;
     return {
       name, isProbe, metric: own.metrics[name],
       number: isProbe ? experiment().probes.indexOf(name) : place,
-      values: column(one.mean, k), low: column(one.low, k), high: column(one.high, k), counts: column(one.counts, k),
-      trained: isProbe ? null : isAligned() ? -one.offset : k + 1,
-      offset: isAligned() ? one.offset : 0,
+      values: column(one.mean, k), low: column(one.low, k), high: column(one.high, k), trained: isProbe ? null : k + 1,
     };
   }).filter(line => line.metric);
 }
@@ -247,7 +242,7 @@ function styleLine(node, line) {
 
 function drawLine({ svg, x, y }, line) {
   const group = draw(svg, "g", { class: "line" }), dashes = styleLine(group, line);
-  const to = (values, i) => `${x(i + line.offset)} ${y(values[i])}`;
+  const to = (values, i) => `${x(i)} ${y(values[i])}`;
   for (const run of splitRuns(line.values)) {
     if (line.low && run.length > 1) {
       const around = [...run.map(i => to(line.high, i)), ...run.toReversed().map(i => to(line.low, i))];
@@ -256,7 +251,7 @@ function drawLine({ svg, x, y }, line) {
     draw(group, "path", { ...dashes, d: `M${run.map(i => to(line.values, i)).join("L")}` });
   }
   line.values.forEach((value, i) => {
-    if (value !== null) drawMark(group, line, i, x(i + line.offset), y(value));
+    if (value !== null) drawMark(group, line, i, x(i), y(value));
   });
 }
 
@@ -268,8 +263,7 @@ function drawMark(group, line, i, x, y) {
     ? draw(group, "rect", { x: x - size, y: y - size, width: 2 * size, height: 2 * size, ...style })
     : draw(group, "circle", { cx: x, cy: y, r: size, ...style });
   const range = line.low ? `, ${format(line.low[i])} to ${format(line.high[i])}` : "";
-  const number = line.counts ? ` in ${count(line.counts[i], "sequence")}` : "";
-  draw(mark, "title", {}, `${line.name}${isOwn ? ", just trained" : ""}: ${format(line.values[i])}${range}${number}`);
+  draw(mark, "title", {}, `${line.name}${isOwn ? ", just trained" : ""}: ${format(line.values[i])}${range}`);
 }
 
 function drawCurves() {
@@ -280,11 +274,9 @@ function drawCurves() {
   const one = known().views[view];
   byId("curves-note").textContent = [
     "Ring: the task right after its training.",
-    ...isAligned() ? ["Mean over all sequences, band from the lowest to the highest.",
-      "Only some orders reach the far left and right. Probes have no training to start from."] : [
-      lines.some(line => line.isProbe) ? "Dashed: probes." : "",
-      one.low ? "Mean over sequences, band from the lowest to the highest." : "",
-      `Order: ${one.tasks.join(" → ")}.`],
+    lines.some(line => line.isProbe) ? "Dashed: probes." : "",
+    one.low ? "Mean over sequences, band from the lowest to the highest." : "",
+    `Order: ${one.tasks.join(" → ")}.`,
   ].filter(Boolean).join(" ");
 }
 
@@ -294,28 +286,23 @@ function drawChart(scale, lines) {
   const values = (shown.length ? shown : lines)
     .flatMap(line => [...line.values, ...line.low ?? [], ...line.high ?? []]).filter(value => value !== null);
   if (!values.length) return;
-  const last = lines[0].values.length - 1, offset = lines[0].offset;
+  const last = lines[0].values.length - 1;
   const frame = makeFrame(byId("curves"), {
-    xs: widen([offset, offset + last], 0.03), ys: widen([Math.min(...values), Math.max(...values)], 0.06),
-    xTitle: isAligned() ? "tasks trained since its own" : "tasks trained", yTitle: nameScale(scale), height: 340,
+    xs: widen([0, last], 0.03), ys: widen([Math.min(...values), Math.max(...values)], 0.06),
+    xTitle: "tasks trained", yTitle: nameScale(scale), height: 340,
     label: `${scale.metrics.join(", ")} of each set after each task`,
-    xTicks: width => listTicks(offset, last, isAligned() ? null : known().views[view].tasks, width),
+    xTicks: width => listTicks(last, known().views[view].tasks, width),
   });
-  if (isAligned()) {
-    const [x1, x2, y1, y2] = [frame.x(0), frame.x(0), frame.top, frame.height - frame.bottom];
-    draw(frame.svg, "line", { x1, x2, y1, y2, class: "rule", "stroke-dasharray": "3 3" });
-  }
   for (const line of shown) drawLine(frame, line);
 }
 
 // Names of tasks where all of them fit, else numbers.
-function listTicks(offset, last, tasks, width) {
-  const nameTick = i => tasks === null ? writeTick(i + offset) : i ? `${i} ${tasks[i - 1]}` : "start";
-  const names = Array.from({ length: last + 1 }, (_, i) => nameTick(i));
+function listTicks(last, tasks, width) {
+  const names = Array.from({ length: last + 1 }, (_, i) => i ? `${i} ${tasks[i - 1]}` : "start");
   const room = width / (last + 1) / 6.6;
-  if (names.every(name => name.length < room)) return names.map((name, i) => [i + offset, name]);
+  if (names.every(name => name.length < room)) return names.map((name, i) => [i, name]);
   const step = Math.ceil(2.5 / room);
-  return names.flatMap((_, i) => (i + offset) % step ? [] : [[i + offset, writeTick(i + offset)]]);
+  return names.flatMap((_, i) => i % step ? [] : [[i, writeTick(i)]]);
 }
 
 function fillLines(lines) {
@@ -414,52 +401,6 @@ function placeName({ width, top, height, bottom, left }, group, name, cx, cy, ta
 
 const overlaps = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
 
-// ---- right before, wrong now
-
-function fillLost() {
-  const place = byId("sequence").selectedIndex, tasks = data.lost.tasks[at][place];
-  byId("lost").hidden = kind.name !== "score" || data.lost.tasks[at].every(own => own.length === 0);
-  byId("lost-note").textContent = [
-    "Questions of earlier tasks whose score fell by half of the scale or more from right after their task's training",
-    "to the end, those that fell furthest first.",
-    `Texts longer than ${data.lost.limit.toLocaleString("en")} characters lose their middle.`,
-    experiment().sequences.length > 1 ? `Shown: ${experiment().sequences[place]}.` : "",
-  ].filter(Boolean).join(" ");
-  byId("tasks").replaceChildren(...tasks.map(fillTask));
-}
-
-function fillTask(task) {
-  const wanted = byId("search").value.toLowerCase(), node = make("details", "", "");
-  const found = task.examples.filter(example => listTexts(example).some(text => text.toLowerCase().includes(wanted)));
-  const counts = [`${task.total.toLocaleString("en")} of ${count(task.num_questions, "question")}`];
-  if (wanted) counts.push(`${found.length} of ${count(task.examples.length, "example")} found`);
-  else if (task.total) counts.push(`${task.examples.length} shown`);
-  const head = make("summary", "", `${task.name} `);
-  head.append(make("small", "", counts.join("; ")));
-  node.append(head);
-  if (task.problem) node.append(make("p", "note", `No answers to show: ${task.problem}`));
-  node.append(...found.map(example => fillExample(example, task)));
-  node.open = wanted !== "" && found.length > 0;
-  return node;
-}
-
-const textOf = place => data.lost.texts[place];
-const listTexts = example => [example.place, example.prompt, ...example.references, ...example.answers].map(textOf);
-
-function fillExample(example, task) {
-  const node = make("article", "sample", ""), answers = make("div", "answers", "");
-  node.append(makeSearched("p", "place", textOf(example.place)), makeSearched("p", "prompt", textOf(example.prompt)));
-  for (const reference of example.references) node.append(makeSearched("p", "reference", textOf(reference)));
-  ["right after training", "at the end"].forEach((when, i) => {
-    const box = make("div", i ? "answer wrong" : "answer right", "");
-    box.append(make("h3", "", when), makeSearched("p", "", textOf(example.answers[i]) || "(nothing)"),
-      make("small", "", `${nameMetric(task.metric)} ${Number(example.scores[i].toFixed(4))}`));
-    answers.append(box);
-  });
-  node.append(answers);
-  return node;
-}
-
 // ---- what is chosen
 
 function chooseKind(i) {
@@ -483,12 +424,7 @@ function chooseExperiment(i) {
   const views = known().views;
   byId("view").replaceChildren(...views.map((one, k) => makeOption(k, one.label)));
   byId("view").hidden = views.length < 2;
-  byId("axis").hidden = !known().aligned;
-  if (!known().aligned) byId("axis").value = "tasks";
-  byId("sequence").replaceChildren(...experiment().sequences.map((label, k) => makeOption(k, label)));
-  byId("sequence").hidden = experiment().sequences.length < 2;
   chooseView(0);
-  fillLost();
 }
 
 function chooseView(i) {
@@ -504,10 +440,7 @@ byId("kinds").hidden = data.kinds.length < 2;
 byId("experiments").append(...data.experiments.map((one, i) => makeButton(one.name, () => chooseExperiment(i))));
 byId("experiments").hidden = !isSeveral;
 byId("view").addEventListener("change", event => chooseView(event.target.selectedIndex));
-byId("axis").addEventListener("change", drawCurves);
 byId("forgotten").addEventListener("change", drawFront);
-byId("sequence").addEventListener("change", fillLost);
-byId("search").addEventListener("input", fillLost);
 chooseKind(0);
 let width = innerWidth;
 addEventListener("resize", () => {

@@ -1,10 +1,9 @@
-"""The page of continual experiments: derived numbers, every set after every task, curves, the front of learnt and
-forgotten, and questions that were answered well before.
+"""The page of continual experiments: derived numbers, every set after every task, curves, and the front of learnt and
+forgotten.
 
 T tasks, P probes, K = T + P sets, S sequences with the same order.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,39 +11,29 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.continual.compare import MEASURES, Summary, check_comparable, describe_progress, find_front
-from mini_trainer.continual.lost import KIND, LostTask, find_lost
 from mini_trainer.continual.matrix import Derived, Experiment
 from mini_trainer.continual.matrix import Sequence as TaskSequence
 from mini_trainer.data.stores.disk import written_aside
-from mini_trainer.use.pages.page import escape_json, fold, make_page
+from mini_trainer.use.pages.page import escape_json, make_page
 from mini_trainer.use.plots.curves import COLOURS, to_numbers
 
 PAGE = Path(__file__).with_name("page.html")
 TITLES = {"score": "Scores", "loss": "Losses"}
 FORGOTTEN = ("forgetting", "forgotten")  # horizontal axes of the front
 MAX_NAMED = 3  # most experiments named in the title
-MOST_EXAMPLES = 20  # per task
-# Examples per task and characters per text: the first that fit the budget.
-SIZES = (*((MOST_EXAMPLES, limit) for limit in (4000, 2500, 1500, 1000, 600)), (10, 400), (5, 300), (2, 200))
-EXAMPLES_BUDGET = 2_000_000  # bytes of JSON, so that a page stays below 3 MB
 
 Shown = dict[str, Any]  # data of the page's script
 
 
-def write_page(path: Path, experiments: Sequence[Experiment], directories: Sequence[Path]) -> None:
-    """Writes the page of one or several experiments, which lie in `directories`; ValueError if they do not compare."""
+def write_page(path: Path, experiments: Sequence[Experiment]) -> None:
+    """Writes the page of one or several experiments; ValueError if they do not compare."""
     check_comparable(experiments)
+    page = describe_page(experiments)
     with written_aside(path) as (aside,):
-        aside.write_text(make_experiments_page(experiments, directories), encoding="utf-8")
+        aside.write_text(make_page(PAGE, {"DATA": escape_json(page)}, title=page["title"]), encoding="utf-8")
 
 
-def make_experiments_page(experiments: Sequence[Experiment], directories: Sequence[Path]) -> str:
-    """The page as HTML."""
-    page = describe_page(experiments, directories)
-    return make_page(PAGE, {"DATA": escape_json(page)}, title=page["title"])
-
-
-def describe_page(experiments: Sequence[Experiment], directories: Sequence[Path]) -> Shown:
+def describe_page(experiments: Sequence[Experiment]) -> Shown:
     summaries = [experiment.summary for experiment in experiments]
     kinds = dict.fromkeys(kind for experiment in experiments for kind in experiment.kinds)
     names = [experiment.name for experiment in experiments]
@@ -53,7 +42,6 @@ def describe_page(experiments: Sequence[Experiment], directories: Sequence[Path]
         "measures": [vars(measure) for measure in MEASURES],
         "kinds": [describe_kind(kind, experiments, summaries) for kind in kinds],
         "experiments": [describe_experiment(*both) for both in zip(experiments, summaries, strict=True)],
-        "lost": describe_lost(experiments, directories),
         "colours": COLOURS,
     }
 
@@ -76,7 +64,7 @@ def find_scales(kind: str, experiments: Sequence[Experiment]) -> list[Shown]:
                 means.setdefault(cell.metric, []).append(cell.mean)
     groups: dict[str, list[str]] = {}
     for metric, values in means.items():
-        is_share = kind == KIND and min(values) >= 0 and max(values) <= 1
+        is_share = kind == "score" and min(values) >= 0 and max(values) <= 1
         groups.setdefault("" if is_share else metric, []).append(metric)
     scales = []
     for metrics in groups.values():
@@ -127,19 +115,14 @@ def label_sequence(experiment: Experiment, sequence: TaskSequence) -> str:
 
 
 def show_kind(experiment: Experiment, kind: str, derived: dict[str, Derived]) -> Shown:
-    cells = experiment.find_cells(kind)
+    cells, names = experiment.find_cells(kind), [measure.name for measure in MEASURES]
     firsts = {name: next(iter(own.values())) for name, own in cells.items()}
     return {
-        "derived": {measure.name: show_derived(derived.get(measure.name)) for measure in MEASURES},
+        "derived": {name: vars(derived[name]) if name in derived else None for name in names},
         "metrics": {name: cell.metric for name, cell in firsts.items()},
         "counts": {name: len(cell.values) for name, cell in firsts.items()},
         "views": describe_views(experiment, kind),
-        "aligned": align(experiment, kind),
     }
-
-
-def show_derived(derived: Derived | None) -> Shown | None:
-    return None if derived is None else vars(derived)
 
 
 def describe_views(experiment: Experiment, kind: str) -> list[Shown]:
@@ -183,73 +166,3 @@ def show_mean(grids: Sequence[np.ndarray]) -> Shown:
 
 def show_grid(grid: np.ndarray) -> list[list[float | None]]:
     return [to_numbers(row) for row in grid]
-
-
-def align(experiment: Experiment, kind: str) -> Shown | None:
-    """Every task by the number of tasks trained since its own, over all orders; None if there is one order.
-
-    Row T holds the measurements right after a task's own training. Only some orders reach the first and last rows.
-    """
-    if len({sequence.tasks for sequence in experiment.sequences}) == 1:
-        return None
-    num_tasks = len(experiment.tasks)
-    shifted = np.full((len(experiment.sequences), 2 * num_tasks, num_tasks), np.nan)
-    for s, sequence in enumerate(experiment.sequences):
-        grid = read_grid(experiment, kind, s)
-        for place, name in enumerate(sequence.tasks):
-            first = num_tasks - 1 - place  # row of the start model
-            shifted[s, first : first + num_tasks + 1, experiment.tasks.index(name)] = grid[:, place]
-    is_there = np.isfinite(shifted)
-    counts = is_there.sum(0)
-    with np.errstate(invalid="ignore"):
-        means = np.where(is_there, shifted, 0).sum(0) / counts
-    low, high = np.where(is_there, shifted, math.inf).min(0), np.where(is_there, shifted, -math.inf).max(0)
-    return {
-        "offset": -num_tasks,
-        "tasks": experiment.tasks,
-        "mean": show_grid(means),
-        "low": show_grid(low),
-        "high": show_grid(high),
-        "counts": counts.tolist(),
-    }
-
-
-def describe_lost(experiments: Sequence[Experiment], directories: Sequence[Path]) -> Shown:
-    """The examples of all experiments, as many and as long as the budget allows."""
-    found = [
-        [find_lost(experiment, directory, s, most=MOST_EXAMPLES) for s in range(len(experiment.sequences))]
-        for experiment, directory in zip(experiments, directories, strict=True)
-    ]
-    for most, limit in SIZES:
-        texts = Texts(limit)
-        tasks = [[[show_lost(task, texts, most) for task in own] for own in sequences] for sequences in found]
-        shown = {"tasks": tasks, "texts": list(texts.places), "limit": limit}
-        if len(escape_json(shown)) <= EXAMPLES_BUDGET:
-            break
-    return shown
-
-
-class Texts:
-    """Texts, each kept once and referred to by its place."""
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.places: dict[str, int] = {}
-
-    def add(self, text: str) -> int:
-        return self.places.setdefault(fold(text, self.limit), len(self.places))
-
-
-def show_lost(task: LostTask, texts: Texts, most: int) -> Shown:
-    examples = [
-        {
-            "place": texts.add(then["place"]),
-            "prompt": texts.add(then["prompt"]),
-            "references": [texts.add(text) for text in then["references"]],
-            "answers": [texts.add(then["answer"]), texts.add(now["answer"])],
-            "scores": to_numbers(np.array(scores)),
-        }
-        for then, now, *scores in task.falls[:most]
-    ]
-    return {"name": task.name, "metric": task.metric, "num_questions": task.num_questions, "total": len(task.rows),
-            "problem": task.problem, "examples": examples}  # fmt: skip

@@ -100,7 +100,7 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
     labels = sorted({reference for prompt in asked for reference in prompt.references})
     for line in read_answers(answers, len(rows)):
         prompt, answer = asked[line["index"]], line["answer"]
-        score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
+        score = score_answer(task.metric, answer, prompt.references, labels=labels)
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
             kept.append(replace_answer(rows[line["index"]], line))
     return kept

@@ -9,22 +9,36 @@ import itertools
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from mini_trainer.continual.context import Context, Model
 from mini_trainer.continual.data import OF_ROWS, as_row, read_questions, tokenize, write_rows
 from mini_trainer.continual.settings import SelfDistillation, Task, Values, needs_end
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import join_content
-from mini_trainer.data.stores.disk import hash_file, remove, written_aside
+from mini_trainer.data.stores.disk import (
+    commit,
+    describe_failed_write,
+    hash_file,
+    make_aside,
+    sync_dir,
+    sync_file,
+    written_aside,
+)
+from mini_trainer.data.stores.model_files import find_model, list_weights
+from mini_trainer.model.stored_tensors import find_quantization, find_stored
 from mini_trainer.options import DEFAULT_BATCH_SIZE
-from mini_trainer.run.file_names import LATEST
+from mini_trainer.run.file_names import EXPORTS_DIR, LATEST
 from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.kept import read_lines
-from mini_trainer.use.evaluation.models import EXPORTS
 from mini_trainer.use.inference.answers import Line, is_empty, is_refused
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
@@ -81,7 +95,7 @@ def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name
     return tokenize([str(rows)], options, context.settings, folder / name, name=name, runner=context.runner)
 
 
-EXPORT = Path(EXPORTS, LATEST)
+EXPORT = Path(EXPORTS_DIR, LATEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +114,7 @@ def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, op
     settings = context.settings.self_distillation
     batch_size = options.get("batch_size") or DEFAULT_BATCH_SIZE
     epochs = options.pop("max_epochs")
-    parts = cut(draw_rows(context, task, epochs=epochs), settings.rounds)
+    parts = split_evenly(draw_rows(context, task, epochs=epochs), settings.rounds)
     steps = [math.ceil(len(part) / batch_size) for part in parts]
     student, teacher, checkpoint, run = model.path, model.path, None, None
     for i, part in enumerate(parts):
@@ -129,7 +143,7 @@ def draw_rows(context: Context, task: Task, *, epochs: int) -> list[dict[str, An
     return drawn
 
 
-def cut(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]]:
+def split_evenly(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]]:
     """Parts whose lengths differ by at most one; ValueError if there are fewer rows than parts."""
     if len(rows) < num_parts:
         raise ValueError(f"self_distillation: rounds: given {num_parts}, allowed: at most one for each of {len(rows)}")
@@ -199,10 +213,46 @@ def record(folder: Path, paths: list[Path]) -> None:
 def average(context: Context, one: Round, student: str, settings: SelfDistillation) -> str:
     """The next teacher: a moving average of the teacher and the model after this round."""
     output = one.folder / "average"  # "teacher" is the folder of its data
-    decay = settings.average_decay
-    options = {"model": [one.teacher, student], "weights": [decay, 1 - decay], "output_dir": str(output)}
-    stage = Stage(program="merge-models", folder=one.folder, options=options)
-    if not stage.is_done:
-        remove(output)  # of a start that was killed before it was recorded
-    context.runner.run(stage)
+    if not output.is_dir():
+        context.runner.say(one.folder, f"averages {one.teacher} and {student}")
+        average_models(one.teacher, student, output, share=settings.average_decay)
     return str(output)
+
+
+def average_models(first: str, second: str, output: Path, *, share: float) -> None:
+    """Writes share x first + (1 - share) x second, computed in fp32, a weight file at a time; all else is the first's.
+
+    ValueError if their tensors differ; the directory appears once it is complete.
+    """
+    directory = Path(find_model(first, revision=None, trust_remote_code=False, flag="model:"))
+    others = find_stored(Path(second))
+    shapes = [{name: one.shape for name, one in tensors.items()} for tensors in (find_stored(directory), others)]
+    if find_quantization(directory) is not None or shapes[0] != shapes[1]:
+        raise ValueError(f"self_distillation: teacher: average: {first} is quantized, or unlike {second}")
+    files = [file for file in directory.iterdir() if file.is_file() and file.name not in ("manifest.json", "README.md")]
+    needed_bytes = sum(file.stat().st_size for file in files)
+    aside = make_aside(output, needed_bytes, what="the average", spare_bytes=0)
+    try:
+        for file in files:
+            if file.suffix != ".safetensors":
+                shutil.copyfile(file, aside / file.name)
+        for name in list_weights(directory):
+            tensors = {
+                key: mix_tensors(own, others[key].read(), share) for key, own in load_file(directory / name).items()
+            }
+            save_file(tensors, aside / name, metadata={"format": "pt"})
+        for file in aside.iterdir():
+            sync_file(file)
+        sync_dir(aside)
+        commit(aside, output)
+    except (OSError, SafetensorError) as error:
+        raise OSError(describe_failed_write(f"the average {output}", error, aside, needed_bytes)) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def mix_tensors(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """Averages two tensors in fp32, in the first's data type; integers are the first's."""
+    if not first.is_floating_point():
+        return first
+    return (share * first.float() + (1 - share) * second.float()).to(first.dtype)

@@ -9,11 +9,10 @@ from mini_trainer.continual.matrix import Row, Sequence
 from mini_trainer.continual.measuring import describe_row, measure
 from mini_trainer.continual.replay import find_replay, mix
 from mini_trainer.continual.rounds import learn_in_rounds
-from mini_trainer.continual.settings import SetSettings, Task, Values, add_adapter
+from mini_trainer.continual.settings import SetSettings, Task, Values, choose_adapter_options
 from mini_trainer.data.stores.disk import written_aside
-from mini_trainer.run.file_names import LATEST
+from mini_trainer.run.file_names import EXPORTS_DIR, LATEST
 from mini_trainer.run.stages import Stage
-from mini_trainer.use.evaluation.models import EXPORTS
 
 STATISTICS = "osft_statistics.safetensors"
 BASES = Path("osft", "bases.safetensors")  # model.methods.osft_bases.BASES_FILE, without its imports
@@ -31,7 +30,7 @@ def run_sequence(
         model = learn(context, tasks[:t], task, model, folder)
         measured = choose_sets(context, tasks, t)
         row = measure(model.path, measured, context.prepared, settings, folder / "measured", context.runner)
-        rows.append(fill_in(rows, row, tasks, t) if settings.adapters == "separate" else row)
+        rows.append(row)
         context.runner.say(folder, describe_row(rows[-1]))
         report(Sequence(names, order, context.seed, tuple(rows)))
 
@@ -39,17 +38,7 @@ def run_sequence(
 def choose_sets(context: Context, tasks: list[Task], t: int) -> list[SetSettings]:
     """The sets that the model after task `t` (from 0) is measured on."""
     settings = context.settings
-    if settings.adapters == "separate":
-        return [*settings.probes, tasks[t]]
     return [*settings.probes, *(settings.tasks if settings.measure == "all" else tasks[: t + 1])]
-
-
-def fill_in(rows: list[Row], row: Row, tasks: list[Task], t: int) -> Row:
-    """The row of separate adapters: each earlier task is measured with its own, and each later one with none."""
-    others = {task.name for i, task in enumerate(tasks) if i != t}
-    kinds = {*row, *rows[-1]}
-    kept = {kind: {name: cell for name, cell in rows[-1].get(kind, {}).items() if name in others} for kind in kinds}
-    return {kind: kept[kind] | row.get(kind, {}) for kind in kinds}
 
 
 def learn(context: Context, earlier: list[Task], task: Task, model: Model, folder: Path) -> Model:
@@ -64,7 +53,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     }
     if own.validation is not None:
         options["validation_data_path"] = [str(own.validation)]
-    options = add_adapter(options, settings, None if model.adapter is None else str(model.adapter))
+    options = choose_adapter_options(options, settings, None if model.adapter is None else str(model.adapter))
     options |= choose_statistics(context, options, earlier, statistics)
     if options.get("osft") and settings.keep_osft_bases:
         options["osft_bases"] = "new" if model.bases is None else str(model.bases)
@@ -74,12 +63,11 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
         options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
         run = folder / "run"
         context.runner.run(Stage(program="train", folder=folder, options=options))
-    export = run / EXPORTS / (LATEST if settings.export == "last" else settings.export)
+    export = run / EXPORTS_DIR / (LATEST if settings.export == "last" else settings.export)
     if settings.adapters == "merged":
         bases = export / BASES if "osft_bases" in options else model.bases
         return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)
-    adapter = export if settings.adapters == "continued" else None
-    return Model(path=str(export), start=settings.model, adapter=adapter, statistics=statistics)
+    return Model(path=str(export), start=settings.model, adapter=export, statistics=statistics)
 
 
 def hand_on_statistics(context: Context, task: Task, model: Model, folder: Path) -> Path | None:

@@ -24,7 +24,7 @@ class SetSettings:
     name: str
     """Name in results, and of folders: letters, digits, _ and -."""
     test: str | None = None
-    """File of prompts with references: generated answers are scored by `metric`, choices by their likelihood."""
+    """File of prompts with references: generated answers are scored by `metric`."""
     metric: str | None = None
     """Metric of `test`, of evaluate --metrics; of `lm_eval`, one of the harness's task. Default: the first one."""
     lm_eval: str | None = None
@@ -115,9 +115,9 @@ class ContinualSettings:
     """all: measure every task after each one; seen: only those that have been trained on."""
     export: Literal["last", "best"] = "last"
     """Export of each task to continue from: the last, or the best by validation."""
-    adapters: Literal["merged", "continued", "separate"] = "merged"
+    adapters: Literal["merged", "continued"] = "merged"
     """LoRA. merged: each task trains a new adapter, merged into the model before the next; continued: one adapter,
-    trained further by every task; separate: one adapter for each task, all from the start model."""
+    trained further by every task."""
     keep_osft_bases: bool = True
     """OSFT: keep every direction that earlier tasks kept, exactly (train --osft-bases)."""
     train: Values = field(default_factory=dict)
@@ -163,26 +163,26 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
         own |= {"schedule_steps": 1} if needs_end(values) else {}
         if rounds.is_online:
             own |= {"teacher_model": "M", "teacher_data": ("data.arrow",), "teacher_divergence": rounds.divergence}
-        first = add_adapter(own, settings, None) | stand_ins
+        first = choose_adapter_options(own, settings, None) | stand_ins
         return [first, first | {"continue_from": "checkpoint"}]
     taught: Values = {}
     if replay is not None and replay.teacher_weight is not None:
         taught = {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
     if replay is not None and replay.known is not None:
-        first = add_adapter(values, settings, None) | stand_ins | taught
+        first = choose_adapter_options(values, settings, None) | stand_ins | taught
     else:
-        first = add_adapter(leave_teacher_out(values, replay), settings, None) | stand_ins
-    later = add_adapter(values, settings, "adapter") | stand_ins | taught
+        first = choose_adapter_options(leave_teacher_out(values, replay), settings, None) | stand_ins
+    later = choose_adapter_options(values, settings, "adapter") | stand_ins | taught
     return [first, later] if len(settings.tasks) > 1 else [first]
 
 
-def add_adapter(options: Values, settings: ContinualSettings, adapter: str | None) -> Values:
+def choose_adapter_options(options: Values, settings: ContinualSettings, adapter: str | None) -> Values:
     """The options with LoRA's: the adapter to continue, if any, and exports."""
     if not options.get("lora"):
         return options
     if settings.adapters == "merged":
         return options | {"lora_export": "merged"}
-    if adapter is None or settings.adapters == "separate":
+    if adapter is None:
         return options | {"lora_export": "adapter"}
     determined = {f"lora_{name}" for name in LORA_ADAPTER_SAYS}  # by the adapter that is trained further
     kept = {name: value for name, value in options.items() if name not in determined}

@@ -27,7 +27,7 @@ from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.settings_files import make_settings, read_options, read_values
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions, ScoreDataOptions
 from mini_trainer.options.urls import hide_credentials, is_url
-from mini_trainer.use.evaluation.metrics import MEASURES, SARI
+from mini_trainer.use.evaluation.metrics import MEASURES
 
 OWN_CODE = {"model_revision", "trust_remote_code"}  # of hub models with own code, which are not supported
 
@@ -74,7 +74,6 @@ SECTIONS = {
     ),
 }  # fmt: skip
 OF_TEACHER = ("teacher_weight", "teacher_model", "teacher_data", "teacher_scores")  # who the teacher of train is
-CHOICE_METRICS = ("choice", "choice_normalised")  # of tests with choices
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 SHARED_FOLDERS = ("data", "start")
@@ -97,6 +96,8 @@ def read_settings(
     given = read_option_file(path, named=str(path), allowed=allowed)
     with naming_place(str(path)):
         given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
+        if given.get("adapters") == "separate":
+            raise ValueError("adapters: separate: is not supported; train one experiment of one task for each adapter")
         methods = given.pop("methods", None)
         shared = make_settings(given, ContinualSettings, READERS)
         if methods is None:
@@ -193,8 +194,8 @@ def check_set(one: SetSettings) -> None:
         raise ValueError("nothing to measure by; give test, lm_eval or held_out")
     if one.metric is not None and one.test is None and one.lm_eval is None:
         raise ValueError("metric has no effect without test or lm_eval")
-    if one.metric is not None and one.test is not None and one.metric not in (*MEASURES, SARI, *CHOICE_METRICS):
-        raise ValueError(f"metric: given {one.metric!r}, allowed: {', '.join((*MEASURES, SARI))}")
+    if one.metric is not None and one.test is not None and one.metric not in MEASURES:
+        raise ValueError(f"metric: given {one.metric!r}, allowed: {', '.join(MEASURES)}")
 
 
 def check_task(task: Task, settings: ContinualSettings) -> None:

@@ -25,7 +25,7 @@ RENAMED: dict[str, str] = {
     "validate_training_data": "--validation-data-path training-data",
     "validate_average": "--weight-average ema is validated beside the model",
     "write_predictions": "evaluate_model.py --data writes the predictions of each sample",
-    "reuse_reference_only": "mini-trainer score-data computes the reference's log-probabilities beforehand",
+    "reuse_reference_only": "log-probabilities that an earlier run kept beside the data are reused by themselves",
     **{f"{name}_field": f"--columns {name}=COLUMN" for name in COLUMN_NAMES},
     "hub_private": "the repository's own settings: create it before the run, as private",
     "hub_license": "the license of the base model's card is taken over; change it in the repository's README.md",
@@ -296,6 +296,8 @@ EXPLAINED: dict[str, str] = {
     "reward_model": "--objective reward",
     **dict.fromkeys(("auto_mapping", "inference_mode", "peft_version"), "exported adapters have it in peft's format"),
     "local_files_only": "the environment variable HF_HUB_OFFLINE=1",
+    "follow": "mini-trainer board DIR follows the runs in a directory, and their curves",
+    "modelfile": "Ollama needs two lines, FROM ./FILE.gguf and PARAMETER stop TOKEN, and knows usual chat templates",
 }  # fmt: skip
 
 

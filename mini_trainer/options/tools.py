@@ -146,14 +146,12 @@ class EvaluateOptions:
     data_cache_dir: str = DATA_CACHE_DIR
     """Cache directory for copies of data sets at URLs."""
     task: tuple[str, ...] = ()
-    """Files of prompts with references: the last answer of a chat, a completion, an answer, or choices with the index
-    of the correct one."""
+    """Files of prompts with references: the last answer of a chat, a completion, or an answer."""
     lm_eval: tuple[str, ...] = ()
     """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
     metrics: tuple[str, ...] = option((), needs="task")
     """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
-    rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references. Choices are always
-    scored by their likelihood."""
+    rouge_2, rouge_l, bleu, chrf, edit_similarity. Default: those that suit the references."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
@@ -174,14 +172,13 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreDataOptions:
-    """Score tokenized data sets with a model: a teacher's most probable tokens, or a reference's log-probabilities."""
+    """Score tokenized data sets with a model: a teacher's most probable tokens."""
 
     model_name_or_path: str
     """Directory of a model, an export or an adapter, or a name on the hub."""
     data_path: tuple[str, ...] = ()
     """Tokenized data sets written by process_data.py, or URLs of these. The scores are written next to each data set,
-    or next to its local copy: for language modelling to DATA.NAME.scores, for preferences and feedback to the files
-    that train.py looks for."""
+    or next to its local copy, to DATA.NAME.scores."""
     data_cache_dir: str = DATA_CACHE_DIR
     """Cache directory for copies of data sets at URLs."""
     teacher_data: tuple[str, ...] = ()
@@ -294,25 +291,6 @@ class MergeAdapterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeModelsOptions:
-    """Merge models of one architecture, tensor by tensor, in fp32."""
-
-    model: tuple[str, ...]
-    """Directories of two or more models; config, tokenizer and data types come from the first one."""
-    output_dir: str
-    """Output directory, which must not exist."""
-    weights: tuple[float, ...] = ()
-    """Weight of each model; without --base they must sum to 1. Default: equal weights."""
-    base: str | None = None
-    """Directory of the common base model: the result is the base plus the weighted sum of the models' differences from
-    it (task vectors)."""
-    skip_verification: bool = False
-    """Use the models without comparing their files to the hashes recorded when they were written."""
-    config: str | None = None
-    """YAML file with any of these options; flags override it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExportGgufOptions:
     """Write a model as one GGUF file for llama.cpp, Ollama and LM Studio."""
 
@@ -324,7 +302,7 @@ class ExportGgufOptions:
     """Data type of the matrices. q8_0: 8 bits, in blocks of 32. For smaller types, run llama.cpp's llama-quantize on
     the output."""
     modelfile: bool = False
-    """Also write a Modelfile for `ollama create` into the output's folder, with chat template and stop tokens."""
+    """Also write a Modelfile for `ollama create` into the output's folder, with stop tokens and sampling defaults."""
     skip_verification: bool = False
     """Use the model without comparing its files to the hashes recorded when they were written."""
     config: str | None = None
@@ -362,21 +340,17 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """Plot the curves of several training runs: an HTML page, or a figure for papers."""
+    """Plot the curves of several training runs as an HTML page."""
 
     takes_words: ClassVar = True  # its required option has no flag
 
     runs: tuple[str, ...]
     """Output directories of train.py, of finished or running runs."""
     output: str | None = None
-    """File to write: .html, a self-contained page; .png, .svg or .pdf, a figure."""
-    follow: bool = False
-    """Serve the page on this machine until Ctrl-C, updated while runs continue."""
-    port: int | None = option(None, needs="follow")
-    """Port of --follow, 0 for any free one. Default: 8765."""
+    """File to write: a self-contained page, .html."""
     smoothing: int | None = option(None, at_least=1)
-    """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
-    Default: depends on the longest run."""
+    """Number of steps over which noisy curves are averaged at first, 1 for none. Default: depends on the longest run.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,4 +22,4 @@ if __name__ == "__main__":
         ending_with_message(when_interrupted="interrupted"),
         BoardServer(Path(options.folder[0]), port=options.port) as server,
     ):
-        server.serve("board")
+        server.serve()

@@ -36,12 +36,11 @@ def continual(options: ContinualOptions) -> None:
         return run_experiments(several, Runner(find_root(several), num_processes=several[0].num_processes))
     if options.output is not None:
         check_output(Path(options.output))
-    directories = [Path(path) for path in options.paths]
-    experiments = [read_experiment(directory) for directory in directories]
+    experiments = [read_experiment(Path(path)) for path in options.paths]
     say(describe_comparison(experiments))
     if options.output is not None:
         make_parent(Path(options.output))
-        write_page(Path(options.output), experiments, directories)
+        write_page(Path(options.output), experiments)
         say(f"comparison: {Path(options.output).absolute().as_uri()}")
 
 

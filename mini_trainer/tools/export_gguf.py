@@ -16,7 +16,7 @@ if __name__ == "__main__":
     options = parse_options(ExportGgufOptions)  # before the slow imports: --help and typos answer at once
     pause_collector()
 
-from mini_trainer.data.stores.disk import check_output
+from mini_trainer.data.stores.disk import check_output, written_aside
 from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
@@ -27,7 +27,6 @@ def export_gguf(options: ExportGgufOptions) -> None:
     """Writes the file; ValueError or OSError for user errors."""
     try:
         from mini_trainer.use.exporters.gguf_file import write_gguf
-        from mini_trainer.use.exporters.ollama import write_modelfile
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
@@ -48,11 +47,26 @@ def export_gguf(options: ExportGgufOptions) -> None:
     if not options.skip_verification:
         verify_weights(str(model_dir), say_note)
     num_bytes, notes = write_gguf(model_dir, output, options.dtype)
-    if modelfile:
-        notes += write_modelfile(model_dir, output)
     for note in notes:
         say(f"note: {note}")
+    if modelfile:
+        write_modelfile(model_dir, output)
     say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}{', and its Modelfile' * len(modelfile)}")
+
+
+def write_modelfile(model_dir: Path, gguf: Path) -> None:
+    """Writes a Modelfile beside a GGUF file: Ollama reads neither stop tokens nor sampling defaults from that."""
+    from mini_trainer.data.stores.tokenizers import load_tokenizer
+    from mini_trainer.model.config import list_stops, load_config, load_generation_config
+    from mini_trainer.objectives.families.text import TextFamily
+
+    tokenizer, config = load_tokenizer(str(model_dir)), load_config(str(model_dir), TextFamily())
+    generation = load_generation_config(str(model_dir), config)
+    stops = [f'stop "{token}"' for token in tokenizer.convert_ids_to_tokens(list_stops(generation, tokenizer))]
+    sampling = [(name, getattr(generation, name, None)) for name in ("temperature", "top_k", "top_p")]
+    given = [*stops, *(f"{name} {value}" for name, value in sampling if value is not None)]
+    with written_aside(gguf.with_name("Modelfile")) as (aside,):
+        aside.write_text("\n".join([f"FROM ./{gguf.name}", *(f"PARAMETER {line}" for line in given)]) + "\n")
 
 
 if __name__ == "__main__":

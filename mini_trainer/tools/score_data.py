@@ -1,12 +1,11 @@
-"""Scores tokenized data sets with a model, for train.py: a teacher's most probable tokens, a reference's answers.
+"""Scores tokenized data sets with a model, for train.py: a teacher's most probable tokens.
 
     python -m mini_trainer score-data --model-name-or-path BIG --data-path chats.arrow --top-k 32
     torchrun --nproc-per-node=8 -m mini_trainer.tools.score_data --model-name-or-path BIG --data-path chats.arrow
     torchrun --nproc-per-node=8 train.py --data-path chats.arrow --teacher-weight 0.5 ...
 
-Writes chats.arrow.teacher.scores and its sidecar; of preferences and binary feedback, the log-probabilities that a run
-from the same weights would compute at its start. Packed, sharded, without gradients. A killed run resumes when the same
-command is started again, on any number of processes.
+Writes chats.arrow.teacher.scores and its sidecar. Packed, sharded, without gradients. A killed run resumes when the
+same command is started again, on any number of processes.
 """
 
 from pathlib import Path
@@ -20,14 +19,17 @@ if __name__ == "__main__":
     pause_collector()
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
+from urllib.parse import urljoin
 
 import numpy as np
 
-from mini_trainer.data.columns.base import CAUSAL_LM, FEEDBACK, PREFERENCE, DataTask, describe_task
+from mini_trainer.data.columns.base import CAUSAL_LM, DataTask, describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
@@ -39,31 +41,26 @@ from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.messages import say, say_note, show_progress
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0, call_with_world
-from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.fingerprints import digest_data
-from mini_trainer.model.methods.adapter_files import hash_adapter
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, locate_scores
 from mini_trainer.objectives.families.packed_row import check_positions
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
-from mini_trainer.objectives.specs import find_class, find_data_kind
-from mini_trainer.options import ComputeOptions, flag_name, flatten_options
+from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
+from mini_trainer.options import flatten_options
 from mini_trainer.options.choices import check_choices
 from mini_trainer.options.doors import SCORERS
-from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.facts import list_changed
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.run.references import hash_reference, read_known, score_missing
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
-from mini_trainer.use.inference.openai_engine import OpenAIEngine
-from mini_trainer.use.inference.prompt_scores import PromptScorer
+from mini_trainer.use.inference.openai_engine import LISTING_RETRIES, MALFORMED, MAX_SHOWN, OpenAIEngine
 
-OF_TEACHERS = ("teacher_data", "name", "top_k", "temperature")
+LEAST_TAIL = 1e-7  # probability of all other tokens together, where rounding leaves none
+LARGEST_LOGPROB = 1e-3  # of a probability of 1, by a server that computes in half precision
+LARGEST_ID = 2**31 - 1
+LORA_METRIC = "vllm:lora_requests_info"  # only of a vLLM with --enable-lora, also if it has no adapter
 ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank 0
 
 
@@ -82,7 +79,7 @@ def score(options: ScoreDataOptions, world: World) -> None:
     if not options.skip_verification:
         call_on_each_node(world, lambda: verify_files(scorer, [*sets, *(read if options.teacher_data else ())]))
     for data, seen in zip(sets, read, strict=True):
-        SCORES[data.task.objective](data, seen, scorer, options, world)
+        score_set(data, seen, scorer, options, world)
 
 
 def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
@@ -92,7 +89,7 @@ def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
         verify_data(*data.sources, say_note)
 
 
-def score_tokens(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
+def score_set(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
     """Writes a teacher's scores of one data set, or continues them."""
     with written_alone(locate_scores(data.sources[0].path, options.name), world):
         writer = open_writer(data, seen, scorer, options)
@@ -119,37 +116,13 @@ def hold_scores(path: Path, held: ExitStack) -> None:
         raise RunError(ExitCode.LOCKED, message) from None
 
 
-def score_answers(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
-    """Writes a reference's log-probabilities of one data set's answers, as a run from the same weights looks for."""
-    objective = make_reference_objective(data)
-    path, known = data.sources[0].path, read_known(data, scorer.key, world)
-    announce(world, f"{path}: {len(known.missing):,} of {len(data.kept):,} samples to score")
-    if len(known.missing):
-        score_missing(known, scorer.build(objective), objective, cap=options.max_tokens_per_gpu, world=world)
-
-
-SCORES = {CAUSAL_LM: score_tokens, PREFERENCE: score_answers, FEEDBACK: score_answers}
-
-
-def make_reference_objective(data: Mixture) -> Objective:
-    """The first objective that learns from the data by a reference."""
-    kinds = [find_class(name) for name in OBJECTIVES if find_data_kind(name) == data.task.objective]
-    settings = ObjectiveSettings()
-    made = [kind.make(settings, kind.make_family(settings), data.task, data.count_labels) for kind in kinds]
-    return next(objective for objective in made if objective.reference is not None)
-
-
 class Scorer(Protocol):
     """Who scores."""
 
     identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
-    key: str  # of its log-probabilities as a reference (run.references.hash_reference)
 
     def verify(self) -> None:
         """Checks the model's files against the hashes recorded with them."""
-
-    def build(self, objective: Objective) -> PackedModel:
-        """The model with another objective; ValueError for a server. All ranks call this."""
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         """The records of the rows' trained tokens, on rank 0. All ranks call this."""
@@ -188,19 +161,9 @@ class LocalScorer:
     def verify(self) -> None:
         self.found.verify()
 
-    @property
-    def key(self) -> str:
-        compute = ComputeOptions(compute_dtype=self.options.dtype)
-        adapter = [] if self.found.adapter is None else list(hash_adapter(self.found.adapter).values())
-        return hash_reference(self.found.directory, adapter, "none", choose_compute_dtype(compute, self.world.device))
-
-    def build(self, objective: Objective) -> PackedModel:
-        objective = replace(objective, family=self.objective.family)
-        return build_scorer(self.found, objective, dtype=self.options.dtype, world=self.world)
-
     @functools.cached_property
     def model(self) -> PackedModel:
-        return self.build(self.objective)
+        return build_scorer(self.found, self.objective, dtype=self.options.dtype, world=self.world)
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         check_positions(self.model.model, longest=data.longest)
@@ -229,9 +192,13 @@ def count_ids(found: FoundModel, read: Sequence[Mixture]) -> int:
 
 
 class ServerScorer:
-    """A model behind an address."""
+    """A model behind an address, which scores tokens by the `prompt_logprobs` of vLLM's completions.
+
+    Rows are sent as token ids, and return as each position's most probable tokens, together with the actual one.
+    """
 
     def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
+        """ValueError if the server says that it cannot score the data."""
         if world.world_size > 1:
             raise ValueError("--engine openai runs in one process, but torchrun has started several")
         server = EngineOptions(
@@ -240,10 +207,10 @@ class ServerScorer:
             api_key_env=options.api_key_env,
             concurrency=options.concurrency,
         )
-        engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
-        self.scorer = PromptScorer(engine, top_k=options.top_k)
+        self.top_k = options.top_k
+        self.engine = engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
         engine.listed = engine.look_up()
-        self.scorer.check(max(data.longest for data in read))
+        self.check(max(data.longest for data in read))
         sidecar = read[0].sources[0].sidecar or {}
         self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
                          "num_ids": 0, "dtype": "server", "served_weights": engine.listed.get("root")}  # fmt: skip
@@ -251,30 +218,107 @@ class ServerScorer:
     def verify(self) -> None:
         """Nothing: the server has loaded it."""
 
-    @property
-    def key(self) -> str:
-        raise ValueError("--engine openai: not for preferences and feedback, whose reference scores whole answers")
-
-    def build(self, objective: Objective) -> PackedModel:
-        raise AssertionError("its key is asked for before")
-
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         (source,) = data.sources
-        samples = [(f"{source.path}: row {row + 1}", data.read(row)) for row in rows.tolist()]
-        return self.scorer.score(
-            [(where, sample["input_ids"], mark_trained(sample["labels"])) for where, sample in samples]
+
+        def score_row(row: int) -> np.ndarray:
+            sample = data.read(row)
+            is_trained = mark_trained(sample["labels"])
+            return self.score_row(f"{source.path}: row {row + 1}", sample["input_ids"], is_trained)
+
+        with ThreadPoolExecutor(self.engine.engine.concurrency) as pool:
+            records = list(pool.map(score_row, rows.tolist()))
+        return np.concatenate([np.empty(0, make_record_type(self.top_k)), *records])
+
+    def check(self, longest: int) -> None:
+        """ValueError if the server says that it cannot score rows of up to `longest` tokens."""
+        engine = self.engine
+        context = engine.context
+        if context is not None and longest >= context:
+            raise ValueError(
+                f"{engine.where}: has a context of {context:,} tokens, but the longest row has {longest:,}, and one is"
+                " generated: serve it with a larger one (vLLM: --max-model-len), or drop longer rows"
+                " (process_data.py --max-sample-num-tokens)"
+            )
+        if "parent" in engine.listed or LORA_METRIC in self.read_metrics():
+            raise ValueError(
+                f"{engine.where}: vLLM runs with --enable-lora, with which scoring ends the server or leaves out"
+                " parts of an adapter: serve the model without it, with adapters merged"
+            )
+
+    def read_metrics(self) -> str:
+        """The server's page of metrics beside its API; "" if it has none."""
+        from openai import APIError
+
+        client = self.engine.client.with_options(max_retries=LISTING_RETRIES)
+        try:
+            return client.get(urljoin(str(client.base_url), "../metrics"), cast_to=str)
+        except APIError:
+            return ""
+
+    def score_row(self, where: str, input_ids: np.ndarray, is_trained: np.ndarray) -> np.ndarray:
+        """ValueError, which names row and server, for an answer that is not of these ids, or that says too little."""
+        ids, places = input_ids.tolist(), np.flatnonzero(is_trained).tolist()
+        if not places:
+            return np.empty(0, make_record_type(self.top_k))
+        try:
+            positions = self.read_positions(self.ask(ids), ids)
+            found = [self.read_position(positions[i], i, ids[i]) for i in places]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return make_records(*map(np.array, zip(*found, strict=True)))
+
+    def ask(self, ids: list[int]) -> Any:
+        """The client's answer; one token is generated, the fewest that all servers take."""
+        engine = self.engine
+        extra = {"prompt_logprobs": self.top_k, "return_token_ids": True}
+        return engine.call(
+            lambda: engine.client.completions.create(
+                model=engine.model, prompt=ids, max_tokens=1, temperature=0, extra_body=extra
+            )
         )
+
+    def read_positions(self, response: Any, ids: list[int]) -> list[Any]:
+        """The server's entry for each position of a prompt."""
+        try:
+            choice = response.choices[0].model_dump()
+            positions = list(choice["prompt_logprobs"])
+            echoed = list(choice.get("prompt_token_ids") or ids)  # older servers do not return them
+        except MALFORMED as error:
+            raise self.describe_error(f"gave no prompt_logprobs as vLLM returns them ({error!r})") from None
+        if echoed != ids:
+            raise self.describe_error("scored other tokens than it was sent: its tokenizer is another one")
+        if len(positions) != len(ids):
+            raise self.describe_error(f"scored {len(positions)} positions of a prompt of {len(ids)} tokens")
+        return positions
+
+    def read_position(self, entries: Any, position: int, token_id: int) -> tuple[list[int], list[float], float, float]:
+        """Ids and -log q of the most probable tokens, -log q of all others together, and of the token itself."""
+        try:
+            known = {int(key): float(entry["logprob"]) for key, entry in entries.items()}
+        except (ValueError, *MALFORMED) as error:
+            raise self.describe_error(f"position {position}: no log-probabilities by token id ({error!r})") from None
+        if not all(0 <= key <= LARGEST_ID and logprob <= LARGEST_LOGPROB for key, logprob in known.items()):
+            raise self.describe_error(f"position {position}: has ids or log-probabilities that are none")
+        if token_id not in known:
+            raise self.describe_error(f"position {position}: no log-probability of its token {token_id}")
+        top = sorted(known, key=lambda key: -known[key])[: self.top_k]
+        if len(top) < self.top_k:
+            raise self.describe_error(f"position {position}: names {len(top)} tokens, expected {self.top_k}")
+        tail = max(LEAST_TAIL, 1 - sum(math.exp(known[key]) for key in top))
+        return top, [-known[key] for key in top], -math.log(tail), -known[token_id]
+
+    def describe_error(self, text: str) -> ValueError:
+        """The error with the server's name, short and without the key."""
+        return ValueError(f"{self.engine.where}: {self.engine.hide(text)[:MAX_SHOWN]}")
 
 
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:
     """A data set with trained tokens; ValueError for one that cannot be scored, or not as the options say."""
     data = Mixture([TokenizedData(path)])
-    if data.task.objective not in SCORES:
-        allowed = ", ".join(describe_task(DataTask(name)) for name in SCORES)
+    if data.task.objective != CAUSAL_LM:
+        allowed = f"{describe_task(DataTask(CAUSAL_LM))} (a run computes its reference's log-probabilities by itself)"
         raise ValueError(f"--data-path {path} is for {describe_task(data.task)}; allowed: {allowed}")
-    given = [flag_name(name) for name in list_changed(options) if name in OF_TEACHERS]
-    if given and data.task.objective != CAUSAL_LM:
-        raise ValueError(f"{', '.join(given)}: no effect on {path}, which is for {describe_task(data.task)}")
     data.check_trained("--data-path")
     return data
 

@@ -1,8 +1,6 @@
 """Made-up continual experiments, with the files of answers that their cells name."""
 
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -57,23 +55,3 @@ def make_cell(kind: str, level: float, num_questions: int, random: np.random.Gen
         values = np.abs(random.normal(2.5 - 2 * level, 0.3, num_questions))
         return Cell("loss", values, random.integers(1, 50, num_questions).astype(float))
     return Cell("exact_match", (random.random(num_questions) < level).astype(float), None, samples)
-
-
-def write_answers(directory: Path, experiment: Experiment, *, text: str = "", length: int = 0) -> Path:
-    """Every cell's file, as evaluate_model.py writes it; `text` and `length` more characters are in each answer."""
-    for sequence in experiment.sequences:
-        for t, row in enumerate(sequence.rows):
-            for name, cell in row.get("score", {}).items():
-                path = directory / cell.samples
-                path.parent.mkdir(parents=True, exist_ok=True)
-                lines = [
-                    json.dumps({
-                        "index": i, "place": f"{name}:{i}", "prompt": f"Question {i} of {name}?{'.' * length}",
-                        "references": [f"the answer {i}"],
-                        "answer": f"{value:g} after {t} {text}{'x' * length} ({name}:{i})",
-                        "scores": {cell.metric: value},
-                    })
-                    for i, value in enumerate(cell.values.tolist())
-                ]  # fmt: skip
-                path.write_text("\n".join(lines) + "\n")
-    return directory

@@ -56,7 +56,7 @@ class KilledPool(ForkedPool):
     """
 
     def __init__(self, root: Path, moment: str, number: int):
-        super().__init__(root, [{}] * 2, num_processes=1)
+        super().__init__(root, [{}] * (2 if moment == "step" else 1), num_processes=1)
         self.moment, self.number, self.was_killed = moment, number, False
 
     def launch(self, words: list[str], log_file: Path, environment: Mapping[str, str]) -> ForkedRanks:

@@ -9,7 +9,7 @@ from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.writer import TokenizedSample
-from mini_trainer.use.evaluation.comparison import Scores, compare
+from mini_trainer.use.evaluation.comparison import SampleScores, compare
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> $SCRIPT$ & \u2028"
 
@@ -36,7 +36,7 @@ def make_results(first: str, second: str) -> tuple[dict[str, Any], dict[str, Any
     alone answers three right."""
     differing = {7: (1.0, 0.0), 13: (0.0, 1.0), 21: (1.0, 0.0)}
     scores = [differing.get(i, (1.0, 1.0)) for i in range(30)]
-    metric = compare(Scores("exact_match", np.array(scores).T, np.ones(30)), seed=0, num_resamples=200)
+    metric = compare(SampleScores("exact_match", np.array(scores).T, np.ones(30)), seed=0, num_resamples=200)
     shown = [dict(place=f"rows:{i}", prompt=f"question {i} {HOSTILE}", references=["the answer"]) for i in range(30)]
     samples = [
         [dict(answer=f"{name} says {i}", finish_reason="stop", scores=dict(exact_match=pair[k]))

@@ -6,12 +6,10 @@ assistant's, or a completion is the reference, which the model does not see. The
 | row                                        | becomes                                                        |
 |--------------------------------------------|----------------------------------------------------------------|
 | a line of a .txt file                      | a user message; a text to continue if there is no template     |
-| question, and answer or choices            | the same                                                       |
+| question, with or without answer           | the same                                                       |
 | prompt, with or without answer; document, text | a text to continue                                         |
 | text and label                             | a question and its answer                                      |
-| any of these with choices and answer       | a choice by likelihood; `answer` is the correct one's index, from 0 |
 | any of these with references               | several correct answers                                        |
-| any of these with source_text              | the text that the answer rewrites, for `--metrics sari`        |
 """
 
 import base64
@@ -57,8 +55,6 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
     template_args: dict[str, Any] | None = None
     references: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    right_choice: int | None = None
 
     @property
     def shown(self) -> str:
@@ -68,12 +64,6 @@ class Prompt:
         if len(self.messages) == 1 and self.messages[0]["role"] == "user":
             return join_content(self.messages[0])
         return "\n\n".join(f"{message['role']}: {join_content(message)}" for message in self.messages)
-
-    @property
-    def rewritten(self) -> str:
-        """The text that the answer rewrites: the row's `source_text`, else the last user message or all of the text."""
-        asked = [message for message in self.messages or () if message["role"] == "user"]
-        return self.row.get("source_text") or (join_content(asked[-1]) if asked else self.shown)
 
 
 def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
@@ -145,10 +135,6 @@ def read_prompt(row: Fields, data_format: str | None) -> Prompt:
     is_asked_alone = row.get("completion", row.get("generation")) is None
     row = parse_turns(row, ("prompt",) if is_asked_alone else list_conversation(row))
     prompt = read_question(row, data_format)
-    if not isinstance(row.get("source_text", ""), str):
-        raise ValueError(f"'source_text' is {quote(row['source_text'])}, expected text")
-    if "choices" in row:
-        return add_choices(prompt, row)
     if "references" in row:
         references = row["references"]
         if not isinstance(references, list) or not all(isinstance(text, str) for text in references) or not references:
@@ -163,13 +149,13 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
     if data_format is None and question is not None and "messages" not in row:
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"'question' is {quote(question)}, expected text")
-        answer = None if "choices" in row else row.get("answer", row.get("label"))
+        answer = row.get("answer", row.get("label"))
         refuse_non_json(answer, "the answer")
         references = () if answer is None else (str(answer),)
         messages = [{"role": "user", "content": question}]
         return Prompt(row=row, messages=messages, text=question, references=references)
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), str):
-        answer = None if "choices" in row else row.get("answer")
+        answer = row.get("answer")
         refuse_non_json(answer, "the answer")
         return Prompt(row=row, text=row["prompt"], references=() if answer is None else (str(answer),))
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), list):
@@ -202,17 +188,6 @@ def join_content(message: Message) -> str:
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
     return content if content else str(message.get("tool_calls") or "")
-
-
-def add_choices(prompt: Prompt, row: Fields) -> Prompt:
-    choices, right = row["choices"], row.get("answer")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise ValueError(f"'choices' is {quote(choices)}, expected a list of at least two strings")
-    if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(choices):
-        raise ValueError(
-            f"'answer' is {quote(right)}, expected the index of the correct choice, 0 to {len(choices) - 1}"
-        )
-    return replace(prompt, choices=tuple(choices), right_choice=right, references=())
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:

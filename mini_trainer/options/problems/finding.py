@@ -14,7 +14,6 @@ TOGETHER = Doors(
         "BoardOptions": "mini_trainer.options.problems.tools:find_board_problems",
         "GenerateOptions": "mini_trainer.options.problems.tools:find_generate_problems",
         "EvaluateOptions": "mini_trainer.options.problems.tools:find_evaluate_problems",
-        "MergeModelsOptions": "mini_trainer.options.problems.tools:find_mixing_problems",
         "ScoreDataOptions": "mini_trainer.options.problems.tools:find_score_problems",
         "ContinualOptions": "mini_trainer.options.problems.tools:find_continual_problems",
     }

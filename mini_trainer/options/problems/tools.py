@@ -1,6 +1,5 @@
 """Problems with the options of the programs other than train.py and process_data.py."""
 
-import math
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,28 +12,22 @@ from mini_trainer.options.tools import (
     EngineOptions,
     EvaluateOptions,
     GenerateOptions,
-    MergeModelsOptions,
     PlotOptions,
     SamplingOptions,
     ScoreDataOptions,
 )
 
-PICTURES = (".png", ".svg", ".pdf")
-
 
 def find_plot_problems(o: PlotOptions) -> list[str]:
     """Problems with the options of mini-trainer plot-metrics."""
-    problems, endings = [], (".html", *PICTURES)
-    if not o.runs:
-        problems.append("no run is given: give the --output-dir of one or more runs")
-    if o.output is None and not o.follow:
-        problems.append("no output is given: give --output page.html, --output plot.png, or --follow")
-    if o.output is not None and o.follow:
-        problems.append("--output has no effect with --follow, which serves the page and writes no file: give only one")
-    if o.output is not None and Path(o.output).suffix.lower() not in endings:
-        problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
-    if o.port is not None:
-        problems += find_port_problems(o.port)
+    problems = [] if o.runs else ["no run is given: give the --output-dir of one or more runs"]
+    if o.output is None:
+        problems.append("no output is given: give --output page.html")
+    elif Path(o.output).suffix.lower() != ".html":
+        problems.append(
+            f"--output {o.output}: must end in .html; for a picture, give the numbers of the runs' .jsonl files to a"
+            " plotting library"
+        )
     return problems
 
 
@@ -42,11 +35,9 @@ def find_board_problems(o: BoardOptions) -> list[str]:
     """Problems with the options of mini-trainer board."""
     given = len(o.folder)
     problems = [] if given == 1 else [f"{given} directories are given: give one, with runs in it, such as their parent"]
-    return problems + find_port_problems(o.port)
-
-
-def find_port_problems(port: int) -> list[str]:
-    return [] if 0 <= port <= 65535 else [f"--port {port}: must be from 1 to 65535, or 0 for any free one"]
+    if not 0 <= o.port <= 65535:
+        problems.append(f"--port {o.port}: must be from 1 to 65535, or 0 for any free one")
+    return problems
 
 
 def find_generate_problems(o: GenerateOptions) -> list[str]:
@@ -136,22 +127,6 @@ def find_score_problems(o: ScoreDataOptions) -> list[str]:
     problems += find_engine_problems(engine)
     if o.engine == "openai" and o.temperature != 1:
         problems.append(f"--temperature {o.temperature}: a server's log-probabilities are those at temperature 1")
-    return problems
-
-
-def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
-    """Problems with the options of mini-trainer merge-models."""
-    problems = []
-    if len(o.model) < (2 if o.base is None else 1):
-        problems.append("--model: give at least two models, or at least one and --base")
-    if o.weights and len(o.weights) != len(o.model):
-        problems.append(f"--weights: given {len(o.weights)} for {len(o.model)} models")
-    if any(not math.isfinite(weight) for weight in o.weights):
-        problems.append(f"--weights {' '.join(map(str, o.weights))}: must be numbers")
-    elif o.weights and o.base is None and abs(sum(o.weights) - 1) > 1e-6:
-        problems.append(f"--weights: sum to {sum(o.weights):g}, but without --base must sum to 1")
-    if o.base is not None and not o.weights:
-        problems.append("--base needs --weights, the weights of the models' differences from it")
     return problems
 
 

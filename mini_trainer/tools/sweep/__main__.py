@@ -19,46 +19,37 @@ if __name__ == "__main__":
     options = parse_options(SweepOptions)  # before the slow imports: --help and typos answer at once
 
 from mini_trainer.distributed.messages import say
+from mini_trainer.options.problems.packages import require
 from mini_trainer.run.stages import ending_experiment
 from mini_trainer.tools.sweep.running import Pool, divide_devices, list_devices
-from mini_trainer.tools.sweep.settings import SweepSettings, Values, check_trials, list_files, read_settings
-from mini_trainer.tools.sweep.tasks import TASKS, choose_task
+from mini_trainer.tools.sweep.settings import check_trials, list_files, read_settings
 
 
 def sweep(options: SweepOptions) -> None:
     """Runs or continues the sweep, or prints its commands."""
     settings = read_settings(Path(options.config_file), output_dir=options.output_dir, allowed=options.allow_env)
-    try:
-        from mini_trainer.tools.sweep.results import describe_command
-        from mini_trainer.tools.sweep.search import find_direction, run_sweep, run_task
-        from mini_trainer.tools.sweep.study import draw_trials
-    except ModuleNotFoundError as error:
-        if error.name != "optuna":
-            raise
-        raise ValueError("sweeps need the package optuna, which is not installed: pip install optuna") from None
+    require("optuna", flag="sweep")
+    from mini_trainer.tools.sweep import search
+    from mini_trainer.tools.sweep.study import draw_trials
+
     drawn = draw_trials(settings)
     check_trials(settings, drawn)
-    more_is_better = find_direction(settings.metric)
+    more_is_better = search.find_direction(settings.metric)
     if options.print_command:
-        return say("\n".join(describe_command(settings, number, values) for number, values in enumerate(drawn)))
+        return say("\n".join(search.describe_command(settings, number, values) for number, values in enumerate(drawn)))
     list_files(settings, drawn)
     environments = divide_devices(settings, list_devices())
-    task = choose_task(options.task, search=settings.search)
+    task = search.choose_task(options.task)
+    is_first = not (settings.root / search.TASKS).exists()
+    folder = settings.root if task is None else task.name_folder(settings.root)
+    pool = Pool(folder, environments, num_processes=settings.num_processes)
+    num_trials = sum(task is None or task.has(number) for number in range(len(drawn)))
+    num_parallel = min(num_trials, len(environments))
+    say(f"sweep: {settings.search}, {num_trials} trials, {num_parallel} at a time, in {settings.root}")
     if task is None:
-        pool = Pool(settings.root, environments, num_processes=settings.num_processes)
-        describe_start(settings, drawn, environments)
-        return run_sweep(settings, drawn, pool, more_is_better=more_is_better)
-    is_first = not (settings.root / TASKS).exists()
-    pool = Pool(task.name_folder(settings.root), environments, num_processes=settings.num_processes)
-    describe_start(settings, [one for number, one in enumerate(drawn) if task.has(number)], environments)
-    run_task(settings, drawn, pool, task, is_first=is_first, more_is_better=more_is_better)
-
-
-def describe_start(settings: SweepSettings, drawn: list[Values], environments: list[dict[str, str]]) -> None:
-    """Prints the sweep's plan."""
-    rungs = "" if settings.search != "halving" else f", compared after steps {', '.join(map(str, settings.rungs))}"
-    num_parallel = min(len(drawn), len(environments))
-    say(f"sweep: {settings.search}, {len(drawn)} trials{rungs}, {num_parallel} at a time, in {settings.root}")
+        search.run_sweep(settings, drawn, pool, more_is_better=more_is_better)
+    else:
+        search.run_task(settings, drawn, pool, task, is_first=is_first, more_is_better=more_is_better)
 
 
 if __name__ == "__main__":

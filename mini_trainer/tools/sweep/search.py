@@ -1,43 +1,106 @@
-"""Runs a sweep: its rungs one after the other, in each the remaining trials; and the record of their results.
+"""Runs the trials of a sweep, and records their results.
 
-A search without rungs has one, the end of the runs. In a halving search a rung ends the runs early, at `max_steps` of
-its own, with the learning-rate schedule of the whole run (`schedule_steps`); the best trials continue from their
-checkpoints. All trials of a rung are compared at once, so that neither kills nor the order in which they end can change
-which ones continue.
+Trials can be shared among the tasks of an array job: each runs its own, and a start without --task collects.
+
+    OUTPUT_DIR/tasks/3_of_8/    lock and journal of a task; results are read from the runs, failures from here
+
+No task reads what another one writes, so that none waits.
 """
 
+import dataclasses
 import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import read_fields, read_metrics, remove
+from mini_trainer.data.stores.disk import read_fields, read_metrics, remove, written_aside
+from mini_trainer.distributed.command import name_launch
 from mini_trainer.distributed.ending import ExitCode, RunError
+from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.messages import say
-from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.distributed.process import find_task
+from mini_trainer.options import TrainOptions, list_types, parse_shard
+from mini_trainer.options.fields import flag_for
+from mini_trainer.options.option_files import describe_options
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
 from mini_trainer.run.stages import Record, Stage, describe_code, hash_files, list_changes, write_record
-from mini_trainer.tools.sweep.results import (
-    BEST,
-    CURVES,
-    RESULTS,
-    describe_best,
-    describe_result,
-    describe_table,
-    write_curves,
-    write_results,
-)
 from mini_trainer.tools.sweep.running import Pool
-from mini_trainer.tools.sweep.settings import SweepSettings, Values, describe_settings, describe_values, list_files
-from mini_trainer.tools.sweep.study import Study, is_number
-from mini_trainer.tools.sweep.tasks import TASKS, WHOLE, Task, holding_tasks
+from mini_trainer.tools.sweep.settings import (
+    UNEXPORTED,
+    SweepSettings,
+    Values,
+    describe_settings,
+    list_files,
+    show_value,
+)
+from mini_trainer.tools.sweep.study import Study, Trial, is_number
+from mini_trainer.use.plots.curves_page import make_curves_page
+from mini_trainer.use.plots.run_files import Run
 
 RECORD, STORAGE = "sweep.json", "study.journal"
+RESULTS, CURVES, BEST = "results.json", "curves.html", "best.yaml"
+MOST_CURVES = 24  # runs on the page: the best ones
+TASKS = "tasks"  # directory in the sweep's
 WRITTEN = (STORAGE, PARAMS_FILE, "trial_0", RESULTS, CURVES, BEST)  # are not written over without a record
 MOST_STARTS = 4  # of a trial in a row that were ended from outside before it is given up
 # Ends from outside: the trial is started again.
 ENDED_FROM_OUTSIDE = (ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED, ExitCode.HANG, ExitCode.INTERRUPTED)
 # Ends that say nothing of the trial's options: the sweep stops, and the trial is not recorded.
 ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED, ExitCode.NO_VALID_CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class ArrayTask:
+    """One of `count` tasks, numbered from 1."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def name_folder(self, root: Path) -> Path:
+        return root / TASKS / f"{self.index}_of_{self.count}"
+
+    def has(self, number: int) -> bool:
+        """Whether it runs the trial."""
+        return number % self.count == self.index - 1
+
+
+WHOLE = ArrayTask(1, 1)
+
+
+def choose_task(given: str | None) -> ArrayTask | None:
+    """The task of this process: the one that is given, or its place among those that srun has started, if any."""
+    found = find_task()
+    if given is None and found is None:
+        return None
+    try:
+        task = ArrayTask(*found) if given is None else ArrayTask(*parse_shard(given))
+    except ValueError as error:
+        raise ValueError(f"--task {error}") from None
+    if given is None:
+        say(f"task {task} of srun: runs its share of the trials")
+    return task
+
+
+@contextmanager
+def holding_tasks(root: Path) -> Iterator[list[Path]]:
+    """Keeps tasks from running meanwhile, and yields their folders; RunError if one of them runs."""
+    locks, folders = [], sorted((root / TASKS).glob("*_of_*"))
+    try:
+        for folder in folders:
+            try:
+                locks.append(RunLock(folder))
+            except RunError as error:
+                raise RunError(error.code, str(error).replace("--output-dir ", "the sweep's task in ")) from None
+        yield folders
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def run_sweep(settings: SweepSettings, drawn: list[Values], pool: Pool, *, more_is_better: bool) -> None:
@@ -51,22 +114,21 @@ def run_sweep(settings: SweepSettings, drawn: list[Values], pool: Pool, *, more_
             for folder in tasks:
                 if (folder / STORAGE).exists():
                     found.adopt_failures(Study(folder / STORAGE, settings, more_is_better=more_is_better))
-            found.run()
+            found.run_trials()
+            found.report()
     finally:
         pool.lock.release()
 
 
 def run_task(
-    settings: SweepSettings, drawn: list[Values], pool: Pool, task: Task, *, is_first: bool, more_is_better: bool
+    settings: SweepSettings, drawn: list[Values], pool: Pool, task: ArrayTask, *, is_first: bool, more_is_better: bool
 ) -> None:
     """Runs, or continues, the trials of one task. `pool` is in the task's folder; `is_first`: no task was there."""
     try:
         settle(settings, drawn, is_first=is_first)
         study = Study(pool.root / STORAGE, settings, more_is_better=more_is_better)
         study.add(drawn)
-        sweep = Sweep(settings, study, pool, task)
-        sweep.check_failed()
-        sweep.run_rung(settings.rungs[-1])
+        Sweep(settings, study, pool, task).run_trials()
     finally:
         pool.lock.release()
     states = [one.state for one in study.list_trials() if task.has(one.number)]
@@ -90,7 +152,8 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
         if can_grow and settings.num_trials > num_before:
             kept["settings"]["num_trials"] = num_before
         changes = list_changes(before, kept)
-        if changes and has_begun(settings.root):
+        # Before a trial trains, or tasks share it, an error in the settings or rows can be fixed in place.
+        if changes and ((settings.root / TASKS).exists() or any(settings.root.glob(f"trial_*/run/{PARAMS_FILE}"))):
             raise ValueError(
                 f"{settings.root} belongs to a sweep with other settings:\n  " + "\n  ".join(changes) + "\nundo the"
                 " changes, or choose another output_dir; only num_trials of search: random can be raised"
@@ -103,138 +166,92 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
     write_record(path, now)
 
 
-def has_begun(root: Path) -> bool:
-    """Whether a trial has started to train there, or tasks share it; before that, an error in the settings or rows can
-    be fixed in place."""
-    return (root / TASKS).exists() or any(root.glob(f"trial_*/run/{PARAMS_FILE}"))
-
-
 class Sweep:
     """A sweep that runs."""
 
-    def __init__(self, settings: SweepSettings, study: Study, pool: Pool, task: Task = WHOLE):
+    def __init__(self, settings: SweepSettings, study: Study, pool: Pool, task: ArrayTask = WHOLE):
         self.settings, self.study, self.pool, self.task = settings, study, pool, task
         self.num_starts: dict[int, int] = {}  # in a row that were ended from outside
 
-    def run(self) -> None:
-        """Runs all rungs, and says which trial is the best."""
-        self.check_failed()
-        counts = count_trials(len(self.study.list_trials()), self.settings)
-        for rung, num_next in zip(self.settings.rungs, [*counts[1:], None], strict=True):
-            self.run_rung(rung)
-            if num_next is not None:
-                self.choose(rung, num_next)
-        self.report()
-
-    def run_rung(self, rung: int | None) -> None:
-        """Runs the trials that are in a rung and have no result there yet."""
-        unended = [one for one in self.study.list_trials() if not one.has_ended and rung not in one.results]
-        waiting = [one.number for one in unended if self.task.has(one.number)]
+    def run_trials(self) -> None:
+        """Runs the trials that have not ended. ValueError if a failed one has a result after all: the journal does not
+        match the runs."""
+        for one in self.study.list_trials():
+            if one.state == "failed" and self.make_stage(one.number).has_ended and self.read_result(one.number):
+                raise self.study.refuse(f"{one.name} has failed, but its run has ended with a result")
+        waiting = [one.number for one in self.study.list_trials() if not one.has_ended and self.task.has(one.number)]
         for number in list(waiting):
-            if self.has_reached(number, rung):  # a kill came before that was recorded, or the journal is an older one
+            # A kill came before the end was recorded, or the journal is an older one.
+            if self.make_stage(number).has_ended:
                 self.study.start(number)
-                self.record(number, rung)
+                self.record(number)
                 waiting.remove(number)
+        self.pool.run(waiting, self.start, self.end)
 
-        def end(number: int, code: int, last_words: str) -> bool:
-            return self.end(number, rung, code, last_words)
+    def start(self, number: int) -> Stage:
+        self.study.start(number)
+        trial = self.study.read(number)
+        values = ", ".join(f"{name} {show_value(value)}" for name, value in trial.values.items())
+        say(f"{trial.name}: {values}")
+        return self.make_stage(number)
 
-        def start(number: int) -> Stage:
-            stage = self.make_stage(number, rung)
-            check_can_start(stage)
-            self.study.start(number)
-            trial = self.study.read(number)
-            until = "" if rung is None or rung == self.settings.rungs[-1] else f", until step {rung}"
-            say(f"{trial.name}: {describe_values(trial.values)}{until}")
-            return stage
-
-        self.pool.run(waiting, start, end)
-
-    def make_stage(self, number: int, rung: int | None) -> Stage:
-        """The run of a trial until a rung."""
+    def make_stage(self, number: int) -> Stage:
+        """A trial's run."""
         trial, folder = self.study.read(number), self.find_folder(number)
         options = self.settings.options_of(trial.values) | {"output_dir": str(folder / "run")}
-        if rung is not None:
-            options |= limit_to_rung(options, rung, is_last=rung == self.settings.rungs[-1])
         return Stage(program="train", folder=folder, options=options)
 
     def find_folder(self, number: int) -> Path:
         return self.settings.root / self.study.read(number).name
 
-    def has_reached(self, number: int, rung: int | None) -> bool:
-        """Whether a trial's run has ended at the rung, or has continued from it to a later one."""
-        stage = self.make_stage(number, rung)
-        if stage.has_ended or not stage.file("yaml").is_file():
-            return stage.has_ended
-        later = [self.make_stage(number, one).text for one in self.settings.rungs if rung is not None and one > rung]
-        run = self.find_folder(number) / "run"
-        is_there = stage.file("yaml").read_text(encoding="utf-8") in later and (run / PARAMS_FILE).is_file()
-        return is_there and (is_finished(run) or count_steps(run / METRICS_FILE) >= rung)
-
-    def check_failed(self) -> None:
-        """ValueError if a failed trial has a result after all: the journal does not match the runs."""
-        last = self.settings.rungs[-1]
-        for one in self.study.list_trials():
-            if one.state == "failed" and self.has_reached(one.number, last) and self.read_result(one.number, last):
-                raise self.study.refuse(f"{one.name} has failed, but its run has ended with a result")
-
     def adopt_failures(self, task: Study) -> None:
         """Notes the trials that have failed in a task, and have no result since."""
         unended = {one.number for one in self.study.list_trials() if not one.has_ended}
         for one in task.list_trials():
-            if (
-                one.state == "failed"
-                and one.number in unended
-                and not self.has_reached(one.number, self.settings.rungs[-1])
-            ):
+            if one.state == "failed" and one.number in unended and not self.make_stage(one.number).has_ended:
                 self.study.start(one.number)
                 self.study.fail(one.number, one.facts["error"])
 
-    def read_result(self, number: int, rung: int | None) -> dict[str, Any] | None:
-        """The best validation of a trial's run until the rung; None if none has a number as the metric."""
+    def read_result(self, number: int) -> dict[str, Any] | None:
+        """The best validation of a trial's run; None if none has a number as the metric."""
         try:
-            return read_best(self.find_folder(number) / "run" / VALIDATION_FILE, self.settings.metric, until=rung)
+            return read_best(self.find_folder(number) / "run" / VALIDATION_FILE, self.settings.metric)
         except ValueError as error:
             raise ValueError(f"{error}; remove {self.find_folder(number)} to train the trial again") from None
 
-    def end(self, number: int, rung: int | None, code: int, last_words: str) -> bool:
+    def end(self, number: int, code: int, last_words: str) -> bool:
         """Records the end of a trial's process; False if it has to be started again."""
         if code == ExitCode.DONE:
             self.num_starts.pop(number, None)
-            self.record(number, rung)
+            self.record(number)
             return True
         if code in ENDED_FROM_OUTSIDE or not 0 <= code <= 128:
             self.num_starts[number] = self.num_starts.get(number, 0) + 1
             if self.num_starts[number] < MOST_STARTS:
                 say(f"trial_{number}: ended from outside ({name_code(code)}); starting it again")
                 return False
-        why = f"{name_code(code)}: {last_words or 'without output'}"
-        run = self.find_folder(number) / "run"
-        if code in ENDS_OF_ALL or (code == ExitCode.FAILED and not run.exists()):  # it ended before train had begun
-            raise RunError(describe_code(code), f"trial_{number}: {self.add_log(number, why)}")
+        why, folder = f"{name_code(code)}: {last_words or 'without output'}", self.find_folder(number)
+        # Without a directory of the run, it ended before train had begun.
+        if code in ENDS_OF_ALL or (code == ExitCode.FAILED and not (folder / "run").exists()):
+            raise RunError(describe_code(code), f"trial_{number}: {why}\n(all output: {folder / 'train.log'})")
         self.fail(number, why)
         return True
 
-    def record(self, number: int, rung: int | None) -> None:
-        """Records the result of a run that has reached the rung: its best validation so far."""
+    def record(self, number: int) -> None:
+        """Records the result of a run that has ended: its best validation."""
         run = self.find_folder(number) / "run"
-        best = self.read_result(number, rung)
+        best = self.read_result(number)
         if best is None:
             return self.fail(number, f"no validation has a number as {self.settings.metric}")
         identity = read_fields(run / PARAMS_FILE, {"identity": dict}, written_by="train.py")["identity"]
         self.check_model(number, model := identity.get("model"))
-        steps = count_steps(run / METRICS_FILE, until=rung)
+        steps = max((row["step"] for _, _, row in read_metrics(run / METRICS_FILE) if row is not None), default=0)
         self.study.note(number, step=best["step"], steps=steps, model=model)
-        result = best[self.settings.metric]
-        if rung == self.settings.rungs[-1]:
-            self.study.complete(number, result)
-            self.clean(number)
-        else:
-            self.study.report(number, rung, result)
+        self.study.complete(number, best[self.settings.metric])
+        self.clean(number)
         trials = self.study.list_trials()
-        own = [one for one in trials if self.task.has(one.number)]
-        num_ended = sum(one.has_ended or rung in one.results for one in own)
-        say(f"trial_{number}: {describe_result(trials[number], self.settings)} ({num_ended} of {len(own)})")
+        own = [one.has_ended for one in trials if self.task.has(one.number)]
+        say(f"trial_{number}: {trials[number].describe_result(self.settings.metric)} ({sum(own)} of {len(own)})")
 
     def check_model(self, number: int, model: str) -> None:
         """ValueError if the files of the model have changed since an earlier trial."""
@@ -247,26 +264,11 @@ class Sweep:
 
     def fail(self, number: int, error: str) -> None:
         self.study.fail(number, error)
-        say(f"trial_{number}: failed, {self.add_log(number, error)}")
-
-    def add_log(self, number: int, message: str) -> str:
-        return f"{message}\n(all output: {self.find_folder(number) / 'train.log'})"
+        say(f"trial_{number}: failed, {error}\n(all output: {self.find_folder(number) / 'train.log'})")
 
     def clean(self, number: int) -> None:
         """Removes the checkpoints of a trial that has ended: its command makes the same ones again."""
         remove(self.find_folder(number) / "run" / "checkpoints")
-
-    def choose(self, rung: int, num_next: int) -> None:
-        """Ends all trials of a rung but the best."""
-        reached = [one for one in self.study.list_trials() if rung in one.results]
-        ranked = sorted(reached, key=lambda one: (self.study.signed(one.results[rung]), one.number))
-        for one in ranked[num_next:]:
-            if not one.has_ended:
-                self.study.prune(one.number)
-            self.clean(one.number)
-        if ranked:
-            kept = ", ".join(one.name for one in ranked[:num_next])
-            say(f"after step {rung}, {min(num_next, len(ranked))} of {len(ranked)} trials continue: {kept}")
 
     def report(self) -> None:
         """Writes the results, and prints the table and the best trial."""
@@ -278,12 +280,10 @@ class Sweep:
         write_results(self.settings, [*ranked, *failed])
         say(describe_table(self.settings, [*ranked, *failed]))
         if not ranked:
-            raise RunError(ExitCode.FAILED, f"all {len(trials)} trials failed; {self.study.advise_again()}")
-        if ranked[0].state != "complete":  # a pruned one was worse than those that failed after it
             raise RunError(
                 ExitCode.FAILED,
-                f"no best trial: none of {len(trials)} has completed, {len(failed)} failed and the others were pruned"
-                f" before; {self.study.advise_again()}",
+                f"all {len(trials)} trials failed; their last words are above; to run them again, remove"
+                f" {self.study.path} and start the same command again",
             )
         say(write_curves(self.settings, ranked))
         say(describe_best(self.settings, ranked[0], self.pool.num_processes))
@@ -303,47 +303,8 @@ def find_direction(metric: str) -> bool:
     return found[metric]
 
 
-def count_trials(num_trials: int, settings: SweepSettings) -> list[int]:
-    """The number of trials in each rung."""
-    counts = [num_trials]
-    for _ in settings.rungs[1:]:
-        counts.append(max(1, counts[-1] // settings.reduction_factor))
-    return counts
-
-
-def limit_to_rung(options: Values, rung: int, *, is_last: bool) -> Values:
-    """The options that end a run at a rung, and leave its schedule that of the whole run."""
-    changes: dict[str, Any] = {"max_steps": rung}
-    grouped = group_options(TrainOptions, **options)
-    if grouped.optimization.needs_end:
-        changes["schedule_steps"] = options["max_steps"]
-    if not is_last:
-        changes["save_final_checkpoint"] = False  # the trained model, which this one is not yet
-        if grouped.checkpoints.checkpoint_every_steps is None:
-            changes["checkpoint_every_steps"] = rung  # the next rung continues from it
-    return changes
-
-
-def check_can_start(stage: Stage) -> None:
-    """ValueError if train would refuse to start because the run has ended without a checkpoint, which says nothing of
-    the trial."""
-    run = Path(stage.options["output_dir"])
-    has_ended = (run / PARAMS_FILE).is_file() and is_finished(run)
-    if has_ended and not any((run / "checkpoints").glob("*step_*")):
-        raise ValueError(
-            f"{run}: holds a run that has ended, not as {stage.file('yaml')} says, and no checkpoint to continue from;"
-            f" remove {stage.folder} to train the trial again"
-        )
-
-
-def is_finished(run: Path) -> bool:
-    advice = f"; remove {run.parent} to train the trial again"
-    params = read_fields(run / PARAMS_FILE, {"finished": str | None}, written_by="train.py", advice=advice)
-    return params["finished"] is not None
-
-
-def read_best(path: Path, metric: str, *, until: int | None) -> dict[str, Any] | None:
-    """The last validation, at most after `until` steps, that its run called the best; None if no validation was.
+def read_best(path: Path, metric: str) -> dict[str, Any] | None:
+    """The last validation that its run called the best; None if no validation was.
 
     ValueError, naming file and line, for a damaged line, and if there is no validation.
     """
@@ -351,18 +312,11 @@ def read_best(path: Path, metric: str, *, until: int | None) -> dict[str, Any] |
     for number, _, row in read_metrics(path):
         if row is None or not isinstance(row.get("is_best"), bool):
             raise ValueError(f"{path}: line {number} is damaged")
-        if until is None or row["step"] <= until:
-            rows.append(row)
+        rows.append(row)
     if not rows:
-        raise ValueError(f"{path}: has no validation{'' if until is None else f' until step {until}'}")
+        raise ValueError(f"{path}: has no validation")
     best = [row for row in rows if row["is_best"] and is_number(row.get(metric))]
     return best[-1] if best else None
-
-
-def count_steps(path: Path, *, until: int | None = None) -> int:
-    """Number of steps of a run, at most `until`."""
-    steps = max((row["step"] for _, _, row in read_metrics(path) if row is not None), default=0)
-    return steps if until is None else min(steps, until)
 
 
 def name_code(code: int) -> str:
@@ -370,3 +324,61 @@ def name_code(code: int) -> str:
     if code < 0 or code > 128:
         return f"killed by signal {-code if code < 0 else code - 128}"
     return f"{describe_code(code).name.lower()} ({code})"
+
+
+def describe_table(settings: SweepSettings, trials: Sequence[Trial]) -> str:
+    """The trials in the order in which they are given, one per line."""
+    names = [one.name for one in settings.parameters]
+    rows = [["trial", settings.metric, "at step", "steps", *names, "state", "run"]]
+    for one in trials:
+        result = "" if one.result is None else f"{one.result:.4f}"
+        steps = [str(one.facts.get(name, "")) for name in ("step", "steps")]
+        run = str(Path(settings.output_dir) / one.name / "run")
+        rows.append([str(one.number), result, *steps, *map(show_value, one.values.values()), one.state, run])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in rows)  # fmt: skip
+
+
+def write_results(settings: SweepSettings, trials: Sequence[Trial]) -> None:
+    """Writes the table as JSON, best first."""
+    rows = [dataclasses.asdict(one) | {"facts": dict(one.facts)} for one in trials]
+    content = {"metric": settings.metric, "search": settings.search, "trials": rows}
+    with written_aside(settings.root / RESULTS) as (aside,):
+        aside.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_curves(settings: SweepSettings, ranked: Sequence[Trial]) -> str:
+    """Writes the page of the best trials' curves, in which the best is marked; returns where it is."""
+    shown = ranked[:MOST_CURVES]
+    names = [one.name + (", best" if i == 0 else "") for i, one in enumerate(shown)]
+    runs = [Run(settings.root / one.name / "run", name) for one, name in zip(shown, names, strict=True)]
+    path = settings.root / CURVES
+    with written_aside(path) as (aside,):
+        aside.write_text(make_curves_page(runs, smoothing=None, best=0), encoding="utf-8")
+    return f"curves: {path.as_uri()}"
+
+
+def describe_best(settings: SweepSettings, best: Trial, num_processes: int) -> str:
+    """The best trial, and the command that trains it again; writes its options."""
+    options = settings.options_of(best.values)
+    left_out = [name for name, value in UNEXPORTED.items() if name not in settings.train and options[name] == value]
+    path = settings.root / BEST
+    with written_aside(path) as (aside,):
+        kept = {name: value for name, value in options.items() if name not in left_out}
+        aside.write_text(describe_options(TrainOptions, kept), encoding="utf-8")
+    shown = Path(settings.output_dir)
+    words = [*name_launch("train", num_processes), "--config", str(shown / BEST)]
+    command = shlex.join([*words, "--output-dir", str(shown / "best")])
+    values = "".join(f"  {name}: {show_value(value)}\n" for name, value in best.values.items())
+    return f"best: {best.name}, {best.describe_result(settings.metric)}\n{values}to train it again: {command}"
+
+
+def describe_command(settings: SweepSettings, number: int, values: Values) -> str:
+    """The command that runs a trial by hand, whole, with all its options as flags."""
+    options = settings.options_of(values) | {"output_dir": str(Path(settings.output_dir) / f"trial_{number}" / "run")}
+    types, words = list_types(TrainOptions), name_launch("train", settings.num_processes)
+    for name, value in options.items():
+        given = list(value) if isinstance(value, tuple) else value
+        words += flag_for(name, given, field_type=types[name])
+    return shlex.join(words)

@@ -37,8 +37,6 @@ RESERVED = {
     **dict.fromkeys(("push_to_hub", "upload_to"), UPLOADS_ALL),
     "allow_changed_options": "would let a trial continue with other options; leave it out",
 }
-# Options for the end of a run and its schedule, which the rungs of a halving search determine.
-RESERVED_IN_HALVING = ("max_epochs", "max_samples", "max_tokens", "schedule_steps", "continue_from")
 UNEXPORTED = {"export_best": False, "save_final_checkpoint": False}  # unless the file says otherwise
 FILE_OPTIONS = ("data_path", "validation_data_path", "input_file")  # whose contents decide a trial's result
 KEYS_OF_RANGE = ("low", "high", "step", "log")
@@ -79,17 +77,12 @@ class SweepSettings:
 
     output_dir: str
     """Directory of the sweep."""
-    search: Literal["grid", "random", "halving"] = "grid"
-    """grid: all combinations; random: num_trials of them, drawn at random; halving: as many trials as the other two,
-    of which the best continue at each rung (synchronous successive halving, arXiv 1502.07943)."""
-    num_trials: int | None = option(None, at_least=1, at_most=MOST_TRIALS, only_with=("search", ("random", "halving")))
-    """random, halving: number of trials to draw."""
+    search: Literal["grid", "random"] = "grid"
+    """grid: all combinations; random: num_trials of them, drawn at random."""
+    num_trials: int | None = option(None, at_least=1, at_most=MOST_TRIALS, only_with=("search", ("random",)))
+    """random: number of trials to draw."""
     seed: int = 0
     """Random seed of the draws."""
-    min_steps: int | None = option(None, at_least=1, only_with=("search", ("halving",)))
-    """halving: steps of the first rung; each next one has reduction_factor times as many, up to max_steps."""
-    reduction_factor: int = option(3, at_least=2, only_with=("search", ("halving",)))
-    """halving: one of so many trials continues after a rung."""
     num_processes: int = option(1, at_least=1)
     """Processes of each trial, one for each GPU."""
     num_parallel: int | Literal["auto"] = option("auto", at_least=1)
@@ -108,26 +101,9 @@ class SweepSettings:
         """The metric of validations that decides which trial is best."""
         return self.train.get("best_metric", "loss").partition(":")[0]
 
-    @property
-    def is_drawn(self) -> bool:
-        return self.num_trials is not None
-
-    @property
-    def rungs(self) -> tuple[int | None, ...]:
-        """Steps after which trials are compared, the last of them the whole run's; (None,) without rungs."""
-        if self.search != "halving":
-            return (None,)
-        powers = (self.min_steps * self.reduction_factor**i for i in itertools.count())
-        most = self.train["max_steps"]
-        return (*itertools.takewhile(lambda steps: steps < most, powers), most)
-
     def options_of(self, values: Values) -> Values:
-        """All options of a trial with these values, but for its directory.
-
-        In a halving search each rung ends with a validation that the whole run has as well.
-        """
-        validations = {} if self.min_steps is None else {"validate_every_steps": self.min_steps}
-        return UNEXPORTED | validations | self.train | values
+        """All options of a trial with these values, but for its directory."""
+        return UNEXPORTED | self.train | values
 
 
 def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> SweepSettings:
@@ -139,6 +115,11 @@ def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collect
     readers = {"train": functools.partial(read_train, allowed=allowed), "parameters": read_parameters}
     with naming_place(str(path)):
         given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
+        if given.get("search") == "halving":
+            raise ValueError(
+                "search: halving: is not supported; use search: random with num_trials, fewer max_steps for all trials,"
+                " and a second sweep of the best ones"
+            )
         settings = make_settings(given, SweepSettings, readers)
         names, own = [one.name for one in settings.parameters], name_values(given["train"])
         problems = [f"{name}: in train and in parameters; give one of them" for name in names if name in own]
@@ -207,49 +188,23 @@ def read_range(name: str, given: dict[Any, Any], options_class: type) -> Paramet
 def find_setting_problems(s: SweepSettings) -> list[str]:
     """Settings that contradict each other or say too little."""
     problems = []
-    if s.search == "random" and not s.is_drawn:
+    if s.search == "random" and s.num_trials is None:
         problems.append("search: random needs num_trials")
-    if s.seed != SweepSettings.seed and not s.is_drawn:
+    if s.seed != SweepSettings.seed and s.num_trials is None:
         problems.append("seed has no effect without num_trials; the seed of training is train: {seed: ...}")
-    return problems + find_halving_problems(s) + find_space_problems(s)
-
-
-def find_halving_problems(s: SweepSettings) -> list[str]:
-    if s.search != "halving":
-        return []
-    names = {one.name for one in s.parameters}
-    ends = [name for name in RESERVED_IN_HALVING if name in names or s.train.get(name) is not None]
-    problems = [
-        f"{name}: not with search: halving, whose trials all have the steps of train: {{max_steps: ...}}"
-        for name in (*ends, *(names & {"max_steps"}))
-    ]
-    most = s.train.get("max_steps")
-    if most is None:
-        problems.append("search: halving needs train: {max_steps: ...}")
-    if s.min_steps is None:
-        problems.append("search: halving needs min_steps, the steps after which trials are first compared")
-    elif most is not None and s.min_steps >= most:
-        problems.append(f"min_steps: given {s.min_steps}, allowed: below max_steps, {most}")
-    every = s.train.get("validate_every_steps")
-    if "validate_every_steps" in names or (every and s.min_steps is not None and s.min_steps % every):
-        problems.append(
-            f"validate_every_steps: given {every or 'several'}, allowed: what divides min_steps, {s.min_steps}"
-        )
-    if s.train.get("weight_average") == "tail" or "weight_average" in names:
-        problems.append("weight_average: tail, or several: not with search: halving, since it ends with the run")
-    return problems
+    return problems + find_space_problems(s)
 
 
 def find_space_problems(s: SweepSettings) -> list[str]:
     """Combinations that are too many in a grid, or fewer than the trials to draw."""
     counts = {one.name: one.count_values() for one in s.parameters}
     endless = [name for name, count in counts.items() if count is None]
-    if not s.is_drawn and endless:
+    if s.num_trials is None and endless:
         return [f"{', '.join(endless)}: a range of any numbers has no grid; give a list, a step, or num_trials"]
     most = math.inf if endless else math.prod(counts.values())
-    if not s.is_drawn and most > MOST_TRIALS:
+    if s.num_trials is None and most > MOST_TRIALS:
         return [f"a grid of {most:,} trials, allowed: at most {MOST_TRIALS:,}; give shorter lists, or num_trials"]
-    if s.is_drawn and s.num_trials > most:
+    if s.num_trials is not None and s.num_trials > most:
         return [f"num_trials: given {s.num_trials}, allowed: at most {most}, all combinations"]
     return []
 
@@ -290,11 +245,6 @@ def describe_trials(numbers: Sequence[int], num_trials: int) -> str:
         return "all trials"
     shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"trial{'s' if len(numbers) > 1 else ''} {shown}"
-
-
-def describe_values(values: Values) -> str:
-    """The values of a trial in one line."""
-    return ", ".join(f"{name} {show_value(value)}" for name, value in values.items())
 
 
 def show_value(value: Any) -> str:

@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import RandomSampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -29,7 +24,6 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from mini_trainer.tools.sweep.settings import Parameter, SweepSettings, Values, list_grid, show_value
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
-NAME = "sweep"  # of the study in its storage
 REMOVE = "remove this file: results are then read from the runs, and failed trials run again"
 
 
@@ -49,9 +43,8 @@ class Trial:
 
     number: int
     values: Values
-    state: str  # waiting, complete, pruned or failed; one that is running, or was when the sweep was killed, waits
-    results: Mapping[int, float]  # by the steps of the rungs before the last
-    result: float | None  # of a complete trial, or at its last rung
+    state: str  # waiting, complete or failed; one that is running, or was when the sweep was killed, waits
+    result: float | None  # of a complete trial
     facts: Mapping[str, Any]  # step of the best validation; error
 
     @property
@@ -62,12 +55,14 @@ class Trial:
     def name(self) -> str:
         return f"trial_{self.number}"
 
+    def describe_result(self, metric: str) -> str:
+        return f"{metric} {self.result:.4f} after step {self.facts['step']}"
+
 
 STATES = {
     TrialState.WAITING: "waiting",
     TrialState.RUNNING: "waiting",
     TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }
 
@@ -77,7 +72,7 @@ def draw_trials(settings: SweepSettings) -> list[Values]:
 
     Draw k is a pure function of the sweep's seed and k, so that more trials only come after those there are.
     """
-    if not settings.is_drawn:
+    if settings.search == "grid":
         return list(list_grid(settings))
     found: dict[str, Values] = {}
     for k in itertools.count():
@@ -123,10 +118,9 @@ class Study:
         check_journal(path)
         self.parameters = {one.name: one for one in settings.parameters}
         self.storage = JournalStorage(JournalFileBackend(str(path), lock_obj=NoLock()))
-        direction = "maximize" if more_is_better else "minimize"
-        self.more_is_better = more_is_better
+        self.more_is_better, direction = more_is_better, "maximize" if more_is_better else "minimize"
         self.study = optuna.create_study(
-            storage=self.storage, study_name=NAME, direction=direction, load_if_exists=True
+            storage=self.storage, study_name="sweep", direction=direction, load_if_exists=True
         )
 
     def add(self, drawn: Sequence[Values]) -> None:
@@ -148,22 +142,17 @@ class Study:
 
     def describe(self, one: FrozenTrial) -> Trial:
         """The trial; ValueError if the journal's lines do not make a whole one."""
-        state, results = STATES[one.state], dict(one.intermediate_values)
+        state = STATES.get(one.state)
         values = {name: read_label(self.parameters[name], one.params.get(name)) for name in self.parameters}
-        last = [results[max(results)]] if results else []
-        found = (one.values or []) if state == "complete" else last
+        found = (one.values or []) if state == "complete" else []
         facts = {name: value for name, value in one.user_attrs.items() if name != "error" or state == "failed"}
-        has_facts = not found or all(type(facts.get(name)) is int for name in ("step", "steps"))
-        if not all(map(is_number, [*results.values(), *found])) or not has_facts or (state == "complete" and not found):
-            raise self.refuse(f"trial_{one.number} is {state} without a number as its result")
-        return Trial(number=one.number, values=values, state=state, results=results,
-                     result=found[0] if found else None, facts=facts)  # fmt: skip
+        has_facts = all(type(facts.get(name)) is int for name in ("step", "steps"))
+        if state is None or (state == "complete" and not (found and is_number(found[0]) and has_facts)):
+            raise self.refuse(f"trial_{one.number} is {one.state.name.lower()} without a number as its result")
+        return Trial(number=one.number, values=values, state=state, result=found[0] if found else None, facts=facts)
 
     def refuse(self, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {problem}; {REMOVE}")
-
-    def advise_again(self) -> str:
-        return f"their last words are above; to run them again, remove {self.path} and start the same command again"
 
     def find_id(self, number: int) -> int:
         return self.study.get_trials(deepcopy=False)[number]._trial_id
@@ -177,31 +166,18 @@ class Study:
         if self.study.get_trials(deepcopy=False)[number].state == TrialState.WAITING:
             self.storage.set_trial_state_values(self.find_id(number), state=TrialState.RUNNING)
 
-    def report(self, number: int, steps: int, result: float) -> None:
-        """Notes a trial's result at a rung that is not the last."""
-        self.storage.set_trial_intermediate_value(self.find_id(number), steps, result)
-
     def complete(self, number: int, result: float) -> None:
         self.study.tell(number, result)
-
-    def prune(self, number: int) -> None:
-        """Notes that a trial does not continue after a rung."""
-        self.study.tell(number, state=TrialState.PRUNED)
 
     def fail(self, number: int, error: str) -> None:
         self.note(number, error=error)
         self.study.tell(number, state=TrialState.FAIL)
 
     def rank(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Trials with a result, best first: those that went further before those that stopped at an earlier rung, and
-        of equal ones the one with the lower number."""
-        found = [one for one in trials if one.result is not None and one.state != "failed"]
-        return sorted(found, key=lambda one: (one.state != "complete", -max(one.results, default=0),
-                                              self.signed(one.result), one.number))  # fmt: skip
-
-    def signed(self, result: float) -> float:
-        """A number that is smaller the better the result."""
-        return -result if self.more_is_better else result
+        """Trials with a result, best first, and of equal ones the one with the lower number."""
+        sign = -1 if self.more_is_better else 1
+        found = [one for one in trials if one.result is not None]
+        return sorted(found, key=lambda one: (sign * one.result, one.number))
 
 
 def is_number(value: Any) -> bool:

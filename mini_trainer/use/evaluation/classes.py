@@ -13,7 +13,7 @@ from mini_trainer.data.columns.base import DataTask
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.class_scores import describe_prediction, predict_classes, summarize_classes
 from mini_trainer.objectives.classes import Classification
-from mini_trainer.use.evaluation.comparison import Folded, Scores
+from mini_trainer.use.evaluation.comparison import Folded, SampleScores
 from mini_trainer.use.evaluation.kept import read_lines
 from mini_trainer.use.evaluation.results import Measured, Sample
 
@@ -67,24 +67,24 @@ def collect(name: str, objective: Classification, tables: Sequence[np.ndarray], 
     return Measured(name, "classes", shown, samples, scores, extras)
 
 
-def list_scores(predicted: Predicted, objective: Classification) -> list[Scores]:
+def list_scores(predicted: Predicted, objective: Classification) -> list[SampleScores]:
     """Macro F1, accuracy and loss; for regression, loss and mean absolute error."""
     task, targets, counts = predicted.task, predicted.targets, predicted.counts
     losses = [
         objective.loss.measure(torch.from_numpy(own), torch.from_numpy(targets)).numpy() for own in predicted.logits
     ]
-    loss = Scores("loss", np.array(list(map(predicted.add_up, losses))), counts, higher_is_better=False)
+    loss = SampleScores("loss", np.array(list(map(predicted.add_up, losses))), counts, higher_is_better=False)
     if task.label_type == "regression":
         errors = np.array([predicted.add_up(np.abs(own - targets).mean(1)) for own in predicted.logits])
-        return [loss, Scores("mae", errors, counts, higher_is_better=False)]
+        return [loss, SampleScores("mae", errors, counts, higher_is_better=False)]
     right = [(predict_classes(task, own) == targets).all(1) for own in predicted.logits]
-    accuracy = Scores("accuracy", np.array(list(map(predicted.add_up, right))), counts)
+    accuracy = SampleScores("accuracy", np.array(list(map(predicted.add_up, right))), counts)
     outcomes = [count_outcomes(task, predicted.sample_of, targets, own) for own in predicted.logits]
     folded = Folded(outcomes, functools.partial(average_f1, of_all=task.label_type == "multi"))
     return [replace(accuracy, name="f1", folded=folded), accuracy, loss]
 
 
-def describe_samples(predicted: Predicted, model: int, scores: Sequence[Scores]) -> list[Sample]:
+def describe_samples(predicted: Predicted, model: int, scores: Sequence[SampleScores]) -> list[Sample]:
     """A model's answer and scores for each sample."""
     task, sample_of = predicted.task, predicted.sample_of
     answers = join_labels(task, sample_of, predict_classes(task, predicted.logits[model]))

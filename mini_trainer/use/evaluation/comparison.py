@@ -23,7 +23,7 @@ class Folded:
 
 
 @dataclass(frozen=True)
-class Scores:
+class SampleScores:
     """A measure of all models on all samples. If it is `folded`, `sums` only rank models on each sample."""
 
     name: str
@@ -43,7 +43,7 @@ class Scores:
         return bool(np.isin(self.sums, (0.0, 1.0)).all() and (self.divisors == 1).all())
 
 
-def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
+def compare(scores: SampleScores, *, seed: int, num_resamples: int) -> dict[str, Any]:
     """The means with their intervals, and the comparison of every pair of models, as JSON."""
     drawn = np.concatenate(list(draw_means(scores, seed=seed, num_resamples=num_resamples)))  # (R, m)
     num_models, num_samples = scores.sums.shape
@@ -65,7 +65,7 @@ def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_means(scores: Scores, *, seed: int, num_resamples: int) -> Iterator[np.ndarray]:  # of (r, m)
+def draw_means(scores: SampleScores, *, seed: int, num_resamples: int) -> Iterator[np.ndarray]:  # of (r, m)
     """Yields every model's mean over samples drawn with replacement, the same samples for all models."""
     random, num_samples = np.random.default_rng(seed), len(scores.divisors)
     for num_drawn in cut(num_resamples, num_samples):
@@ -96,7 +96,9 @@ def find_interval(drawn: np.ndarray) -> np.ndarray:  # (R, ...) -> (2, ...)
     return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
 
 
-def compare_pair(scores: Scores, a: int, b: int, *, drawn: np.ndarray, seed: int, num_resamples: int) -> dict[str, Any]:
+def compare_pair(
+    scores: SampleScores, a: int, b: int, *, drawn: np.ndarray, seed: int, num_resamples: int
+) -> dict[str, Any]:
     """b against a: difference of the means with its interval, number of samples where b is better or worse, and p."""
     low, high = find_interval(drawn[:, b] - drawn[:, a])
     changes = scores.sums[b] - scores.sums[a]  # (n,)

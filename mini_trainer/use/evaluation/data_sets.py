@@ -43,7 +43,7 @@ WITHOUT_REFERENCE = PreferenceOptions(preference_loss="simpo", preference_beta=1
 
 
 @dataclass(frozen=True)
-class Measure:
+class SetMeasure:
     """How a model is measured on a set: the objective, and the module that keeps and collects its scores."""
 
     objective: str
@@ -52,11 +52,11 @@ class Measure:
 
 # By the set's objective, and the model's kind of classification: None for language models.
 MEASURES = {
-    (CAUSAL_LM, None): Measure(CAUSAL_LM, losses),
-    (SEQUENCES, SEQUENCES): Measure(SEQUENCES, classes),
-    (TOKENS, TOKENS): Measure(TOKENS, classes),
-    (PREFERENCE, None): Measure(PREFERENCE, pairs),
-    (PREFERENCE, SEQUENCES): Measure(REWARD, pairs),
+    (CAUSAL_LM, None): SetMeasure(CAUSAL_LM, losses),
+    (SEQUENCES, SEQUENCES): SetMeasure(SEQUENCES, classes),
+    (TOKENS, TOKENS): SetMeasure(TOKENS, classes),
+    (PREFERENCE, None): SetMeasure(PREFERENCE, pairs),
+    (PREFERENCE, SEQUENCES): SetMeasure(REWARD, pairs),
 }
 
 
@@ -67,7 +67,7 @@ def open_set(path: str) -> Mixture:
     return data
 
 
-def choose_measure(data: Mixture, found: FoundModel) -> Measure:
+def choose_measure(data: Mixture, found: FoundModel) -> SetMeasure:
     """How the model is measured on the set; ValueError for a model of another kind."""
     measure = MEASURES.get((data.task.objective, found.classifies))
     if measure is None:

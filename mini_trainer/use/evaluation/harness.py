@@ -13,14 +13,14 @@ import torch
 from mini_trainer.options.command_line import suggest
 from mini_trainer.options.problems.packages import require
 from mini_trainer.options.tools import EvaluateOptions
-from mini_trainer.use.evaluation.comparison import Scores
+from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.kept import is_made_by, read_samples, write_made
 from mini_trainer.use.evaluation.results import Measured
 from mini_trainer.use.evaluation.task_files import (
     describe_task_file,
     find_dependencies,
-    find_name,
-    is_file,
+    is_task_file,
+    name_task,
     read_config,
 )
 from mini_trainer.use.inference.hf_engine import HFEngine
@@ -39,12 +39,12 @@ def check_harness(tasks: Sequence[str]) -> None:
     if not tasks:
         return
     require("lm_eval", flag="--lm-eval")
-    for task in filter(is_file, tasks):
+    for task in filter(is_task_file, tasks):
         try:
-            find_name(Path(task))
+            name_task(Path(task))
         except ValueError as error:
             raise ValueError(f"--lm-eval {error}") from None
-    names = [task for task in tasks if not is_file(task)]
+    names = [task for task in tasks if not is_task_file(task)]
     known = open_tasks(tuple(tasks))[0].task_index if names else {}
     for name in names:
         if name not in known:
@@ -59,7 +59,7 @@ def run_harness(
 ) -> dict[str, list[dict[str, Any]]]:
     """Each task's samples with their scores, by the task's name."""
     path = folder / "lm_eval.json"
-    tasks = [describe_task_file(Path(task)) if is_file(task) else task for task in options.lm_eval]
+    tasks = [describe_task_file(Path(task)) if is_task_file(task) else task for task in options.lm_eval]
     made_by = found.identify() | {"tasks": tasks, "dtype": options.engines.dtype, "lm_eval": version("lm_eval")}
     if not is_made_by(path, made_by):
         samples = call_harness(HFEngine(found, options.engines, options.sampling, device=device), options.lm_eval)
@@ -88,7 +88,7 @@ def open_tasks(tasks: tuple[str, ...]) -> tuple["TaskManager", list[str]]:
     """The harness's index of tasks, and the key of each task there: a file's path, or the name of a group."""
     from lm_eval.tasks import TaskManager
 
-    files = {task: Path(task).absolute() for task in tasks if is_file(task)}
+    files = {task: Path(task).absolute() for task in tasks if is_task_file(task)}
     # Indexing all of the harness's own tasks takes from seconds to minutes.
     needs_its_own = len(files) < len(tasks) or any(find_dependencies(path)[1] for path in files.values())
     folders = sorted({str(path.parent) for path in files.values()})
@@ -99,7 +99,7 @@ def open_tasks(tasks: tuple[str, ...]) -> tuple["TaskManager", list[str]]:
             continue
         names[i] = str(files[task])
         if "group" in read_config(files[task])[0]:
-            names[i] = find_name(files[task])
+            names[i] = name_task(files[task])
             entry = manager.task_index.get(names[i])
             if entry is None or Path(entry.yaml_path).resolve() != files[task].resolve():
                 where = "nowhere" if entry is None else entry.yaml_path
@@ -132,7 +132,9 @@ def collect_harness(outcomes: Sequence[dict[str, list[dict[str, Any]]] | None]) 
             for sample in first
         ]
         scores = [
-            Scores(name, np.array([[sample["scores"][name] for sample in own] for own in samples]), np.ones(len(first)))
+            SampleScores(
+                name, np.array([[sample["scores"][name] for sample in own] for own in samples]), np.ones(len(first))
+            )
             for name in first[0]["scores"]
         ]
         measured.append(Measured(task, "harness", shown, samples, scores, [{} for _ in samples]))

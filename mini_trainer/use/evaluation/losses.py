@@ -9,7 +9,7 @@ import numpy as np
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.next_tokens import MAX_EXPONENT
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.use.evaluation.comparison import Scores
+from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.kept import read_lines
 from mini_trainer.use.evaluation.results import Measured
 
@@ -32,7 +32,10 @@ def collect(name: str, objective: Objective, tables: Sequence[np.ndarray], show:
     together = np.stack(tables)  # (models, samples, 3)
     kept = np.flatnonzero(together[0, :, 2] > 0)
     losses, right, targets = together[:, kept, 0], together[:, kept, 1], together[0, kept, 2]
-    scores = [Scores("loss", losses, targets, higher_is_better=False), Scores("token_accuracy", right, targets)]
+    scores = [
+        SampleScores("loss", losses, targets, higher_is_better=False),
+        SampleScores("token_accuracy", right, targets),
+    ]
     samples = [
         [{"scores": {"loss": loss, "token_accuracy": share}} for loss, share in zip(*rows, strict=True)]
         for rows in zip((losses / targets).tolist(), (right / targets).tolist(), strict=True)

@@ -3,11 +3,6 @@
 Normalisation is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles, single
 spaces. ROUGE, BLEU and chrF are from rouge-score and sacrebleu, edit similarity from rapidfuzz, classification from
 scikit-learn.
-
-SARI, how well a text was simplified (Xu et al. 2016, ACL Q16-1029), compares three edits of the source with those of
-all references: which n-grams, up to 4 words, an answer keeps (F1), deletes (precision) and adds (F1). Ratios of nothing
-are 1 and the recall of kept n-grams is over all their occurrences, as in Hugging Face's `evaluate`, whose value is 100
-times this one. No maintained package has it; the words are sacrebleu's (13a, lower case).
 """
 
 import functools
@@ -17,53 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
-
-NGRAMS = (1, 2, 3, 4)
-
-
-def sari(answer: str, references: Sequence[str], source: str) -> float:
-    scores = [
-        score_edits(
-            # Times the references, whose counts are added up.
-            Counter(list_ngrams(source, n) * len(references)),
-            Counter(list_ngrams(answer, n) * len(references)),
-            Counter(ngram for reference in references for ngram in list_ngrams(reference, n)),
-        )
-        for n in NGRAMS
-    ]
-    return sum(scores) / len(scores)
-
-
-def list_ngrams(text: str, n: int) -> list[tuple[str, ...]]:
-    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
-
-    words = Tokenizer13a()(text.lower()).split(" ")  # an empty text is one empty word
-    return list(zip(*(words[i:] for i in range(n)), strict=False))
-
-
-def score_edits(source: Counter, answer: Counter, references: Counter) -> float:
-    """The mean of the three edits' scores, for n-grams of one length."""
-    kept, to_keep = source & answer, source & references
-    keep = average_harmonically(average_shares(kept & references, kept), divide(kept & references, to_keep))
-    deleted = source - answer
-    delete = average_shares(deleted - references, deleted)
-    added, to_add = (Counter(own.keys() - source.keys()) for own in (answer, references))
-    add = average_harmonically(divide(added & to_add, added), divide(added & to_add, to_add))
-    return (keep + delete + add) / 3
-
-
-def average_shares(part: Counter, whole: Counter) -> float:
-    """The mean over n-grams of the part's share in their counts."""
-    return sum(part[ngram] / whole[ngram] for ngram in whole) / len(whole) if whole else 1.0
-
-
-def divide(part: Counter, whole: Counter) -> float:
-    return part.total() / whole.total() if whole else 1.0
-
-
-def average_harmonically(precision: float, recall: float) -> float:
-    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-
 
 Measure = Callable[[str, str], float]  # (answer, reference) -> score
 
@@ -170,9 +118,8 @@ MEASURES: dict[str, Measure] = {
     "chrf": chrf,
     "edit_similarity": edit_similarity,
 }
-SARI = "sari"  # the one measure that reads all references, and the text that the answer rewrites
 PACKAGES = {"rouge_1": "rouge_score", "rouge_2": "rouge_score", "rouge_l": "rouge_score", "bleu": "sacrebleu",
-            "chrf": "sacrebleu", SARI: "sacrebleu", "edit_similarity": "rapidfuzz", "label": "sklearn"}  # fmt: skip
+            "chrf": "sacrebleu", "edit_similarity": "rapidfuzz", "label": "sklearn"}  # fmt: skip
 
 
 def choose_measures(given: Sequence[str], references: Sequence[Sequence[str]]) -> list[str]:
@@ -181,8 +128,9 @@ def choose_measures(given: Sequence[str], references: Sequence[Sequence[str]]) -
     ValueError for a measure that does not exist.
     """
     for name in given:
-        if name not in (*MEASURES, SARI):
-            raise ValueError(f"--metrics {name}: is not one of {', '.join((*MEASURES, SARI))}")
+        if name not in MEASURES:
+            instead = "; for simplified texts, give the answers to a package that has SARI" if name == "sari" else ""
+            raise ValueError(f"--metrics {name}: is not one of {', '.join(MEASURES)}{instead}")
     if given:
         return list(given)
     texts = [reference for several in references for reference in several]
@@ -191,12 +139,8 @@ def choose_measures(given: Sequence[str], references: Sequence[Sequence[str]]) -
     return ["exact_match", "normalised_match", "contains", "token_f1"]
 
 
-def score_answer(
-    measure: str, answer: str, references: Sequence[str], *, labels: Sequence[str] = (), source: str = ""
-) -> float:
-    """The best score of the answer against any reference; `source` is the text that the answer rewrites."""
-    if measure == SARI:
-        return sari(answer, references, source)
+def score_answer(measure: str, answer: str, references: Sequence[str], *, labels: Sequence[str] = ()) -> float:
+    """The best score of the answer against any reference."""
     said = read_label(answer, labels) if measure == "label" else answer
     return max(MEASURES[measure](said, reference) for reference in references)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from mini_trainer.data.stores.disk import ASIDE, is_link_beside
 from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG
-
-EXPORTS = "hf_format"
+from mini_trainer.run.file_names import EXPORTS_DIR
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ def list_models(names: tuple[str, ...], run: str | None) -> list[Named]:
 
 def find_exports(run: Path) -> list[Path]:
     """The run's exports, by number of trained samples; the best one last."""
-    folder = run / EXPORTS
+    folder = run / EXPORTS_DIR
     if not folder.is_dir():
-        found = f"has no {EXPORTS}" if run.is_dir() else "there is no such directory"
+        found = f"has no {EXPORTS_DIR}" if run.is_dir() else "there is no such directory"
         raise ValueError(f"--run {run}: {found}: name the --output-dir of a run that has exported its model")
     exports = [
         path
@@ -52,7 +51,7 @@ def find_exports(run: Path) -> list[Path]:
 
 def make_labels(names: list[str]) -> list[str]:
     """The shortest distinct suffixes of the names, by path components, cleaned for use as file names."""
-    parts = [[part for part in name.split("/") if part not in ("", ".", EXPORTS)] for name in names]
+    parts = [[part for part in name.split("/") if part not in ("", ".", EXPORTS_DIR)] for name in names]
     for count in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(own[-count:]) for own in parts]
         if len(set(labels)) == len(labels):

@@ -12,7 +12,7 @@ import numpy as np
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives import preferences, rewards
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.use.evaluation.comparison import Scores
+from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.kept import read_lines
 from mini_trainer.use.evaluation.results import Measured
 
@@ -40,9 +40,9 @@ def collect(name: str, objective: Objective, tables: Sequence[np.ndarray], show:
     kept = np.flatnonzero(together[0, :, 4] > 0)
     right, chosen, rejected, losses, weights = np.moveaxis(together[:, kept], 2, 0)
     scores = [
-        Scores("accuracy", right, weights[0]),
-        Scores("margin", chosen - rejected, weights[0]),
-        Scores("loss", losses, weights[0], higher_is_better=False),
+        SampleScores("accuracy", right, weights[0]),
+        SampleScores("margin", chosen - rejected, weights[0]),
+        SampleScores("loss", losses, weights[0], higher_is_better=False),
     ]
     means = np.stack([one.sums / weights for one in scores], axis=2)  # (models, pairs, scores)
     samples = [[describe_sample(scores, own) for own in model] for model in means.tolist()]
@@ -50,5 +50,5 @@ def collect(name: str, objective: Objective, tables: Sequence[np.ndarray], show:
     return Measured(name, "pairs", shown, samples, scores, [{} for _ in tables])
 
 
-def describe_sample(scores: Sequence[Scores], means: Sequence[float]) -> dict[str, Any]:
+def describe_sample(scores: Sequence[SampleScores], means: Sequence[float]) -> dict[str, Any]:
     return {"scores": {score.name: mean for score, mean in zip(scores, means, strict=True)}}

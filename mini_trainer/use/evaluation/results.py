@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.stores.disk import written_aside
-from mini_trainer.use.evaluation.comparison import Scores, compare
+from mini_trainer.use.evaluation.comparison import SampleScores, compare
 from mini_trainer.use.inference.engine import REFUSED
 from mini_trainer.use.pages.page import escape_json, fold, make_page
 
@@ -24,10 +24,10 @@ class Measured:
     """One task or data set, measured for all models: `samples[model][i]`."""
 
     name: str
-    kind: str  # answers, choices, losses, pairs, classes, harness
+    kind: str  # answers, losses, pairs, classes, harness
     shown: list[dict[str, Any]]  # prompt and references of each sample
     samples: list[list[Sample]]
-    scores: list[Scores]
+    scores: list[SampleScores]
     extras: list[dict[str, Any]] = field(default_factory=list)  # one per model
 
     def describe(self, *, seed: int, num_resamples: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class TaskLoader(Loader):
 TaskLoader.add_constructor(FUNCTION, lambda loader, node: {FUNCTION: loader.construct_scalar(node)})
 
 
-def is_file(task: str) -> bool:
+def is_task_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
 
 
@@ -45,7 +45,7 @@ def read_config(path: Path, including: tuple[Path, ...] = ()) -> tuple[dict[str,
     return merged | config, files
 
 
-def find_name(path: Path) -> str:
+def name_task(path: Path) -> str:
     """The task or group that a file defines."""
     config, _ = read_config(path)
     name = config.get("group", config.get("task"))
@@ -66,7 +66,7 @@ def index_folder(folder: Path) -> dict[str, list[Path]]:
         if IGNORED_FOLDERS.intersection(path.parts):
             continue
         try:
-            name, (config, _) = find_name(path), read_config(path)
+            name, (config, _) = name_task(path), read_config(path)
         except ValueError:
             continue
         tags = config.get("tag") or []
@@ -93,7 +93,7 @@ def describe_task_file(path: Path) -> dict[str, Any]:
     name."""
     files, others = find_dependencies(path)
     digests = {os.path.relpath(found, path.parent): hash_file(found)["sha256"] for found in files}
-    return {"name": find_name(path), "files": dict(sorted(digests.items())), "others": sorted(others)}
+    return {"name": name_task(path), "files": dict(sorted(digests.items())), "others": sorted(others)}
 
 
 def find_dependencies(path: Path) -> tuple[set[Path], set[str]]:

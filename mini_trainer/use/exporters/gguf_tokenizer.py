@@ -6,15 +6,18 @@ expression that is known by name, and "llama" for those made by SentencePiece, w
 
 import json
 import re
+import time
 from typing import Any
 
 import gguf
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from mini_trainer.use.exporters.llama_chats import check_chats
-from mini_trainer.use.exporters.llama_tokens import SPACE, STRINGS, find_differing
+from mini_trainer.data.chat.rendering import template_errors
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+SPACE = "\u2581"  # a blank in SentencePiece's vocabularies
+SYSTEM, USER = "Sys-1x", "User-2x"  # contents of a chat that is rendered
+DATED = "with today's date, and not the one that this template has"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,14 +68,12 @@ def add_tokenizer(
     if model["byte_fallback"]:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        space_prefix, scores = has_space_prefix(stored), score_tokens(tokens, merges)
-        writer.add_add_space_prefix(space_prefix)
-        writer.add_token_scores(scores)
-        if differing := find_differing(tokenizer, tokens, scores, has_space_prefix=space_prefix):
-            notes.append(
-                f"llama.cpp makes other tokens than this tokenizer of {len(differing)} of {len(STRINGS)} difficult"
-                f" texts, first {differing[0]!r}"
-            )
+        writer.add_add_space_prefix(has_space_prefix(stored))
+        writer.add_token_scores(rank_tokens(tokens, merges))
+        notes.append(
+            "llama.cpp merges by scores where this tokenizer has an order of merges: a few texts, such as those with"
+            " runs of blanks or combined characters, may become other tokens"
+        )
         if (stored["pre_tokenizer"] or {}).get("prepend_scheme") == "first":
             notes.append(
                 "llama.cpp puts a blank before a text and after each special token, this tokenizer only before"
@@ -164,7 +165,7 @@ def has_space_prefix(stored: dict[str, Any]) -> bool:
     )
 
 
-def score_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
+def rank_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
     """Scores that make llama.cpp merge like `merges`: minus the rank of the first merge that makes a token."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
@@ -208,3 +209,48 @@ def list_templates(template: str | dict[str, str]) -> str | list[dict[str, str]]
     if isinstance(template, str):
         return template
     return [{"name": name, "template": text} for name, text in template.items()]
+
+
+def list_given() -> dict[str, tuple[object, str]]:
+    """A variable that llama.cpp passes to templates, and the note on prompts that it changes."""
+    thinking = "with thinking turned on, which this template leaves off: start it with --reasoning off"
+    return {
+        "enable_thinking": (True, thinking),
+        "date_string": (time.strftime("%d %b %Y"), DATED),
+        "datetime": (time.strftime("%b %d %Y"), DATED),
+    }
+
+
+def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Notes on how llama.cpp's chats differ from those of training; none for a template that refuses a single question.
+
+    llama.cpp runs the template with a Jinja of its own, and gives it more than transformers does: `enable_thinking`,
+    the date, the system message as part of the first question where the template leaves it out (common/chat.cpp).
+    """
+    try:
+        plain = render_question(tokenizer)
+        notes = [f"llama.cpp writes chats {how}" for key, (value, how) in list_given().items()
+                 if render_question(tokenizer, **{key: value}) != plain]  # fmt: skip
+    except ValueError:
+        return []
+    if adds_bos(tokenizer) and not plain.startswith(tokenizer.bos_token):
+        notes.append(f"llama.cpp puts {tokenizer.bos_token!r} before a chat, which this template does not")
+    try:
+        leaves_out = SYSTEM not in render_question(tokenizer, {"role": "system", "content": SYSTEM})
+    except ValueError:
+        leaves_out = False
+    if leaves_out:
+        notes.append("llama.cpp puts a system message before the first question; this template leaves it out")
+    return list(dict.fromkeys(notes))
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer begins a text with its BOS token."""
+    return tokenizer.bos_token is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+
+
+def render_question(tokenizer: PreTrainedTokenizerBase, *before: dict[str, str], **given: object) -> str:
+    """The prompt of one question, after other messages."""
+    chat = [*before, {"role": "user", "content": USER}]
+    with template_errors():
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **given)

@@ -136,11 +136,6 @@ class HFEngine:
             raise ValueError(f"{prompt.place}: has no tokens, so there is nothing to continue")
         return find_refusal(num_tokens, self.max_length)
 
-    def check_length(self, prompt: Prompt, num_tokens: int) -> None:
-        """ValueError if a prompt of this length has no answer."""
-        if (reason := self.find_refusal(prompt, num_tokens)) is not None:
-            raise ValueError(f"{prompt.place}: {reason}".removeprefix(": "))
-
     def plan_batches(self, encoded: Sequence[Encoded]) -> list[list[Encoded]]:
         """Batches, longest prompts first, so that out-of-memory errors occur early; of equal length if necessary."""
 
@@ -152,7 +147,8 @@ class HFEngine:
         batches = []
         ordered = sorted(encoded, key=lambda item: (group(item), len(item[1])), reverse=True)
         for _, items in itertools.groupby(ordered, key=group):
-            batches += [list(batch) for batch in batched(items, self.batch_size)]
+            together = list(items)
+            batches += [together[i : i + self.batch_size] for i in range(0, len(together), self.batch_size)]
         return sorted(batches, key=lambda batch: len(batch[0][1]), reverse=True)
 
     @torch.no_grad()
@@ -196,7 +192,8 @@ class HFEngine:
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Generates in a thread; closing the iterator stops the thread and waits for it."""
         ids = encode_prompt(prompt, self.tokenizer)
-        self.check_length(prompt, len(ids))
+        if (reason := self.find_refusal(prompt, len(ids))) is not None:
+            raise ValueError(f"{prompt.place}: {reason}".removeprefix(": "))
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, errors = StopWhenSet(), []
 
@@ -246,8 +243,3 @@ def make_generation_config(config: GenerationConfig, tokenizer: Any, sampling: S
     pads = [made.pad_token_id, tokenizer.pad_token_id, *made.eos_token_id, 0]
     made.pad_token_id = next(token for token in pads if token is not None)
     return made
-
-
-def batched(items: Iterator[Encoded], size: int) -> Iterator[list[Encoded]]:
-    while batch := list(itertools.islice(items, size)):
-        yield batch

@@ -1,1 +1,1 @@
-"""Plots the curves of runs: a page for a browser, a figure, or a live page."""
+"""Plots the curves of runs: a page for a browser, and the live board of all runs."""

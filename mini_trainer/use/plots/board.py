@@ -3,13 +3,18 @@
 import hashlib
 import json
 import os
+import signal
+import threading
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+from mini_trainer.distributed.messages import say
 from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, VALIDATION_FILE
@@ -23,12 +28,12 @@ from mini_trainer.use.plots.columns import (
     parse_row,
     to_float,
 )
-from mini_trainer.use.plots.curves_page import make_curves_page
+from mini_trainer.use.plots.curves_page import describe_page, make_curves_page, make_version
 from mini_trainer.use.plots.run_files import Run, find_state, is_run, read_run_params
-from mini_trainer.use.plots.server import UNCHANGED, Answer, LocalServer, respond_with_curves
 from mini_trainer.use.plots.tables import median
 
 PAGE = Path(__file__).with_name("board.html")
+HOST = "127.0.0.1"
 MOST_ENTRIES = 200_000  # of directories, to look for runs among
 MOST_COMPARED = 24  # runs on a page of curves: all colours with all dashes
 MOST_TAIL_ROWS = 50  # last steps of a run, for its speed
@@ -220,19 +225,54 @@ def name_run(path: Path, folder: Path) -> str:
     return path.name if path == folder else path.relative_to(folder).as_posix()
 
 
-class BoardServer(LocalServer):
-    """Serves the table of all runs, and the curves of some of them.
+@dataclass(frozen=True)
+class Response:
+    """The answer to a request."""
+
+    text: str
+    kind: str = "text/plain"
+    status: HTTPStatus = HTTPStatus.OK
+
+
+UNCHANGED = Response("", "application/json", HTTPStatus.NO_CONTENT)
+
+
+class BoardServer(ThreadingHTTPServer):
+    """Serves the table of all runs, and the curves of some of them, to browsers on this machine.
 
     A request names runs by ids that the table has given out, never by paths.
     """
 
-    def __init__(self, folder: Path, *, port: int):
-        """Raises ValueError if the port is not available, or `folder` not a directory."""
-        self.board = Board(folder)
-        super().__init__(port)
-        self.opened: dict[str, Run] = {}  # runs whose curves were looked at, by id, the latest last
+    daemon_threads = True
+    request_queue_size = 64
+    allow_reuse_address = True  # so that an open page does not block the port for the next start
 
-    def respond(self, path: str, query: dict[str, list[str]]) -> Answer | None:
+    def __init__(self, folder: Path, *, port: int):
+        """ValueError if the port is not available (0 is any that is), or `folder` not a directory."""
+        self.board = Board(folder)
+        self.lock = threading.Lock()  # one request at a time reads the runs
+        self.opened: dict[str, Run] = {}  # runs whose curves were looked at, by id, the latest last
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            given = f"--port {port}: not available ({error.strerror})"
+            raise ValueError(f"{given}: choose another one, or 0 for any that is free") from None
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
+
+    def serve(self) -> None:
+        """Serves until Ctrl-C."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # even if this was started with Ctrl-C ignored
+        say(f"board: {self.address} (Ctrl-C stops it)")
+        try:
+            self.serve_forever()
+        except KeyboardInterrupt:
+            print(flush=True)
+
+    def respond(self, path: str, query: dict[str, list[str]]) -> Response | None:
+        """The answer to a request; None if there is nothing at `path`. ValueError or OSError if a run is gone."""
         if path not in ("/", "/runs", "/curves", "/data"):
             return None
         if path in ("/curves", "/data"):
@@ -241,22 +281,27 @@ class BoardServer(LocalServer):
         if path == "/":
             parts = {"DATA": escape_json(data)}
             page = make_page(PAGE, parts, title=self.board.folder.name or "/", policy="; connect-src 'self'")
-            return Answer(page, "text/html")
-        return UNCHANGED if query.get("version") == [data["version"]] else Answer(json.dumps(data), "application/json")
+            return Response(page, "text/html")
+        return (
+            UNCHANGED if query.get("version") == [data["version"]] else Response(json.dumps(data), "application/json")
+        )
 
-    def respond_with_curves(self, path: str, query: dict[str, list[str]]) -> Answer:
+    def respond_with_curves(self, path: str, query: dict[str, list[str]]) -> Response:
         ids = list(dict.fromkeys(query.get("run", [])))
         if not 1 <= len(ids) <= MOST_COMPARED:
             text = f"curves of {len(ids)} runs: choose from 1 to {MOST_COMPARED}"
-            return Answer(text, status=HTTPStatus.BAD_REQUEST)
+            return Response(text, status=HTTPStatus.BAD_REQUEST)
         if not self.board.runs.keys() >= set(ids):  # this server may have been started again
             self.board.read()
         if not self.board.runs.keys() >= set(ids):
-            return Answer("no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
+            return Response("no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
         runs = [self.open(name, BYTES_PER_REQUEST // len(ids)) for name in ids]
         if path == "/curves":
-            return Answer(make_curves_page(runs, smoothing=None, is_live=True, has_board=True), "text/html")
-        return respond_with_curves(runs, query, smoothing=None, has_board=True)
+            return Response(make_curves_page(runs, smoothing=None, is_live=True), "text/html")
+        if query.get("version") == [make_version(runs)]:
+            return UNCHANGED
+        page = describe_page(runs, smoothing=None, is_live=True)
+        return Response(json.dumps(page, separators=(",", ":")), "application/json")
 
     def open(self, name: str, most_bytes: int) -> Run:
         """The run with this id, after reading up to `most_bytes` of new data."""
@@ -269,3 +314,43 @@ class BoardServer(LocalServer):
         while len(self.opened) > MOST_COMPARED:
             del self.opened[next(iter(self.opened))]
         return run
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Handles one request."""
+
+    server: "BoardServer"
+    timeout = 60.0  # seconds for a client to send its request, or to receive the answer
+
+    def do_GET(self) -> None:
+        # Prevent DNS rebinding: another site whose name resolves to this address sends its own host name. The port may
+        # be a tunnel's, and is left out where it is 80.
+        if self.headers.get("Host", "").partition(":")[0].lower() not in (HOST, "localhost"):
+            self.send(Response(f"open {self.server.address}", status=HTTPStatus.FORBIDDEN))
+            return
+        try:
+            url = urlsplit(self.path)
+            with self.server.lock:
+                answer = self.server.respond(url.path, parse_qs(url.query))
+        except (ValueError, OSError) as error:  # the run's directory is gone or unreadable
+            answer = Response(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.send(answer or Response("there is no such page", status=HTTPStatus.NOT_FOUND))
+
+    def send(self, answer: Response) -> None:
+        body = answer.text.encode(errors="replace")  # a path need not be UTF-8
+        try:
+            self.send_response(answer.status)
+            self.send_header("Content-Type", f"{answer.kind}; charset=utf-8")
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+            self.send_header("Content-Security-Policy", "frame-ancestors 'none'")  # the rest is in the page
+            if answer.status is not HTTPStatus.NO_CONTENT:
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        except ConnectionError:  # the browser has closed the page
+            self.close_connection = True
+
+    def log_message(self, form: str, *values: object) -> None:
+        """Logs nothing: a line every few seconds would bury the address."""

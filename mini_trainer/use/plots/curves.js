@@ -534,7 +534,7 @@ async function follow() {
   setTimeout(follow, data.is_behind && !document.hidden ? 0 : wait);
 }
 
-if (data.has_board) {
+if (data.is_live) {
   const link = make("a", "", "All runs");
   link.href = "./";
   document.querySelector(".kicker").prepend(link);

@@ -1,7 +1,7 @@
-"""Selects the curves of runs for a page or a figure, and thins long ones, keeping extremes."""
+"""Selects the curves of runs for a page, and thins long ones, keeping extremes."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -207,10 +207,6 @@ def describe_resumes(run: Run) -> dict[str, Any]:
         "x": place_on_axes(run, (start.first_step for start in resumes)),
         "texts": [f"resumed after step {start.first_step:,}" for start in resumes],
     }
-
-
-def describe_charts(charts: list[Chart]) -> list[dict[str, Any]]:
-    return [asdict(chart) for chart in charts]
 
 
 def to_numbers(values: Column) -> list[float | None]:

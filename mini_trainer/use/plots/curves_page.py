@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.use.pages.page import escape_json, make_page
-from mini_trainer.use.plots.curves import count_points, describe_charts, describe_run, list_charts, list_omissions
+from mini_trainer.use.plots.curves import count_points, describe_run, list_charts, list_omissions
 from mini_trainer.use.plots.run_files import Run
 from mini_trainer.use.plots.samples import describe_samples
 from mini_trainer.use.plots.tables import compare_options, list_starts, summarise
@@ -17,11 +17,9 @@ STEPS_PER_WINDOW = 50  # steps of the longest run per step of the default smooth
 SHORTEST_WINDOW = 3
 
 
-def describe_page(
-    runs: list[Run], *, smoothing: int | None, is_live: bool, has_board: bool = False, best: int | None = None
-) -> dict[str, Any]:
-    """The data for the page's script, as JSON; `has_board`: it is served next to the board of all runs; `best`: index
-    of the run that is marked as the best of a sweep."""
+def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool, best: int | None = None) -> dict[str, Any]:
+    """The data for the page's script, as JSON; `is_live`: it is served by the board of all runs; `best`: index of the
+    run that is marked as the best of a sweep."""
     charts, max_points = list_charts(runs), count_points(runs)
     differing, shared = compare_options(runs)
     samples, omitted = describe_samples([run.samples.rows for run in runs])
@@ -32,7 +30,7 @@ def describe_page(
         "runs": [
             describe_run(run, i, charts, max_points=max_points) | {"is_best": i == best} for i, run in enumerate(runs)
         ],
-        "charts": describe_charts(charts),
+        "charts": [vars(chart) for chart in charts],
         "smoothing": choose_smoothing(runs) if smoothing is None else smoothing,
         "tables": {
             name: {"head": table.head, "rows": table.rows}
@@ -46,7 +44,6 @@ def describe_page(
         "samples": samples,
         "notes": [*warnings, *list_omissions(runs), *omitted, written],
         "is_live": is_live,
-        "has_board": has_board,
         "is_behind": any(run.steps.is_behind for run in runs),  # lines are left to read
         "version": make_version(runs),
     }
@@ -75,11 +72,10 @@ def make_curves_page(
     *,
     smoothing: int | None,
     is_live: bool = False,
-    has_board: bool = False,
     best: int | None = None,
 ) -> str:
     """The page as HTML; see `describe_page`."""
-    page = describe_page(runs, smoothing=smoothing, is_live=is_live, has_board=has_board, best=best)
+    page = describe_page(runs, smoothing=smoothing, is_live=is_live, best=best)
     policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
     parts = {"DATA": escape_json(page)}
     return make_page(PAGE, parts, title=page["title"], library=LIBRARY.read_text(encoding="utf-8"), policy=policy)

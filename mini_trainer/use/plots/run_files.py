@@ -42,7 +42,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """One start or resume of a run."""
 
     when: str
@@ -91,7 +91,7 @@ class Run:
         return options if isinstance(options, dict) else {}
 
     @property
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[RunStart]:
         """All starts in order, including the first."""
         starts = self.params.get("starts")
         return (
@@ -163,12 +163,12 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (METRICS_FILE, PARAMS_FILE))
 
 
-def describe_start(start: Row) -> Start:
+def describe_start(start: Row) -> RunStart:
     versions = start.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     world_size, device, changes = (start.get(key) for key in ("world_size", "device", "changed_options"))
     first_step = to_float(start.get("first_step"))
-    return Start(
+    return RunStart(
         when=str(start.get("started") or ""),
         first_step=int(first_step) if math.isfinite(first_step) else 0,
         resumed_from=str(start["resumed_from"]) if start.get("resumed_from") else None,

@@ -1,0 +1,107 @@
+"""EleutherAI's harness: tasks from files, what they depend on, and what is refused."""
+
+import json
+import re
+
+import pytest
+from evaluations import evaluate_here, write_task
+from heavy import need
+from tiny_models import FAMILIES, save_model, save_tokenizer
+
+from mini_trainer.continual.checking import find_harness_problems
+from mini_trainer.continual.settings import SetSettings
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.use.evaluation.task_files import describe_task_file
+
+need("lm_eval")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return str(save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("harness") / "base")))
+
+
+@pytest.mark.wide
+def test_groups_of_tasks_are_measured_one_by_one(world, base, tmp_path):
+    write_task(tmp_path / "lm", name="first", file="a.yaml")
+    write_task(tmp_path / "lm", name="second", file="b.yaml", delimiter="")
+    group = tmp_path / "lm" / "g.yaml"
+    group.write_text("group: both\ntask: [first, second]\naggregate_metric_list:\n  - metric: acc\n")
+    sets = evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(group))["sets"]
+    assert [one["name"] for one in sets] == ["first", "second"]
+    group.write_text("group: both\ntask: [first]\n")
+    with pytest.raises(ValueError, match=r"lm_eval\.json: .*differently"):
+        evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(group))
+
+
+@pytest.mark.wide
+def test_a_task_whose_file_has_changed_is_not_answered_from_before(world, base, tmp_path):
+    file = write_task(tmp_path / "lm", name="one", file="one.yaml")
+    options = dict(model=base, lm_eval=str(file))
+    first = evaluate_here(world, tmp_path / "out", **options)
+    kept = tmp_path / "out" / "samples" / "base" / "lm_eval.json"
+    written = kept.stat().st_mtime_ns
+    assert evaluate_here(world, tmp_path / "out", **options) == first and kept.stat().st_mtime_ns == written
+    file.write_text(file.read_text().replace("' '", "''"))
+    with pytest.raises(ValueError, match=r"lm_eval\.json: .*differently"):
+        evaluate_here(world, tmp_path / "out", **options)
+
+
+def test_what_a_task_depends_on_is_known_by_content(tmp_path):
+    """Every file that the harness reads for the task changes its description, and no other does."""
+    file = write_task(tmp_path / "lm", name="one", file="one.yaml")
+    with file.open("a") as opened:
+        opened.write("process_docs: !function scripts.clean.drop\n")
+    (tmp_path / "lm" / "scripts").mkdir()
+    module = tmp_path / "lm" / "scripts" / "clean.py"
+    module.write_text("def drop(docs):\n    return docs\n")
+    group = tmp_path / "lm" / "g.yaml"
+    group.write_text("group: all\ntask: [one, {group: inner, task: [arc_easy]}]\n")
+    before = describe_task_file(group)
+    assert (before["name"], before["others"]) == ("all", ["arc_easy", "inner"])
+    (tmp_path / "lm" / "unrelated.yaml").write_text("task: other\n")
+    assert describe_task_file(group) == before
+    for path in (file, module, group, tmp_path / "lm" / "common.yml", tmp_path / "lm" / "rows.jsonl"):
+        path.write_text(path.read_text() + "\n")
+        after = describe_task_file(group)
+        assert after != before, path
+        before = after
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("task: [a, b]\n", "'task' is a list"),
+        ("doc_to_text: x\n", "neither a 'task'"),
+        ("- a\n", "'key: value'"),
+        ("task: [a\n", "line 2: .*valid YAML"),
+        ("task: a\ndoc_to_text: !unknown x\n", "'!unknown'"),
+        ("include: [sub.yaml]\n", r"sub\.yaml: line 1: .*alias"),
+        ("include: x.yaml\n", "includes itself"),
+        ("include: none.yaml\n", r"none\.yaml: "),
+    ],
+)
+def test_files_that_define_no_task_are_refused(text, reason, world, base, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    (tmp_path / "sub.yaml").write_text("task: &a [*a]\n")
+    with pytest.raises(ValueError, match=f"--lm-eval .*{reason}"):
+        evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(tmp_path / "x.yaml"))
+
+
+def test_unknown_tasks_are_refused_before_a_model_is_looked_for(world, tmp_path):
+    reason = r"--lm-eval gsm9k: not a task or group of lm_eval [\d.]+; did you mean gsm8k\b"
+    with pytest.raises(ValueError, match=reason):
+        evaluate_here(world, tmp_path / "out", model="no/such", lm_eval="gsm9k")
+    (problem,) = find_harness_problems([SetSettings(name=name, lm_eval=name) for name in ("gsm8k", "gsm9k")])
+    assert re.match(reason.replace("--lm-eval", "lm_eval:"), problem)
+
+
+def test_answers_are_not_kept_for_another_chat_template(world, base, tmp_path):
+    tokenizer = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    (tmp_path / "task.jsonl").write_text(json.dumps(dict(question="Hi", answer="Ho")) + "\n")
+    options = dict(model=str(tokenizer), task=str(tmp_path / "task.jsonl"), max_new_tokens=2)
+    evaluate_here(world, tmp_path / "out", **options)
+    template = tokenizer / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "ASSISTANT"))
+    with pytest.raises(RunError, match=r"other settings .*chat_template"):
+        evaluate_here(world, tmp_path / "out", **options)
