@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from forked import run_forked
@@ -17,15 +18,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict:
-    root = tmp_path_factory.mktemp("inputs")
-    return dict(
-        model_name_or_path=save_tokenizer(save_model(FAMILIES["llama"], root / "model")),
-        data_path=write_samples(root / "data.arrow", make_samples(20, vocab_size=VOCAB_SIZE)),
-        max_steps=3,
-        batch_size=4,
-        max_tokens_per_gpu=64,
-    )
+def inputs(inputs) -> dict:
+    return inputs | dict(max_steps=3, batch_size=4, max_tokens_per_gpu=64)
 
 
 def check_refusal(result: subprocess.CompletedProcess, reason: str) -> None:
@@ -67,7 +61,7 @@ def test_an_output_directory_that_holds_another_run(num_ranks, inputs, tmp_path)
 
 def test_a_model_path_that_leads_nowhere(inputs, tmp_path):
     check_refusal(train(inputs, tmp_path / "run", model_name_or_path=tmp_path / "none"), "there is no such directory")
-    config = inputs["model_name_or_path"] / "config.json"
+    config = Path(inputs["model_name_or_path"], "config.json")
     check_refusal(train(inputs, tmp_path / "run", model_name_or_path=config), "is a file")
 
 

@@ -370,13 +370,6 @@ def test_runs_of_the_trainer_are_followed_to_their_ends(world, tmp_path):
 # ---- in a browser
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
 def list_names(browser: Browser) -> list[str]:
     return browser.ask("[...document.querySelectorAll('tbody .name > a')].map(link => link.textContent)")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import train_on
+from plain_loop import train_plainly
 from safetensors.torch import load_file
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_models import FAMILIES
@@ -53,7 +54,7 @@ def pad_batch(samples: list, *, of_tokens: bool, label_type: str, pad_token_id: 
     return batch | dict(labels=targets[:, 0].long() if label_type == "single" else targets)
 
 
-def train_plainly(inputs: dict, *, label_type: str = "single", loss=None) -> tuple[list, list, dict]:
+def train_with_transformers(inputs: dict, *, label_type: str = "single", loss=None) -> tuple[list, list, dict]:
     """The run as it is written with transformers, padding and AdamW alone: losses, norms, weights."""
     of_tokens = inputs["objective"] == "token-classification"
     data = Mixture([TokenizedData(inputs["data_path"])])
@@ -63,22 +64,17 @@ def train_plainly(inputs: dict, *, label_type: str = "single", loss=None) -> tup
         inputs["model_name_or_path"], problem_type=problem.get(label_type, label_type), attn_implementation="eager"
     ).train()
     model.config.pad_token_id = pad_token_id = 0 if model.config.pad_token_id is None else model.config.pad_token_id
-    decayed = [param for param in model.parameters() if param.ndim >= 2]
-    others = [param for param in model.parameters() if param.ndim < 2]
-    groups = [dict(params=decayed), dict(params=others, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
-    losses, norms = [], []
-    for step in range(STEPS):
-        rows = draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)
-        samples = [data.read(row) for row in rows.tolist()]
+
+    def backward(rows: list[int], start: int) -> float:
+        samples = [data.read(row) for row in rows]
         batch = pad_batch(samples, of_tokens=of_tokens, label_type=label_type, pad_token_id=pad_token_id)
         outputs = model(**batch)
         mean = outputs.loss if loss is None else loss(outputs.logits, batch["labels"])
         mean.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        losses.append(mean.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        return mean.item()
+
+    sizes = dict(num_steps=STEPS, batch_size=BATCH_SIZE, seed=SEED)
+    losses, norms = train_plainly(model, data, backward, **sizes, learning_rate=LEARNING_RATE, eps=1e-4)
     return losses, norms, dict(model.named_parameters())
 
 
@@ -104,21 +100,21 @@ def test_experts_have_no_auxiliary_loss_just_as_in_transformers(world, tmp_path,
     monkeypatch.setitem(CLASSIFIERS, "mixtral", config)
     inputs = make_inputs(tmp_path, "mixtral")
     train_on(1, world, **inputs, **OPTIONS, output_dir=str(tmp_path / "run"))
-    assert_equal_to(tmp_path / "run", train_plainly(inputs))
+    assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
 
 
 @pytest.mark.parametrize("family", [family if family in ALWAYS else long(family) for family in CLASSIFIERS])
 def test_a_packed_run_is_the_plain_loop(family, world, tmp_path):
     inputs = make_inputs(tmp_path, family)
     train_on(1, world, **inputs, **OPTIONS, output_dir=tmp_path / "run")
-    assert_equal_to(tmp_path / "run", train_plainly(inputs))
+    assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
 
 
 @pytest.mark.parametrize("family", ["bert", "deberta_v2", "modernbert", "qwen3"])
 def test_tokens_are_classified_as_in_the_plain_loop(family, world, tmp_path):
     inputs = make_inputs(tmp_path, family, of_tokens=True)
     train_on(1, world, **inputs, **OPTIONS, output_dir=tmp_path / "run", activation_checkpointing="selective")
-    assert_equal_to(tmp_path / "run", train_plainly(inputs))
+    assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
 
 
 @pytest.mark.slow
@@ -129,7 +125,7 @@ def test_tokens_are_classified_as_in_the_plain_loop(family, world, tmp_path):
 def test_any_number_of_ranks_is_the_plain_loop(num_ranks, family, world, tmp_path):
     inputs = make_inputs(tmp_path, family)
     train_on(num_ranks, world, **inputs, **OPTIONS, output_dir=tmp_path / "run")
-    assert_equal_to(tmp_path / "run", train_plainly(inputs))
+    assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
 
 
 def weigh_classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -154,7 +150,9 @@ def test_every_loss_is_torchs_mean_over_the_global_batch(options, loss, world, t
     inputs = make_inputs(tmp_path, "electra", **data)
     run = {name: value for name, value in options.items() if name not in data}
     train_on(1, world, **inputs, **run, **OPTIONS, output_dir=tmp_path / "run", activation_checkpointing="none")
-    assert_equal_to(tmp_path / "run", train_plainly(inputs, label_type=data.get("label_type", "single"), loss=loss))
+    assert_equal_to(
+        tmp_path / "run", train_with_transformers(inputs, label_type=data.get("label_type", "single"), loss=loss)
+    )
 
 
 def test_what_each_of_several_sets_had_is_told_by_its_own_weights(world, tmp_path):

@@ -11,7 +11,6 @@ import pytest
 from forked import run_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from make_tiny_model import train_tokenizer
 from tiny_data import write_jsonl
 
 from mini_trainer.data.chat.masking import ChatMasker
@@ -23,24 +22,13 @@ from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 
+MODEL = "tokenizer"
 ASK, ANSWER = {"role": "user", "content": "How many are 12 and 30?"}, {"role": "assistant", "content": "42"}
 HUMAN, GPT = {"from": "human", "value": "How many are 12 and 30?"}, {"from": "gpt", "value": "41"}
 WEATHER = [
     {"role": "user", "content": "Tell me tomorrow's weather"},
     {"role": "assistant", "content": "Tomorrow's weather will be sunny"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def prepare(model: Path, source: Path, **options) -> list[dict]:

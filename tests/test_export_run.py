@@ -10,7 +10,7 @@ import pytest
 from forked import run_forked
 from huggingface_hub import ModelCard
 from in_process import Unwatched, train_here
-from small_runs import OPTIONS, copy_until, make_inputs
+from small_runs import OPTIONS, copy_until
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 from tiny_vision import make_rows, save_vision_model, tokenize
@@ -21,6 +21,7 @@ from mini_trainer.run.checkpointing import read_checkpoint
 from mini_trainer.tools.export_run import export_run, restore_options
 from mini_trainer.use.inference.loading import find_in_run
 
+MODEL = "qwen3"
 METHODS = {
     "full": dict(weight_average="ema", ema_decay=0.5, compute_dtype="bfloat16"),
     "lora": dict(lora=True, lora_rank=2),
@@ -29,11 +30,6 @@ METHODS = {
 }
 CARD = ("README.md", "manifest.json")  # which count the run's starts
 VALIDATION = dict(validate_every_steps=1, hub_license="mit")  # at every checkpoint, with exports of the best model
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "qwen3")
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,14 @@
 import os
 from pathlib import Path
 
-import pytest
 from in_process import train_here
-from small_runs import OPTIONS, copy_until, make_inputs
+from small_runs import OPTIONS, copy_until
 
 from mini_trainer.api.launch import list_exports
 from mini_trainer.data.stores.disk import link_beside
 from mini_trainer.use.evaluation.models import find_exports
 
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("latest"), "qwen3")
+MODEL = "qwen3"
 
 
 def train(inputs, world, output_dir: Path, **changes: object) -> Path:

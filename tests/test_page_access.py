@@ -124,13 +124,6 @@ def test_every_page_has_its_test():
     assert {name for name in done.stdout.split() if (ROOT / name).exists()} == PAGES.keys()
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)

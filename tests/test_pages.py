@@ -1,21 +1,24 @@
 """What the pages say of files, names and counts is there."""
 
 import ast
+import io
 import re
 import subprocess
+import tokenize
+from collections.abc import Iterator
 from dataclasses import fields
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from statistics import mean
 
 import pytest
+from program import ROOT, list_sources
 
 from mini_trainer.objectives.teachers import VALUES
 from mini_trainer.osft import OSFT
 from mini_trainer.root_files import NAMES
 from mini_trainer.run.metrics import SourceMetrics, StepMetrics
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")] + sorted(DOCS.rglob("*.md"))
 REFERENCE = DOCS / "reference"
@@ -183,3 +186,82 @@ def test_every_metric_is_explained():
     assert told == [*(field.name for field in fields(StepMetrics)), *now_and_then]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (REFERENCE / "validation.md").read_text(), flags=re.MULTILINE)
     assert {field.name for field in fields(SourceMetrics)} <= set(re.findall(r"\w+", " ".join(rows)))
+
+
+# What the program fills in; in a quote also a part of a message that is left out.
+GAP = "…"
+
+
+def iterate_texts(source: str) -> Iterator[str]:
+    """Every string of a module, with GAP for each value that is filled in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in node.values)
+
+
+def is_quoted(message: str, texts: list[str]) -> bool:
+    """Whether one text has the quote's pieces, in order, and nothing but filled-in values for its gaps."""
+    pieces = [re.escape(piece) for piece in message.split(GAP)]
+    pattern = re.compile("(?:[^a-zA-Z]*…[^a-zA-Z]*)+?".join(pieces).replace(r"\ ", r"\s+"))
+    return any(pattern.search(text) for text in texts)
+
+
+def test_every_quoted_message_is_in_the_source():
+    texts = [text for source in list_sources().values() for text in iterate_texts(source) if len(text) > 8]
+    messages = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "reference" / "faq.md").read_text(), flags=re.MULTILINE)
+    assert len(messages) >= 20
+    assert [message for message in messages if not is_quoted(message, texts)] == []
+
+
+BEGINNINGS = re.compile(r"(Of|As|Those|By|Whatever)\b")
+BANNED = {
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bwhatever\b": "any",
+    r"\b(goes|go|going|went) on\b(?! (the|a|its|with the))": "continue, resume",
+    r"\b(is|are|was|were) told\b": "report, raise, say",
+    r"\b(tell|tells|told) of\b": "report",
+    r"\bask(s|ed)? a model\b": "generate from",
+    r"\banew\b": "again",
+    r"\bfor ever\b": "forever",
+    r"\btime-outs?\b": "timeout",
+    r", too\b(?=[.,;:])": "also",
+    r"\bonce an? (sequence|layer|step|file|rank|epoch)\b": "once per",
+    r"\bwithout a word\b": "silently, without a report",
+    r"\bthere already\b": "already exists",
+    r"\bof no matter\b": "irrelevant",
+}
+
+
+def list_docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of docstrings, also of the fields of options."""
+    for node in ast.walk(ast.parse(source)):
+        for child in getattr(node, "body", ()) if isinstance(getattr(node, "body", None), list) else ():
+            if (
+                isinstance(child, ast.Expr)
+                and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str)
+            ):
+                yield child.lineno, child.value.value
+
+
+def list_comments(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def find_faults(path: str, source: str) -> list[str]:
+    docstrings = list(list_docstrings(source))
+    found = [f"{path}:{line}: begins with {text.split()[0]}" for line, text in docstrings if BEGINNINGS.match(text)]
+    for line, text in [*docstrings, *list_comments(source)]:
+        for word, better in BANNED.items():
+            if match := re.search(word, text, re.IGNORECASE):
+                found.append(f"{path}:{line}: {match.group()!r}: write {better}")
+    return found
+
+
+def test_docstrings_and_comments_are_in_the_fields_words():
+    faults = [fault for path, source in list_sources().items() for fault in find_faults(path, source)]
+    assert not faults, "\n".join(faults)

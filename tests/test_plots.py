@@ -621,13 +621,6 @@ def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
     """Three runs: the first has everything, the second only its steps, the third an odd name, and still runs."""
     folder = tmp_path_factory.mktemp("runs")

@@ -35,19 +35,8 @@ from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
+MODEL = "tokenizer"
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def run(*args) -> subprocess.CompletedProcess:

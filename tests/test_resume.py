@@ -28,10 +28,7 @@ from mini_trainer.run.model_card import read_rows as read_card_rows
 from mini_trainer.run.trackers import read_earlier
 from mini_trainer.run.training_log import MetricsFile
 
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
+MODEL = "llama_tied_bias"
 
 
 @pytest.fixture
