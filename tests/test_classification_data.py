@@ -14,10 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from forked import run_forked
 from make_encoder import train_word_pieces
 from make_tiny_model import train_tokenizer
-from processes import flags
 from tiny_data import write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
@@ -452,15 +450,6 @@ def test_rows_that_cannot_be_used_can_be_left_out(encoder, tmp_path):
     assert (data.sidecar["rows"]["kept"], data.sidecar["rows"]["invalid"]) == (3, 2)
     rejected = [json.loads(line) for line in (tmp_path / "out.arrow.rejected.jsonl").read_text().splitlines()]
     assert [(row["line"], row["row"]) for row in rejected] == [(4, "a,b,c"), (5, '{"text": "x"}')]
-
-
-@pytest.mark.slow
-def test_the_script_ends_with_one_message(encoder, tmp_path):
-    (tmp_path / "a.csv").write_bytes(TABLE + b"x,\n")
-    files = dict(input_file=tmp_path / "a.csv", output_file=tmp_path / "out.arrow", model_name_or_path=encoder)
-    result = run_forked(0, "process_data.py", *flags(format="classification", **files))
-    assert result.returncode == 2
-    assert "a.csv:4: " in result.stderr and "--label-field" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_options_without_effect_are_refused():

@@ -1,5 +1,8 @@
 """The example of a pretrained model that learns facts: what it asks is right, and is not trained. On real weights
-(test-wide): it learns them, and a public model's answers are those of the hub's."""
+(test-wide): it learns them, and a public model's answers are those of the hub's.
+
+The data sets of docs/tasks/preferences.md keep their promises.
+"""
 
 import json
 import re

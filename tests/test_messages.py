@@ -1,11 +1,14 @@
-"""What people read on a terminal: nothing that it obeys, no secrets; and no code from the hub."""
+"""What people read on a terminal: nothing that it obeys, no secrets; and no code from the hub.
+
+Of each class of message one has its whole text here, as do those that no other test refuses; DIR stands for the
+test's directory. Other tests know an error by its type and what it names.
+"""
 
 import asyncio
 import contextlib
 import json
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,41 +21,31 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 import torch.distributed as dist
-import yaml
 from breadth import wide
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE
 from processes import ENV, ROOT
 from pyarrow.feather import write_feather
-from tiny_data import to_row, write_rows
 
-from mini_trainer import Callback, TrainingArgs
-from mini_trainer.api.commands import make_train_words
 from mini_trainer.api.errors import BadInputError
-from mini_trainer.continual.settings_file import read_settings
 from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompt
-from mini_trainer.data.stores.disk import naming_failed_writes
-from mini_trainer.data.stores.model_files import check_values
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed import compilation, lifeline, lock, meeting, process
+from mini_trainer.distributed import compilation, lifeline, lock, meeting
 from mini_trainer.distributed.agreement import Account, describe_differences
-from mini_trainer.distributed.ending import Cause, ExitCode, RunError, choose_cause, describe_error
-from mini_trainer.distributed.lock import RunFiles, RunLock
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.messages import CleanFormatter, hide_secrets, make_visible
-from mini_trainer.distributed.peers import Peer, describe_death, describe_hang
+from mini_trainer.distributed.peers import Peer, describe_death
 from mini_trainer.distributed.run_flags import Flag, stop_reason
 from mini_trainer.options import Options, TrainOptions, command_line, group_options
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.callbacks import explain_stop
-from mini_trainer.run.hooks import check_callback
-from mini_trainer.run.identity import check_same_run, check_unused
+from mini_trainer.run.identity import check_unused
 from mini_trainer.run.inputs import Errors
 from mini_trainer.run.start_checks import check_schedule, find_oddities
-from mini_trainer.run.training_log import MetricsFile
 from mini_trainer.use.evaluation.metrics import choose_measures
 from mini_trainer.use.evaluation.models import list_models
-from mini_trainer.use.inference.answers import AnswerFile
 from mini_trainer.use.plots.board import Board
 from mini_trainer.use.plots.run_files import open_runs
 
@@ -225,23 +218,8 @@ PREPARED = [
      " other names: --messages-field, or for a chat of a question and an answer --format alpaca --prompt-field question"
      " --completion-field answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
      f" number{FIX}"),
-    ("a column of another objective", {"in.jsonl": [ROW | {"label": False}]}, {},
-     "in.jsonl:1: has 'label' (False), which says whether an answer is good or bad. The messages format does not read"
-     " such columns, so the file is refused. Remove the rows that should not be trained as they are, and pass"
-     " --ignore-columns label to train on the others without it; --format classification reads labels"),
-    ("a list as Python prints it", {"in.csv": "messages\n\"[{'role': 'user', 'content': 'a'}]\"\n"}, {},
-     "1 of 1 rows cannot be used:\n  in.csv:2: 'messages' is a list of messages as Python prints it, not JSON: write it"
-     f" with json.dumps{FIX}"),
-    ("a quote without end", {"in.csv": 'prompt,completion\n"a,b\n'}, {},
-     "in.csv: damaged, or not in the format of its ending: a quote in line 2 opens a cell that does not end"),
-    ("several formats", {"rows/a.jsonl": [ROW], "rows/b.txt": "b"}, {"input_file": "rows"},
-     "rows: its files have different formats: a.jsonl is read as messages, b.txt as document. Name the files to read"
-     " instead of their folder, or the format of all of them (--format)"),
     ("chats that would be cut", {"in.jsonl": [{"messages": [USER | {"role": "pretrain"}]}, ROW]}, {"block_size": 8},
      f"1 of 2 rows cannot be used:\n  in.jsonl:2: not a document: --block-size cuts only documents{FIX}"),
-    ("credentials", {}, {"input_file": "https://me:hunter2@host/a.jsonl"},
-     "--input-file https://***@host/a.jsonl: has a password, key or signature in it, which would be written to logs"
-     " and sidecars: set the credentials in the environment (docs/reference/data.md)"),
     ("a template that ends no turn",
      {"in.jsonl": [ROW], "own.jinja": CHATML_TEMPLATE.replace("<|im_end|>", "")}, {"chat_template": "own.jinja"},
      "--chat-template own.jinja cannot be used: the chat template writes no end-of-turn token after an assistant"
@@ -268,7 +246,6 @@ def test_what_process_data_says(files, options, text, model, tmp_path, monkeypat
 NEEDED = dict(model_name_or_path="m", data_path="chats.jsonl", output_dir="o", max_steps=5)
 HOLDER = {"host": "node7", "boot_id": "another", "pid": 12, "started": "2026-01-01"}
 BEFORE, NOW = {"seed": 42, "lora": False}, {"seed": 7, "lora": True}
-A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}
 STUCK = Peer("node1", 11, 100, 39, 60, "B")
 
 
@@ -277,21 +254,9 @@ def read_messages(path: Path, patch: pytest.MonkeyPatch) -> None:
     TokenizedData(path / "rows.arrow")
 
 
-def miscount(path: Path, patch: pytest.MonkeyPatch) -> None:
-    row = to_row(([5, 6, 7], [-100, 6, 7])) | {"num_loss_counted_tokens": 9}
-    TokenizedData(write_rows(path / "data.arrow", [row])).read(0)
-
-
 def differ(path: Path, patch: pytest.MonkeyPatch) -> str:
     seeds = [Account(rank, f"node{rank}", {"options": {"--seed": str(seed)}}) for rank, seed in ((0, 42), (2, 7))]
     return describe_differences(seeds, {0: [0, 1], 2: [2], 3: [3, 4, 5]})
-
-
-def meet_nobody(path: Path, patch: pytest.MonkeyPatch) -> None:
-    for name, value in dict(MASTER_ADDR="node0", MASTER_PORT="29500", RANK="0", LOCAL_WORLD_SIZE="2").items():
-        patch.setenv(name, value)
-    patch.setattr(meeting, "open_store", lambda *place, timeout: dist.HashStore())
-    meeting.meet(0, 6, timeout=0.01)
 
 
 def meet_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -311,25 +276,10 @@ def wait_for_ranks(path: Path, patch: pytest.MonkeyPatch) -> None:
     nobody.connect(lifeline.Address(7, "token", "node0", 1))
 
 
-def open_few_files(path: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(process.resource, "getrlimit", lambda kind: (1024, 4096))
-    process.check_open_files(2048, [8, 256])
-
-
 def take_lock_over(path: Path, patch: pytest.MonkeyPatch) -> None:
     (path / ".lock").write_text(json.dumps(HOLDER))
     patch.setattr(lock, "SECONDS_TO_WATCH", 0)
     RunLock(path).release()
-
-
-def lose_directory(path: Path, patch: pytest.MonkeyPatch, *, is_moved: bool) -> str:
-    (path / "run").mkdir()
-    files = RunFiles()
-    files.own(path / "run")
-    (path / "run").rename(path / "other")
-    if not is_moved:
-        (path / "other").rmdir()
-    return files.find_loss()
 
 
 def cache_in_a_file(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -342,12 +292,6 @@ def use_directory(path: Path, patch: pytest.MonkeyPatch) -> None:
     params = dict(options={}, identity=BEFORE, starts=[], versions={}, finished=None)
     (path / "training_params.json").write_text(json.dumps(params))
     check_unused(path, "auto", NOW, data_paths=(), cache_dir="elsewhere")
-
-
-def fail_to_write(path: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with naming_failed_writes(path / "a", parts=[path / "b"], needed_bytes=1234):
-        raise OSError(28, "from a library")
 
 
 def fill_schedule(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -366,95 +310,33 @@ def warn_of_oddities(path: Path, patch: pytest.MonkeyPatch) -> str:
     return "\n".join(inputs.warnings)
 
 
-def lose_metrics(path: Path, patch: pytest.MonkeyPatch) -> None:
-    for name, damaged in (("training", "\n\n"), ("validation", "\n")):
-        (path / f"{name}_metrics_0.jsonl").write_text('{"step": 1, "loss": 1.5}\n' + damaged)
-    MetricsFile(path, first_step=3, num_validations=2).close()
-
-
-def plan_experiment(path: Path, patch: pytest.MonkeyPatch) -> None:
-    settings = {"model": "M", "output_dir": "out", "train": {"batch_size": 4}, "tasks": [A]}
-    (path / "tasks.yaml").write_text(yaml.safe_dump(settings))
-    read_settings(path / "tasks.yaml")
-
-
-def continue_answers(path: Path, patch: pytest.MonkeyPatch) -> None:
-    line = dict(index=0, sample=0, row={"prompt": "Hi"}, made_by={"seed": 2}, answer="Ho", finish_reason="stop")
-    (path / "a.jsonl.part0").write_text(json.dumps(line) + "\n")
-    AnswerFile(path / "a.jsonl", [Prompt(row={"prompt": "Hi"})], {"seed": 1}, num_samples=1).collect()
-
-
-def forget_a_field(path: Path, patch: pytest.MonkeyPatch) -> None:
-    make_train_words(TrainingArgs(**NEEDED, process_data=True))
-
-
 # A name, what leads to the text, and the whole text: of an error, returned, or logged.
 OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] = [
     ("rows that are not tokenized", read_messages,
      "--data-path DIR/rows.arrow: no column input_ids, labels, len, num_loss_counted_tokens; found messages. Tokenize"
      " rows with mini-trainer process-data, or give them to train with --input-file"),
-    ("a row of a data set", miscount,
-     "DIR/data.arrow: row 1: num_loss_counted_tokens is 9, but 2 labels after the first are not -100: tokenize the data"
-     " again with process_data.py"),
-    ("a value of a model", lambda path, patch: check_values({"hidden_size": -1}, path / "config.json"),
-     "DIR/config.json: hidden_size is -1, but must be an integer from 1 to 1,048,576"),
     ("ranks that differ", differ,
      "the ranks differ, and nothing has been trained:\n"
      "  options: --seed: 42 on ranks 0-1 (rank 0 on node0); 7 on rank 2 (node2)\n"
      "  and ranks 3-5 differ in further ways\n"
      "make them equal on all ranks; docs/reference/running.md lists what may differ"),
-    ("missing ranks", meet_nobody,
-     "rank 1 (node0), ranks 2-3 (node 1, no rank has joined), ranks 4-5 (node 2, no rank has joined) (5 of 6 ranks"
-     " missing) did not join within 0.01 s (--start-timeout): never started, or exited early; see the output there"),
     ("no rendezvous", meet_nowhere, "no rendezvous at node0, port 29500 (--start-timeout 9): timed out"),
     ("no connection", wait_for_ranks, "ranks 1-2 did not connect to rank 0 on node0, port 7"),
-    ("open files", open_few_files,
-     "2,048 ranks need up to 4,432 open files in a process, and the hard limit is 4,096 (ulimit -Hn): raise it to at"
-     " least 4,432, in limits.conf, with systemd's LimitNOFILE or with the container's nofile limit"),
     ("cache of --compile", cache_in_a_file,
      "--compile: cannot create DIR/file/cache, the cache of compiled code: [Errno 20] Not a directory:"
      " 'DIR/file/cache'; set TORCHINDUCTOR_CACHE_DIR to another directory"),
     ("lock left behind", take_lock_over,
      "DIR/.lock names the run with pid 12 on node7, started 2026-01-01: waiting 0 s to see if that run is alive\n"
      "warning: DIR/.lock: took over the lock that the run with pid 12 on node7, started 2026-01-01 left behind"),
-    ("removed directory", lambda path, patch: lose_directory(path, patch, is_moved=False),
-     "--output-dir DIR/run was removed while the run was writing to it; writing has stopped. Start again from another"
-     " directory's checkpoint (--resume), or from the beginning"),
-    ("moved directory", lambda path, patch: lose_directory(path, patch, is_moved=True),
-     "--output-dir DIR/run was moved to DIR/other while the run was writing to it; writing has stopped. Start again"
-     " after moving it back, or with --output-dir set to its new path"),
     ("dead rank", lambda path, patch: describe_death(3, replace(STUCK, where="step 5")),
      "rank 3 (pid 11 on node1) died without a report, last seen in step 5: it crashed or was killed, perhaps because"
      " it ran out of memory"),
-    ("no progress", lambda path, patch: describe_hang({0: replace(STUCK, where="A"), 1: STUCK, 2: STUCK}, 100),
-     "all ranks are alive, but some made no progress for 61 s (--hang-timeout): rank 0 in A; ranks 1-2 in B; stack"
-     " traces of the responsive ranks are in errors/"),
-    ("two deaths",
-     lambda path, patch: choose_cause(
-         [Cause(ExitCode.PEER_DIED, f"rank {rank} died", rank, "node1", 3, died=True) for rank in (5, 4)]
-     ).text,
-     "error: rank 5 died; and so did rank 4"),
-    ("out of memory", lambda path, patch: describe_error(MemoryError(), "step 3")[1],
-     "out of memory in step 3: lower --max-tokens-per-gpu, use --activation-checkpointing full, or use more GPUs"
-     " (MemoryError)"),
     ("two stops", lambda path, patch: stop_reason(Flag.SIGTERM | Flag.STOP_FILE)[1], "SIGTERM and the stop file"),
-    ("changed options",
-     lambda path, patch: check_same_run(
-         Path("step_1"), {"identity": BEFORE}, NOW, allow_changes=False, needs_model=False
-     ),
-     "step_1 was made with other lora (False before, now True), seed (42 before, now 7): give the same ones,"
-     " choose a new --output-dir, or pass --allow-changed-options to resume anyway"),
     ("another run", use_directory,
      "--output-dir DIR is not an empty directory: it holds a run without a checkpoint, and other lora (False before,"
      " now True), seed (42 before, now 7): name a new one, or remove that run"),
-    ("full disk", fail_to_write,
-     "cannot write DIR/a: No space left on device; it needs 1,234 bytes, the disk has 1,000 free"),
     ("several problems", lambda path, patch: Errors([ValueError("a"), OSError("b")]).raise_all(),
      "2 problems:\n  - a\n  - b"),
-    ("another trainer's hook",
-     lambda path, patch: check_callback(type("Mine", (Callback,), {"on_step_end": print}), "hooks:Mine"),
-     "hooks:Mine: on_step_end is on_step here; hooks are on_start, on_step, on_validation, on_checkpoint, on_export,"
-     " on_end"),
     ("error at the end", lambda path, patch: explain_stop(None, ["hooks:Mine, on_end"], []),
      "the run is done, but there was an error in a callback (hooks:Mine, on_end)"),
     ("schedule", fill_schedule,
@@ -468,15 +350,6 @@ OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] 
      "--batch-size 8: fewer samples a step than the 16 ranks: some of them will be idle\n"
      "--no-save-final-checkpoint: the trained model will not be exported\n"
      "--num-warmup-steps 9: the run of 5 steps ends before its peak learning rate"),
-    ("lost metrics", lose_metrics,
-     "warning: DIR/training_metrics_0.jsonl: lines 2-3 are damaged, or repeat earlier steps: removed\n"
-     "warning: DIR/training_metrics_0.jsonl: the lines of steps 2-3 are missing\n"
-     "warning: DIR/validation_metrics_0.jsonl: line 2 is damaged, or repeats an earlier step: removed\n"
-     "warning: DIR/validation_metrics_0.jsonl: 1 of 2 validations before step 4 are missing"),
-    ("an experiment's settings", plan_experiment,
-     "DIR/tasks.yaml: tasks: a: train: no end is given; give max_epochs, max_steps, max_samples or max_tokens"),
-    ("a field of the Python API", forget_a_field,
-     "data_output_dir is missing: give a directory for the tokenized data"),
     ("a field of a prompt", lambda path, patch: read_prompt({"prompt": "Hi", "source_text": 3}, None),
      "'source_text' is 3, expected text"),
     ("no template",
@@ -484,8 +357,6 @@ OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] 
          Prompt(row={}, place="rows.jsonl:1", messages=[USER]), SimpleNamespace(chat_template=None)
      ),
      "rows.jsonl:1: a chat, but the tokenizer has no chat template: give prompts as text, or use a chat model"),
-    ("answers of other settings", continue_answers,
-     "DIR/a.jsonl.part0:1: was made with other settings (seed 2, now 1): choose another --output, or remove it"),
     ("metric", lambda path, patch: choose_measures(["blue"], [("1",)]),
      "--metrics blue: is not one of exact_match, first_line, normalised_match, contains, number, token_f1, "
      "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity, sari"),

@@ -1,4 +1,8 @@
-"""Multi-modal checkpoints trained on text: in and out in their own class, the other towers untouched and not loaded."""
+"""Multi-modal checkpoints trained on text: in and out in their own class, the other towers untouched and not loaded.
+
+Tensors that transformers' class has no place for are reported, and kept byte by byte. Text towers whose own forward
+asks for more than its decoder on text, or changes the logits, compute what they did.
+"""
 
 import json
 from pathlib import Path

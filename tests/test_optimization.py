@@ -1,4 +1,4 @@
-"""Learning rates at the steps that matter, and clipping."""
+"""Learning rates at the steps that matter, and clipping; weight decay and rates by parameter."""
 
 import copy
 import math
@@ -137,10 +137,6 @@ NAMES = [*DECODERS, *(f"classifier {name}" for name in CLASSIFIERS), *(f"images,
 # Vectors that transformers decays, since no rule of its by name knows them, and Mamba's A_log, a matrix in some models.
 BY_TRANSFORMERS = re.compile(
     r"(\.(sinks|A_log|D|class_embedding|image_newline|lambda_[12])|(norm_f|norm[12]|ln_q|ln_pre)\.weight)$"
-)
-
-FOLLOWS = re.compile(
-    r"(^|\.)(lm_head|score|classifier|(model|language_model)\.norm|final_norm|ln_f|norm_f|final_layer_norm)\."
 )
 
 

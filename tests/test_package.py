@@ -1,7 +1,11 @@
-"""The installed program: what a wheel holds, and its uses from a directory that is not the checkout."""
+"""The installed program: what a wheel holds, and its uses from a directory that is not the checkout.
+
+Every module has one name, `mini_trainer.…`, also the root's seven files.
+"""
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -152,12 +156,9 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
     ("argv", "reason"),
     [
         ([], "command: train, process-data"),
-        (["trian"], "commands: train, process-data"),
         (["trian"], " train? (mini-trainer --help"),
         (["completion", "tcsh"], "bash, zsh, fish; given: tcsh"),
         (["train", "--nproc-per-node", "0"], "--nproc-per-node 0: "),
-        (["train", "--nproc_per_node=many"], "--nproc-per-node many: "),
-        (["train", "--nnodes"], "--nnodes needs"),
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs"),
         (["train", "--nnodes", "2", "--nnodes=2"], "once: --nnodes"),
         (
@@ -170,7 +171,6 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
             "torchrun: min_nodes",
         ),
         (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
-        (["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
         (["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "--data-path"),
         (["process-data", "--inptu-file", "3"], "--inptu-file"),
     ],
@@ -325,17 +325,18 @@ def ask(code: str, folder: Path, env: dict[str, str] = ENV) -> str:
     return done.stdout + done.stderr.strip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_bare_name_is_refused_or_another_programs(name, tmp_path):
-    code = f"import mini_trainer, {name}; print({name}.OWN)"
-    assert ask(code, ROOT).endswith(f"No module named '{name}'; did you mean 'mini_trainer.{name}'?")
-    (tmp_path / f"{name}.py").write_text("OWN = 'the user'\n")
-    assert ask(f"import sys; sys.path.append({str(tmp_path)!r}); {code}", ROOT) == "the user\n"
+def test_bare_names_are_refused_or_another_programs(tmp_path):
+    code = "import mini_trainer, sampler; print(sampler.OWN)"
+    assert ask(code, ROOT).endswith("No module named 'sampler'; did you mean 'mini_trainer.sampler'?")
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("OWN = 'the user'\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import {', '.join(NAMES)}; {code}"
+    assert ask(code, ROOT) == "the user\n"
 
 
 @pytest.mark.parametrize("name", ["mini_trainer", "tests", "benchmarks", "setup"])
-def test_nothing_else_of_the_root_is_in_the_package(name, tmp_path):
-    assert f"No module named 'mini_trainer.{name}'" in ask(f"import mini_trainer.{name}", tmp_path)
+def test_nothing_else_of_the_root_is_in_the_package(name):
+    assert importlib.util.find_spec(f"mini_trainer.{name}") is None
 
 
 def test_a_folder_with_some_files_of_these_names_is_no_checkout(tmp_path):

@@ -1,4 +1,8 @@
-"""Prompts and rows: what a model is asked is what it was trained after, or process_data.py says how the two differ."""
+"""Prompts and rows: what a model is asked is what it was trained after, or process_data.py says how the two differ.
+
+For lists of messages under prompt and completion the oracle is TRL's rule, computed with transformers: the completion
+is what follows the ids of the prompt, which is rendered with the generation prompt.
+"""
 
 import json
 import re

@@ -80,12 +80,6 @@ def write_arguments(path: Path, values: list, kind: pa.DataType | None = None) -
     return path
 
 
-def read_argument(row: dict) -> object:
-    """The argument `a` of a row as it is trained; ValueError if the row is refused."""
-    chat = build_chat([USER, *row["messages"]], row)
-    return chat.messages[1]["tool_calls"][0]["function"]["arguments"]["a"]
-
-
 DAY = datetime.date(2025, 1, 2)
 INSTANT = datetime.datetime(2025, 1, 2, 3, 4, 5, 678901)
 CONVERTED = [

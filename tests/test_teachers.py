@@ -1,5 +1,5 @@
 """Teachers: divergences against autograd, TRL and torch; files against transformers' own top tokens; whole runs against
-a plain loop over transformers' logits."""
+a plain loop over transformers' logits, also where a teacher reads other prompts than the model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Models that see: rows with images, and packed losses and gradients against transformers' own, one by one."""
+"""Models that see: rows with images, and packed losses and gradients against transformers' own, one by one.
+
+What images cost: patches counted as the processor makes them, FLOPs as torch counts them, and caps in runs.
+"""
 
 import inspect
 import json
