@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from breadth import wide
+from data_runs import tokenize_rows
 from exports import export
 from forked import run_forked
 from in_process import train_here
@@ -31,8 +32,7 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.generate import generate
 from mini_trainer.model.scoring.score_files import ScoreFile
 from mini_trainer.options import group_options
-from mini_trainer.options.tools import GenerateOptions, MergeAdapterOptions, ProcessDataOptions
-from mini_trainer.process_data import process_data
+from mini_trainer.options.tools import GenerateOptions, MergeAdapterOptions
 from mini_trainer.tools.merge_adapter import merge_adapter
 
 NEW = 12
@@ -57,10 +57,7 @@ def data(base, tmp_path_factory) -> Path:
     """Chats in ChatML, which the base does not know."""
     folder = tmp_path_factory.mktemp("data")
     write_counting_chats(folder / "chats.jsonl")
-    given = dict(input_file=(str(folder / "chats.jsonl"),), output_file=str(folder / "chats.arrow"), preview=0)
-    chatml = dict(model_name_or_path=str(base), chat_template="chatml", num_proc=1)
-    process_data(group_options(ProcessDataOptions, **given, **chatml))
-    return folder / "chats.arrow"
+    return tokenize_rows(base, folder / "chats.jsonl", folder / "chats.arrow", chat_template="chatml")
 
 
 def train(world, base: Path, data: Path, output_dir: Path, **options: object) -> Path:

@@ -22,7 +22,7 @@ from in_process import train_here
 from processes import ENV, check_serving, flags
 from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.data.stores import disk
 from mini_trainer.options import DEFAULT_BATCH_SIZE
@@ -180,7 +180,7 @@ def test_every_state_by_the_files_alone(tmp_path):
 
 def test_a_row_has_the_numbers_of_the_last_lines(tmp_path):
     path = write_run(tmp_path / "run", num_steps=80, sets=("held_out",), options={"max_steps": 160})
-    rows = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
+    rows = read_lines(path / METRICS)
     losses = [json.loads(line)["loss"] for line in (path / VALIDATIONS).read_text().splitlines()]
     board = Board(tmp_path)
     (row,) = board.read()["runs"]

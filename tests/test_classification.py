@@ -19,6 +19,7 @@ from plain_loop import train_plainly
 from processes import flags
 from safetensors.torch import load_file, save_file
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, save_classifier, write_classified
+from tiny_data import read_lines
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import (
     AutoModelForMaskedLM,
@@ -94,7 +95,7 @@ def train_with_transformers(inputs: dict, *, label_type: str = "single", loss=No
 
 
 def read_rows(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    return read_lines(output_dir / "training_metrics_0.jsonl")
 
 
 def assert_equal_to(output_dir: Path, expected: tuple[list, list, dict]) -> None:

@@ -1,25 +1,23 @@
 """Columns that change what should be learned: read as their authors mean them, or the file is refused by their name."""
 
 import csv
-import json
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_runs import tokenize_rows
 from forked import run_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.chat_rows import read_marks, read_messages
 from mini_trainer.data.rows.column_names import RefusedColumn, check_messages, find_meaning
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 
 MODEL = "tokenizer"
@@ -32,10 +30,7 @@ WEATHER = [
 
 
 def prepare(model: Path, source: Path, **options) -> list[dict]:
-    output = source.with_suffix(".out.jsonl")
-    given = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), num_proc=1)
-    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return read_lines(tokenize_rows(model, source, source.with_suffix(".out.jsonl"), **options))
 
 
 # Rows as the documentation of ms-swift, TRL, LLaMA-Factory, Axolotl and OpenAI has them, and the columns to be named.

@@ -9,7 +9,7 @@ from forked import ForkedTorchrun, run_forked
 from plain_loop import train_plainly
 from processes import ROOT, flags, free_port, name_node
 from safetensors.torch import load_file
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -52,7 +52,7 @@ def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int, **opt
 
 
 def read_rows(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    return read_lines(output_dir / "training_metrics_0.jsonl")
 
 
 @pytest.fixture(scope="module")

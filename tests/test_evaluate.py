@@ -260,7 +260,7 @@ def test_choices_are_those_that_a_plain_loop_finds_likeliest(results, root, file
     model, tokenizer = AutoModelForCausalLM.from_pretrained(files["base"]), AutoTokenizer.from_pretrained(files["base"])
     texts = [("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant", "\n"), ("One, two,", "")]
     lines = read_lines(root / "results" / "samples" / "base" / "choices.scores.jsonl")
-    rows = [json.loads(line) for line in Path(files["choices"]).read_text().splitlines()]
+    rows = read_lines(Path(files["choices"]))
     right = []
     for line, (text, space), row in zip(lines, texts, rows, strict=True):
         given = tokenizer(text)["input_ids"]

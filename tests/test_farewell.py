@@ -16,7 +16,7 @@ from in_process import train_here
 from make_tiny_model import save_tiny_model, train_tokenizer
 from processes import ENV, ROOT, flags, torchrun
 from small_runs import OPTIONS, make_inputs
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.distributed import command
@@ -50,7 +50,7 @@ def make_options(root: Path) -> dict:
 
 def check_done(said: str, run: Path) -> None:
     """The last words of a run of two steps."""
-    steps = [json.loads(line) for line in (run / "training_metrics_0.jsonl").read_text().splitlines()]
+    steps = read_lines(run / "training_metrics_0.jsonl")
     (summary,) = [line for line in said.splitlines() if line.startswith("done: ")]
     losses = [f"{step['loss']:.4f}" for step in steps]
     assert len(losses) == 2 and summary.startswith(f"done: 2 steps, loss {losses[0]} -> {losses[1]}, validation ")
@@ -111,7 +111,7 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
         output_dir=str(tmp_path / "run"), export_best=export_best, lr_scheduler="constant", num_warmup_steps=0
     )
     said = train_here(world, **options).splitlines()
-    rows = [json.loads(line) for line in (tmp_path / "run/validation_metrics_0.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "run/validation_metrics_0.jsonl")
     best = min(rows[1:], key=lambda row: row["loss"])["step"]
     assert best != 3 and f"validation {rows[-1]['loss']:.4f}" in said[0]
     (last,) = (tmp_path / "run/hf_format").glob("samples_*")

@@ -4,7 +4,6 @@
 The data sets of docs/tasks/preferences.md keep their promises.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from make_preferences import (
     make_files,
 )
 from processes import ENV, ROOT
+from tiny_data import read_lines
 
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.settings_file import read_settings
@@ -38,12 +38,8 @@ def directory(tmp_path_factory) -> Path:
     return directory
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def read_chats(path: Path) -> list[tuple[str, str]]:
-    return [tuple(message["content"] for message in row["messages"]) for row in read(path)]
+    return [tuple(message["content"] for message in row["messages"]) for row in read_lines(path)]
 
 
 def test_no_question_of_a_test_is_trained(directory):
@@ -66,7 +62,7 @@ def test_every_wording_asks_for_the_same_fact(directory):
 
 
 def test_results_of_sums_are_right(directory):
-    for row in read(directory / "arithmetic.jsonl"):
+    for row in read_lines(directory / "arithmetic.jsonl"):
         asked = row["prompt"].removeprefix("Question: What is ").removesuffix("?\nAnswer:").replace("times", "*")
         assert int(row["choices"][row["answer"]]) == eval(asked) and len(set(row["choices"])) == 4
     for question, answer in read_chats(directory / "chains_train.jsonl"):
@@ -108,7 +104,7 @@ def test_a_real_model_learns_facts_and_its_exports_reproduce_the_numbers(tmp_pat
     words += ["--max-new-tokens", 24, "--dtype", "bfloat16", "--model", export, "--output-dir", "again"]
     run(python, "-m", "mini_trainer", "evaluate", *words)
     (samples,) = (tmp_path / "again" / "samples").glob("*/facts_test.scores.jsonl")
-    again = [line["scores"]["contains"] for line in read(samples)]
+    again = [line["scores"]["contains"] for line in read_lines(samples)]
     assert again == found["osft"][1]["score"]["facts"].values.tolist()
 
 

@@ -53,7 +53,7 @@ def prompts(tmp_path) -> str:
 def run(world, server: Server, prompts: str, output: Path, **changes: object) -> list[dict]:
     given = dict(model="m", engine="openai", base_url=server.url, prompts=prompts, output=str(output), concurrency=4)
     generate(group_options(GenerateOptions, **given | changes), world)
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return read_lines(output)
 
 
 def test_many_requests_are_under_way_and_what_fails_in_passing_is_tried_again(server, prompts, world, tmp_path):
@@ -235,7 +235,7 @@ def test_an_engine_that_is_not_installed_is_refused(tmp_path):
 def run_vllm(world, model: Path, prompts: str, output: Path, **changes: object) -> list[dict]:
     given = dict(model=str(model), engine="vllm", prompts=prompts, output=str(output), temperature=0.5)
     generate(group_options(GenerateOptions, **given | changes), world)
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return read_lines(output)
 
 
 def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import ENV, check_serving, run
 from run_directories import make_sources, write_run
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
@@ -48,10 +48,6 @@ def read_page(page: str) -> dict:
 
 def describe(*paths: Path, smoothing: int | None = None) -> dict:
     return describe_page(open_runs(list(paths)), smoothing=smoothing, is_live=False)
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def find_chart(page: dict, key: str, *, of_validations: bool = False) -> dict | None:
@@ -242,7 +238,7 @@ def test_long_runs_stay_small_and_keep_their_spikes(tmp_path):
 def test_the_page_has_the_numbers_of_the_files(tmp_path):
     path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",), resumes=(20, 40))
     page = read_page(make_curves_page(open_runs([path]), smoothing=7))
-    (shown,), rows, validations = page["runs"], read_rows(path / METRICS), read_rows(path / VALIDATIONS)
+    (shown,), rows, validations = page["runs"], read_lines(path / METRICS), read_lines(path / VALIDATIONS)
     keys = [chart["key"] for chart in page["charts"] if not chart["is_of_validations"]]
     assert keys == ["loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB"]
     for key in keys:
@@ -263,7 +259,7 @@ def test_the_page_has_the_numbers_of_the_files(tmp_path):
 
 def test_the_best_validation_is_the_one_that_the_run_calls_best(tmp_path):
     path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",))
-    rows = [row | {"is_best": row["step"] in (5, 20)} for row in read_rows(path / VALIDATIONS)]
+    rows = [row | {"is_best": row["step"] in (5, 20)} for row in read_lines(path / VALIDATIONS)]
     write_jsonl(path / VALIDATIONS, rows)
     page = describe(path)
     best = page["runs"][0]["validations"]["best"]
@@ -285,7 +281,7 @@ def test_charts_are_there_where_there_is_something_to_draw(tmp_path):
               ("Loss by source", "Validation loss by set")}  # fmt: skip
     assert titles == {"Loss by source": {"web", "code"}, "Validation loss by set": {"a", "b"}}
     assert find_chart(both, "token_accuracy", of_validations=True) and not find_chart(both, "mfu")
-    rows = [row | {"mfu": 0.4} for row in read_rows(bare / METRICS)]
+    rows = [row | {"mfu": 0.4} for row in read_lines(bare / METRICS)]
     write_jsonl(bare / METRICS, rows)
     assert find_chart(describe(bare), "mfu")
 
@@ -294,10 +290,10 @@ def test_metrics_that_no_table_names_have_charts_of_their_own(tmp_path):
     path = write_run(tmp_path / "run", num_steps=20, sets=("held_out",))
     plain = write_run(tmp_path / "plain", num_steps=9, sets=("held_out",))
     own = ("cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")
-    rows = [row | {name: i / row["step"] for i, name in enumerate(own)} for row in read_rows(path / METRICS)]
+    rows = [row | {name: i / row["step"] for i, name in enumerate(own)} for row in read_lines(path / METRICS)]
     rows[0] |= dict.fromkeys(own)  # a step without targets
     write_jsonl(path / METRICS, rows)
-    validations = [row | {"teacher_kl": row["loss"] / 2} for row in read_rows(path / VALIDATIONS)]
+    validations = [row | {"teacher_kl": row["loss"] / 2} for row in read_lines(path / VALIDATIONS)]
     write_jsonl(path / VALIDATIONS, validations)
     page = describe(plain, path)
     first, *tails = page["runs"][1]["curves"]["teacher_tail"]["mean"]
@@ -585,7 +581,7 @@ def fetch(server: CurvesServer, path: str, **headers: str) -> tuple[int, str]:
 
 
 def add_steps(path: Path, first: int, last: int) -> None:
-    row = read_rows(path / METRICS)[-1]
+    row = read_lines(path / METRICS)[-1]
     rows = [row | {"step": step, "total_samples_accumulated": 32 * step} for step in range(first, last + 1)]
     with (path / METRICS).open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -735,7 +731,7 @@ def test_dark_follows_the_system_and_the_button(browser, page):
 @pytest.mark.slow
 def test_axes_have_titles_and_a_constant_rate_is_level(browser, tmp_path):
     path = write_run(tmp_path / "run", num_steps=50)
-    rounded = [row | {"lr": 1e-5 * (1 + 1e-6 * (row["step"] % 3))} for row in read_rows(path / METRICS)]
+    rounded = [row | {"lr": 1e-5 * (1 + 1e-6 * (row["step"] % 3))} for row in read_lines(path / METRICS)]
     write_jsonl(path / METRICS, rounded)
     (tmp_path / "page.html").write_text(make_curves_page(open_runs([path]), smoothing=None))
     open_page(browser, (tmp_path / "page.html").as_uri())
@@ -788,7 +784,7 @@ def test_smoothing_axes_and_zoom(browser, page):
 @pytest.mark.slow
 def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     path = write_run(tmp_path / "run", num_steps=5000)
-    rows = read_rows(path / METRICS)
+    rows = read_lines(path / METRICS)
     rows[3210]["loss"] = 50.0
     write_jsonl(path / METRICS, rows)
     target = tmp_path / "page.html"
@@ -830,7 +826,7 @@ def test_a_followed_page_grows_without_losing_its_place(browser, server):
     settle(browser)
     path = server.runs[0].path
     add_steps(path, 21, 60)
-    rows = read_rows(path / METRICS)
+    rows = read_lines(path / METRICS)
     row = rows[-1] | {"step": 61, "sources": make_sources(61, ("web", "code", "x"), 1.0, random.Random(0))}
     with (path / METRICS).open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from breadth import wide
+from data_runs import tokenize_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults
@@ -35,8 +36,7 @@ from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
 from mini_trainer.data.rows.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts
 from mini_trainer.generate import open_model
 from mini_trainer.options import group_options
-from mini_trainer.options.tools import GenerateOptions, ProcessDataOptions
-from mini_trainer.process_data import process_data
+from mini_trainer.options.tools import GenerateOptions
 from mini_trainer.use.evaluation.likelihood import encode_choices
 from mini_trainer.use.inference.engine import Request
 
@@ -236,10 +236,7 @@ def write_model(path: Path, name: str) -> Path:
 
 
 def process(path: Path, rows: list[dict], output: Path, **options: object) -> list[dict]:
-    write_jsonl(output.parent / "rows.jsonl", rows)
-    given = dict(model_name_or_path=str(path), input_file=str(output.parent / "rows.jsonl"), num_proc=1)
-    process_data(group_options(ProcessDataOptions, **given, output_file=str(output), **options))
-    return read_lines(output)
+    return read_lines(tokenize_rows(path, write_jsonl(output.parent / "rows.jsonl", rows), output, **options))
 
 
 def cut_at_answer(sample: dict) -> list[int]:

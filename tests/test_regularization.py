@@ -10,7 +10,7 @@ from in_process import train_here, train_on
 from plain_loop import train_plainly
 from small_runs import OPTIONS, read_rows
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
-from tiny_data import write_samples
+from tiny_data import read_lines, write_samples
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.integrations import neftune_post_forward_hook
@@ -73,7 +73,7 @@ def test_noise_is_other_noise_in_every_epoch_and_of_every_seed_and_resumes(input
     assert len(set(losses)) == 4
     resumed_from = str(tmp_path / "run/checkpoints/step_2")
     train_here(world, **still, resume=resumed_from, output_dir=str(tmp_path / "resumed"))
-    rows = [json.loads(line) for line in (tmp_path / "resumed/training_metrics_0.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "resumed/training_metrics_0.jsonl")
     assert [row["loss"] for row in rows][-2:] == losses[-2:]
     train_here(world, **still | dict(max_steps=1, seed=7), output_dir=str(tmp_path / "seed"))
     assert read_rows(tmp_path / "seed")[0]["loss"] != losses[0]

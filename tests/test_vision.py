@@ -21,6 +21,7 @@ from PIL import Image
 from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
+from tiny_data import read_lines
 from tiny_models import compile_by, load_source, make_osft
 from tiny_vision import VISION_MODELS, exact_families, lacking, load, make_image, make_rows, save_vision_model, tokenize
 from torch.utils.flop_counter import FlopCounterMode
@@ -332,7 +333,7 @@ def assert_same_runs(one: Path, other: Path) -> None:
 
 
 def read_validations(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "validation_metrics_0.jsonl").read_text().splitlines()]
+    return read_lines(run / "validation_metrics_0.jsonl")
 
 
 @pytest.mark.long
@@ -447,7 +448,7 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
     found = TokenizedData(data)
     assert len(found.lengths) == len(fine) and found.task.objective == VISION
     (rejected,) = tmp_path.glob("*rejected*")
-    reasons = [json.loads(line) for line in rejected.read_text().splitlines()]
+    reasons = read_lines(rejected)
     assert [entry["line"] for entry in reasons] == list(range(len(fine) + 1, len(fine) + 1 + len(cases)))
     for entry, (_, reason) in zip(reasons, cases, strict=True):
         assert re.search(reason, entry["reason"]), (reason, entry["reason"])
