@@ -13,12 +13,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from browser import Browser, needs_browser
 from forked import ForkedJob
 from in_process import train_here
+from local_server import fetch, serving
 from processes import ENV, check_serving, flags
 from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
@@ -205,21 +205,8 @@ def server(tmp_path):
     for name in ("first", "second"):
         write_run(tmp_path / "runs" / name, num_steps=20, finished=False)
     write_run(tmp_path / "secret", num_steps=5)
-    with BoardServer(tmp_path / "runs", port=0) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with serving(BoardServer(tmp_path / "runs", port=0)) as server:
         yield server
-        server.shutdown()
-        thread.join()
-
-
-def fetch(server: BoardServer, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
-    try:
-        request = urllib.request.Request(server.address + path, headers=headers, method=method)
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def find_ids(server: BoardServer) -> dict[str, str]:
@@ -487,8 +474,7 @@ def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeyp
     monkeypatch.setattr(plots_server, "SECONDS_TO_ASK", 1.0)
     monkeypatch.setattr(plots_server, "MOST_CONNECTIONS", 8)
     write_run(tmp_path / "run", num_steps=3)
-    with BoardServer(tmp_path, port=0) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    with serving(BoardServer(tmp_path, port=0)) as server:
         clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(30)]
         for client in clients[::2]:
             with contextlib.suppress(OSError):  # closed by now
@@ -503,7 +489,6 @@ def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeyp
                     pass
             client.close()
         wait_until(lambda: not server.connections)
-        server.shutdown()
 
 
 def wait_until(holds: Callable[[], bool], *, seconds: float = 10) -> None:

@@ -10,10 +10,10 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from browser import Browser, needs_browser
+from local_server import serving
 from made_experiments import make_experiment, write_answers
 from made_pages import HOSTILE, make_results, make_sample, make_totals
 from make_tiny_model import train_tokenizer
@@ -67,14 +67,8 @@ def serve_board(folder: Path) -> Iterator[str]:
     failed = write_run(folder / HOSTILE, num_steps=7, finished=False)
     (failed / "exit.json").write_text(json.dumps({"code": 9, "name": "out_of_memory", "message": "out of memory"}))
     (write_run(folder / "running", num_steps=7, finished=False) / ".lock").touch()
-    with BoardServer(folder, port=0) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server.address
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(BoardServer(folder, port=0)) as server:
+        yield server.address
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from browser import Browser, needs_browser
 from heavy import need
 from hypothesis import given
 from hypothesis import strategies as st
+from local_server import fetch, serving
 from processes import ENV, check_serving, run
 from run_directories import make_sources, write_run
 from tiny_data import read_lines, write_jsonl
@@ -564,20 +564,8 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path):
 @pytest.fixture
 def server(tmp_path):
     path = write_run(tmp_path / "run", num_steps=20, finished=False)
-    with CurvesServer(open_runs([path]), port=0, smoothing=None) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with serving(CurvesServer(open_runs([path]), port=0, smoothing=None)) as server:
         yield server
-        server.shutdown()
-        thread.join()
-
-
-def fetch(server: CurvesServer, path: str, **headers: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server.address + path, headers=headers)) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def add_steps(path: Path, first: int, last: int) -> None:
