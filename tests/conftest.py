@@ -157,3 +157,40 @@ def elsewhere() -> Iterator[Callable]:
     """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
     with ProcessPoolExecutor(1, mp_context=start_server(), initializer=silence) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
+
+
+@pytest.fixture(scope="module")
+def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model of the family that the module names as `MODEL`, with its tokenizer, and a data set: as options."""
+    from small_runs import make_inputs
+
+    return make_inputs(tmp_path_factory.mktemp("inputs"), getattr(request.module, "MODEL", "llama"))
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the family that the module names as `MODEL`, with its tokenizer, which "tokenizer" has alone."""
+    from tiny_models import FAMILIES, save_model, save_tokenizer
+
+    path, family = tmp_path_factory.mktemp("models") / "model", getattr(request.module, "MODEL", "llama")
+    if family == "tokenizer":
+        request.getfixturevalue("tokenizer").save_pretrained(path)
+        return path
+    return save_tokenizer(save_model(FAMILIES[family], path))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    """A tokenizer of transformers', with a chat template and the words of short chats."""
+    from make_tiny_model import train_tokenizer
+
+    return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    from browser import Browser
+
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from breadth import wide
+from data_runs import tokenize_rows
 from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from safetensors.torch import save_file
@@ -250,9 +251,7 @@ def test_of_a_reference_model_every_rank_reads_the_config_and_the_path_may_diffe
 def tokenize(root: Path, output: Path, *, rows: list[int]) -> Path:
     source = output.with_suffix(".rows.jsonl")
     source.write_text("".join(json.dumps({"prompt": f"Count {n}.", "completion": f" {n}"}) + "\n" for n in rows))
-    options = dict(input_file=str(source), output_file=str(output), model_name_or_path=str(root / "model"))
-    process_data(group_options(ProcessDataOptions, **options, num_proc=1, preview=0))
-    return output
+    return tokenize_rows(root / "model", source, output)
 
 
 def read_recorded(data: Path) -> dict:

@@ -12,7 +12,7 @@ from forked import run_forked
 from in_process import train_forked, train_here
 from processes import flags, run
 from safetensors.torch import load_file
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.distributed.devices import MemoryCounter
@@ -49,7 +49,7 @@ def inputs(tmp_path_factory) -> dict:
 
 def outcome(output_dir: Path) -> tuple[list, dict[str, torch.Tensor], dict]:
     """Losses and gradient norms, weights, and training_params.json."""
-    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    rows = read_lines(output_dir / "training_metrics_0.jsonl")
     (export,) = output_dir.glob("hf_format/samples_*/model.safetensors")
     return (
         [(row["loss"], row["grad_norm"], row["grad_accum"]) for row in rows],

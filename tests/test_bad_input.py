@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 from forked import run_forked
-from processes import flags, run, torchrun
+from processes import flags
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
@@ -17,15 +17,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict:
-    root = tmp_path_factory.mktemp("inputs")
-    return dict(
-        model_name_or_path=save_tokenizer(save_model(FAMILIES["llama"], root / "model")),
-        data_path=write_samples(root / "data.arrow", make_samples(20, vocab_size=VOCAB_SIZE)),
-        max_steps=3,
-        batch_size=4,
-        max_tokens_per_gpu=64,
-    )
+def inputs(inputs) -> dict:
+    return inputs | dict(max_steps=3, batch_size=4, max_tokens_per_gpu=64)
 
 
 def check_refusal(result: subprocess.CompletedProcess, reason: str) -> None:
@@ -35,22 +28,8 @@ def check_refusal(result: subprocess.CompletedProcess, reason: str) -> None:
     assert 'train.py", line' not in result.stderr, "a traceback of ours"
 
 
-def train(
-    inputs: dict, output_dir, *, num_ranks: int = 1, is_forked: bool = True, **changes
-) -> subprocess.CompletedProcess:
-    """A run as users start it, or, sooner, in forked processes."""
-    argv = ["train.py", *flags(**(inputs | dict(output_dir=output_dir) | changes))]
-    if is_forked:
-        return run_forked(num_ranks if num_ranks > 1 else 0, *argv, timeout=90)
-    return run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv), timeout=90)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_missing_data_set(num_ranks, inputs, tmp_path):
-    result = train(inputs, tmp_path / "run", num_ranks=num_ranks, is_forked=False, data_path=tmp_path / "none.arrow")
-    check_refusal(result, "none.arrow: there is no such file")
-    assert not (tmp_path / "run").exists()
+def train(inputs: dict, output_dir: Path, *, num_ranks: int = 0, **changes: object) -> subprocess.CompletedProcess:
+    return run_forked(num_ranks, "train.py", *flags(**inputs | dict(output_dir=output_dir) | changes), timeout=90)
 
 
 def test_an_overlong_sample_is_refused_before_the_model_is_loaded(inputs, tmp_path):
@@ -67,7 +46,7 @@ def test_an_output_directory_that_holds_another_run(num_ranks, inputs, tmp_path)
 
 def test_a_model_path_that_leads_nowhere(inputs, tmp_path):
     check_refusal(train(inputs, tmp_path / "run", model_name_or_path=tmp_path / "none"), "there is no such directory")
-    config = inputs["model_name_or_path"] / "config.json"
+    config = Path(inputs["model_name_or_path"], "config.json")
     check_refusal(train(inputs, tmp_path / "run", model_name_or_path=config), "is a file")
 
 

@@ -9,9 +9,7 @@ import pytest
 import scaling
 from forked import run_forked
 from harness import build_state, count_state_bytes, make_batch, make_options
-from osft_cost import count_layer_bytes, without_square_form
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
-from torch import float32
 
 from mini_trainer.distributed.world import World
 from mini_trainer.run.plan.planner import choose_step_options
@@ -139,15 +137,6 @@ def test_what_benchmarks_train_is_the_programs_step_and_what_they_count_is_16_by
     params, buffers = list(state.model.parameters()), list(state.model.buffers())
     others = sum(buffer.nbytes for buffer in buffers) + 4 * len(params)  # AdamW counts every parameter's steps
     assert count_state_bytes(state) - others == 16 * sum(param.numel() for param in params)
-
-
-def test_without_its_square_form_a_square_layer_is_held_as_a_tall_one_and_takes_more():
-    own = count_layer_bytes(64, 64, 0.25, float32)
-    with without_square_form():
-        as_tall = count_layer_bytes(64, 64, 0.25, float32)
-    assert own == 4 * 64 * 64 + 16 * 16 * 16 + 2 * 4 * 64 * 16  # base, coefficients, V_low and U_low
-    assert as_tall == 4 * 64 * 64 + 16 * 64 * 16 + 4 * 64 * 16 + 4 * 64 * 48  # base, coefficients, V_low, U_high
-    assert count_layer_bytes(64, 64, 0.25, float32) == own
 
 
 COSTS = scaling.Costs(fixed=1e-3, per_token=1e-6, per_loss_token=2e-6, per_pair=1e-9)

@@ -13,16 +13,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from browser import Browser, needs_browser
 from forked import ForkedJob
 from in_process import train_here
+from local_server import fetch, serving
 from processes import ENV, check_serving, flags
 from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.data.stores import disk
 from mini_trainer.options import DEFAULT_BATCH_SIZE
@@ -180,7 +180,7 @@ def test_every_state_by_the_files_alone(tmp_path):
 
 def test_a_row_has_the_numbers_of_the_last_lines(tmp_path):
     path = write_run(tmp_path / "run", num_steps=80, sets=("held_out",), options={"max_steps": 160})
-    rows = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
+    rows = read_lines(path / METRICS)
     losses = [json.loads(line)["loss"] for line in (path / VALIDATIONS).read_text().splitlines()]
     board = Board(tmp_path)
     (row,) = board.read()["runs"]
@@ -205,21 +205,8 @@ def server(tmp_path):
     for name in ("first", "second"):
         write_run(tmp_path / "runs" / name, num_steps=20, finished=False)
     write_run(tmp_path / "secret", num_steps=5)
-    with BoardServer(tmp_path / "runs", port=0) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with serving(BoardServer(tmp_path / "runs", port=0)) as server:
         yield server
-        server.shutdown()
-        thread.join()
-
-
-def fetch(server: BoardServer, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
-    try:
-        request = urllib.request.Request(server.address + path, headers=headers, method=method)
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def find_ids(server: BoardServer) -> dict[str, str]:
@@ -308,10 +295,8 @@ def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gone"], "error: gone: "),
         (["setup.txt"], "error: setup.txt: "),
         ([".", "--port", "65536"], "--port 65536"),
-        ([], "0 directories"),
         (["a", "b"], "2 directories"),
     ],
 )
@@ -368,13 +353,6 @@ def test_runs_of_the_trainer_are_followed_to_their_ends(world, tmp_path):
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 def list_names(browser: Browser) -> list[str]:
@@ -440,15 +418,6 @@ def test_a_browser_sorts_filters_and_compares(browser, server):
     assert browser.ask("[location.hash, document.querySelector('#samples td').textContent]") == ["#samples", "That."]
 
 
-@needs_browser
-@pytest.mark.slow
-def test_a_narrow_window_scrolls_the_table_alone(browser, server):
-    browser.open(server.address, width=390)
-    assert browser.ask("document.documentElement.scrollWidth") <= 390
-    heights = browser.ask("[...document.querySelectorAll('tbody .number')].map(cell => cell.getClientRects().length)")
-    assert set(heights) == {1}
-
-
 # ---- what must not hold it up
 
 
@@ -504,8 +473,7 @@ def test_a_document_that_is_too_large_is_a_note(tmp_path, monkeypatch):
 def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(board.Handler, "timeout", 1.0)
     write_run(tmp_path / "run", num_steps=3)
-    with BoardServer(tmp_path, port=0) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    with serving(BoardServer(tmp_path, port=0)) as server:
         clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(30)]
         for client in clients[::2]:
             with contextlib.suppress(OSError):  # closed by now
@@ -518,7 +486,6 @@ def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeyp
                 while client.recv(1000):
                     pass
             client.close()
-        server.shutdown()
 
 
 def wait_until(holds: Callable[[], bool], *, seconds: float = 10) -> None:

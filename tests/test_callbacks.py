@@ -12,7 +12,7 @@ from forked import run_forked
 from in_process import end_here, print_plan
 from processes import ENV, ROOT, flags
 from scripted_callbacks import SCRIPT, OnAllRanks, Scripted, read_calls, read_metrics
-from small_runs import OPTIONS, TIMES, load_checkpoint, make_inputs, read_rows
+from small_runs import OPTIONS, TIMES, load_checkpoint, read_rows
 
 from mini_trainer import Answer, Callback, TorchrunArgs, TrainingArgs, run_training
 from mini_trainer.api.commands import make_environment, make_train_words
@@ -23,16 +23,12 @@ from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.callbacks import load_callbacks
 from mini_trainer.run.hooks import FOLDERS, HOOKS, NAMES_ELSEWHERE, check_callback
 
+MODEL = "llama_tied_bias"
 STEPS = 4
 SCRIPTED, ON_ALL = "scripted_callbacks:Scripted", "scripted_callbacks:OnAllRanks"
 UNMAKEABLE = "scripted_callbacks:Unmakeable"
 BASE = OPTIONS | dict(max_steps=STEPS, checkpoint_every_steps=2, save_final_checkpoint=False)
 RUN_TIMES = {*TIMES, "mfu", "seconds"}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
 
 
 @pytest.fixture

@@ -14,11 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from forked import run_forked
+from data_runs import tokenize_rows
 from make_encoder import train_word_pieces
 from make_tiny_model import train_tokenizer
-from processes import flags
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +29,6 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import RowOptions, group_options, replace_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']
 REVIEWS = [
@@ -83,18 +81,7 @@ def write_csv(path: Path, rows: list[dict]) -> Path:
 
 def prepare(model: Path, source: Path | tuple[Path, ...], output: Path, **options) -> TokenizedData:
     """What process_data.py makes of the source, read back."""
-    sources = source if isinstance(source, tuple) else (source,)
-    process_data(
-        group_options(
-            ProcessDataOptions,
-            input_file=tuple(map(str, sources)),
-            output_file=str(output),
-            model_name_or_path=str(model),
-            format="classification",
-            **{"num_proc": 1, "preview": 0} | options,
-        )
-    )
-    return TokenizedData(output)
+    return TokenizedData(tokenize_rows(model, source, output, format="classification", **options))
 
 
 def read_all(data: TokenizedData) -> list[tuple]:
@@ -440,17 +427,8 @@ def test_rows_that_cannot_be_used_can_be_left_out(encoder, tmp_path):
     (tmp_path / "a.csv").write_bytes(TABLE + b"a,b,c\n" + b"x,\n" + b"fine,pos\n")
     data = prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow", skip_invalid=True)
     assert (data.sidecar["rows"]["kept"], data.sidecar["rows"]["invalid"]) == (3, 2)
-    rejected = [json.loads(line) for line in (tmp_path / "out.arrow.rejected.jsonl").read_text().splitlines()]
+    rejected = read_lines(tmp_path / "out.arrow.rejected.jsonl")
     assert [(row["line"], row["row"]) for row in rejected] == [(4, "a,b,c"), (5, '{"text": "x"}')]
-
-
-@pytest.mark.slow
-def test_the_script_ends_with_one_message(encoder, tmp_path):
-    (tmp_path / "a.csv").write_bytes(TABLE + b"x,\n")
-    files = dict(input_file=tmp_path / "a.csv", output_file=tmp_path / "out.arrow", model_name_or_path=encoder)
-    result = run_forked(0, "process_data.py", *flags(format="classification", **files))
-    assert result.returncode == 2
-    assert "a.csv:4: " in result.stderr and "--columns label=" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_options_without_effect_are_refused():

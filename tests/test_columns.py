@@ -1,28 +1,26 @@
 """Columns that change what should be learned: read as their authors mean them, or the file is refused by their name."""
 
 import csv
-import json
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_runs import tokenize_rows
 from forked import run_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from make_tiny_model import train_tokenizer
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.chat_rows import read_marks, read_messages
 from mini_trainer.data.rows.column_names import RefusedColumn, check_messages, find_meaning
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 
+MODEL = "tokenizer"
 ASK, ANSWER = {"role": "user", "content": "How many are 12 and 30?"}, {"role": "assistant", "content": "42"}
 HUMAN, GPT = {"from": "human", "value": "How many are 12 and 30?"}, {"from": "gpt", "value": "41"}
 WEATHER = [
@@ -31,23 +29,8 @@ WEATHER = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer.save_pretrained(path)
-    return path
-
-
 def prepare(model: Path, source: Path, **options) -> list[dict]:
-    output = source.with_suffix(".out.jsonl")
-    given = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), num_proc=1)
-    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return read_lines(tokenize_rows(model, source, source.with_suffix(".out.jsonl"), **options))
 
 
 # Rows as the documentation of ms-swift, TRL, LLaMA-Factory, Axolotl and OpenAI has them, and the columns to be named.

@@ -7,7 +7,7 @@ import torch
 from breadth import wide
 from in_process import train_here, train_on
 from safetensors.torch import load_file
-from small_runs import OPTIONS, make_inputs, read_rows
+from small_runs import OPTIONS, read_rows
 from tiny_models import FAMILIES, build, save_model
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,6 +23,7 @@ from mini_trainer.model.optim.compact_adamw import (
 from mini_trainer.model.optim.optimizers import build_optimizer, set_step
 from mini_trainer.options import OptimizationOptions
 
+MODEL = "llama_tied_bias"
 ADAMW = dict(learning_rate=1e-2, weight_decay=0.1)
 
 
@@ -145,11 +146,6 @@ CHANGES = {
     "bf16": dict(master_weights="bfloat16"),
     "both": dict(optimizer="adamw8bit", master_weights="bfloat16"),
 }
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
 
 
 def train(world, inputs: dict, output_dir: Path, **changes) -> Path:

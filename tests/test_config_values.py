@@ -10,7 +10,7 @@ import torch
 from forked import run_forked
 from processes import flags
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE
 from transformers import GPT2Config
 
 from mini_trainer.data.stores.model_files import check_values, find_model
@@ -41,14 +41,9 @@ REFUSED_BY_TRANSFORMERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def good_model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("models") / "model"))
-
-
 @pytest.fixture
-def model(good_model, tmp_path) -> Path:
-    return shutil.copytree(good_model, tmp_path / "model")
+def model(model, tmp_path) -> Path:
+    return shutil.copytree(model, tmp_path / "model")
 
 
 def change(file: Path, key: str, value: Any) -> None:

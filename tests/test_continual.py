@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from continual_runs import NUM_ROWS, chat, make_inputs, read_lines, read_options, run, write_lines
+from continual_runs import NUM_ROWS, chat, make_inputs, read_options, run, write_lines
 from safetensors.torch import load_file
+from tiny_data import read_lines
 
 from mini_trainer.continual.data import as_question, as_row
 from mini_trainer.continual.matrix import read_experiment

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from continual_runs import make_inputs, read_lines, read_options, run
+from continual_runs import make_inputs, read_options, run
+from tiny_data import read_lines
 
 WRITTEN_BETWEEN = ("prompts.jsonl", "rows.jsonl", "student.jsonl", "teacher.jsonl")  # by the driver
 MADE = (".safetensors", ".arrow", ".jsonl", ".scores")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import Browser, needs_browser
+from browser import needs_browser
 from made_experiments import HOSTILE, make_experiment
 
 from mini_trainer.continual.compare import check_comparable, describe_comparison, find_front
@@ -17,13 +17,6 @@ from mini_trainer.continual.page import describe_page, write_page
 
 ORDERS = ((0, 1, 2), (2, 0, 1))
 TEXTS = "[...document.querySelectorAll('{}')].map(node => node.textContent)"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 def read_page(path: Path) -> dict:

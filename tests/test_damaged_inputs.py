@@ -19,7 +19,7 @@ from processes import flags
 from refusals import refuse
 from safetensors.torch import load_file, save_file
 from sklearn.utils.class_weight import compute_class_weight
-from small_runs import OPTIONS, make_inputs
+from small_runs import OPTIONS
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
@@ -38,11 +38,6 @@ from mini_trainer.use.evaluation.task_files import read_config
 
 HOST = socket.gethostname()
 DEEP = "[" * 100_000
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama")
 
 
 def train_refused(world, inputs: dict, output_dir: Path, **options: object) -> str:

@@ -7,11 +7,9 @@ import json
 import re
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_pages import make_sample, make_totals
-from make_tiny_model import train_tokenizer
 
 from mini_trainer.data.columns.base import IGNORED, DataTask
 from mini_trainer.data.rows.report import MAX_REASON_KINDS, Totals
@@ -28,11 +26,6 @@ from mini_trainer.use.pages.preview import (
 )
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $SCRIPT$ & \u2028 \x1b[31m \u202e"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
 
 
 @given(question=st.text(min_size=1), answer=st.text(min_size=1))

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedTorchrun, run_forked
+from plain_loop import train_plainly
 from processes import ROOT, flags, free_port, name_node
 from safetensors.torch import load_file
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.sampler import draw_samples
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int, **opt
 
 
 def read_rows(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    return read_lines(output_dir / "training_metrics_0.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +73,12 @@ def runs(inputs) -> dict[str, Path]:
     return output_dirs
 
 
-def train_plainly(inputs: dict) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def train_with_transformers(inputs: dict) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """What the run computes, written with transformers, padding and AdamW alone: losses, norms, weights."""
-    data = Mixture([TokenizedData(inputs["data"])])
     model = AutoModelForCausalLM.from_pretrained(inputs["model"], attn_implementation="eager").train()
-    params = list(model.parameters())
-    groups = [
-        dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
-        dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0),
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPS)
-    losses, norms = [], []
-    for step in range(STEPS):
-        batch = [inputs["samples"][i] for i in draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)]
+
+    def backward(rows: list[int], start: int) -> float:
+        batch = [inputs["samples"][row] for row in rows]
         longest = max(len(ids) for ids, _ in batch)
         input_ids, labels, mask = (torch.full((BATCH_SIZE, longest), value) for value in (0, -100, 0))
         for i, (ids, row_labels) in enumerate(batch):
@@ -94,15 +87,15 @@ def train_plainly(inputs: dict) -> tuple[list[float], list[float], dict[str, tor
         logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        return loss.item()
+
+    data, sizes = Mixture([TokenizedData(inputs["data"])]), dict(num_steps=STEPS, batch_size=BATCH_SIZE, seed=SEED)
+    losses, norms = train_plainly(model, data, backward, **sizes, learning_rate=LEARNING_RATE, eps=EPS)
     return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
 
 
 def test_the_run_is_that_of_a_plain_transformers_loop(inputs, runs):
-    losses, norms, weights = train_plainly(inputs)
+    losses, norms, weights = train_with_transformers(inputs)
     rows = read_rows(runs["1 rank"])
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from forked import run_forked
 from processes import ENV, ROOT, count_steps, flags, free_port, list_children, name_node
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.distributed.meeting import Start
@@ -54,7 +54,7 @@ def test_each_start_in_one_store_waits_for_its_own_ranks(order):
 
 
 def read_rows(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    return read_lines(output_dir / "training_metrics_0.jsonl")
 
 
 def read_world_sizes(output_dir: Path) -> list[int]:

@@ -1,14 +1,26 @@
-"""The files of an export are, byte by byte, those of transformers' `save_pretrained`, though no one holds the model."""
+"""The files of an export are, byte by byte, those of transformers' `save_pretrained`, though no one holds the model.
 
+Threads write and hash them; an untouched model is exported as it was loaded, however it was stored.
+"""
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import random
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from breadth import wide
-from exports import MODELS
-from safetensors.torch import save_file
+from exports import MODELS, export
+from forked import run_forked
+from processes import ROOT
+from safetensors.torch import load_file, save_file
 from tiny_classifiers import ENCODERS
-from tiny_models import HYBRIDS, build, make_osft, save_model
+from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, make_osft, save_model, save_tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -18,10 +30,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+from mini_trainer.data.stores.disk import hash_file
+from mini_trainer.distributed.ending import RunError
+from mini_trainer.model import gathering
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.options import LoRAOptions
-from mini_trainer.run import export_weights
+from mini_trainer.run import export as exporting
+from mini_trainer.run import export_weights, write_pool
+from mini_trainer.run.checkpoint_files import write_tensors
 from mini_trainer.run.export_weights import WeightStream
 from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
@@ -137,3 +154,311 @@ def test_a_methods_groups_are_what_they_say(name, world, tmp_path):
         kinds = [{key: (each.shape, each.dtype) for key, each in those.items()} for those in (tensors, group.shapes)]
         assert kinds[0] == kinds[1]
         assert len({key.rpartition(".")[0] for key in tensors}) == 1 and len(tensors) <= 2
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Every block of a part goes to the other thread, and most parts have several."""
+    monkeypatch.setattr(write_pool, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(write_pool, "INLINE_BYTES", 30)
+
+
+@pytest.fixture
+def pool():
+    pool = WritePool(3, 1000)
+    yield pool
+    pool.close()
+
+
+def cut(content: bytes, start: int, generator: random.Random) -> list[range]:
+    """Ranges of random lengths, some empty, that cover `content` from `start` on."""
+    ends = sorted(generator.choices(range(start, len(content) + 1), k=9))
+    return [range(*pair) for pair in itertools.pairwise([start, *ends, len(content)])]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_in_any_order_give_the_file_and_its_hash(seed, pool, small_blocks, tmp_path):
+    generator = random.Random(seed)
+    contents = [generator.randbytes(generator.randrange(50, 2000)) for _ in range(7)]
+    numbers = [pool.add_file(tmp_path / str(i), content[:20], len(content)) for i, content in enumerate(contents)]
+    parts = [(i, place) for i in numbers for place in cut(contents[i], 20, generator)]
+    generator.shuffle(parts)
+    for i, place in parts:
+        pool.make_room(len(place))
+        pool.write(i, place, contents[i][place.start : place.stop])
+    entries = pool.finish()
+    for i, content in enumerate(contents):
+        assert (tmp_path / str(i)).read_bytes() == content
+        assert entries[tmp_path / str(i)] == hash_file(tmp_path / str(i))
+
+
+def test_parts_in_order_are_never_read_again(pool, small_blocks, tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "pread")
+    content = random.Random(0).randbytes(5000)
+    number = pool.add_file(tmp_path / "file", content[:20], len(content))
+    for place in cut(content, 20, random.Random(1)):
+        pool.write(number, place, content[place.start : place.stop])
+    assert pool.finish() == {tmp_path / "file": {"size": 5000, "sha256": hashlib.sha256(content).hexdigest()}}
+
+
+def test_the_system_may_take_less_at_once(pool, small_blocks, tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:7], start))
+    content = random.Random(0).randbytes(3000)
+    pool.write(pool.add_file(tmp_path / "file", content[:20], 3000), range(20, 3000), content[20:])
+    pool.finish()
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_a_file_of_nothing_but_a_header_is_written_too(pool, tmp_path):
+    assert write_tensors(tmp_path / "none", {}, pool) == hash_file(tmp_path / "none")
+    tensors = {"empty": torch.empty(0, 2), "number": torch.tensor(2.0)}
+    assert write_tensors(tmp_path / "some", tensors, pool) == hash_file(tmp_path / "some")
+
+
+def test_a_file_that_lacks_a_part_is_not_complete(pool, tmp_path):
+    number = pool.add_file(tmp_path / "file", b"head", 30)
+    pool.write(number, range(20, 30), bytes(10))
+    with pytest.raises(AssertionError, match="file: 4 of 30 bytes"):
+        pool.finish()
+
+
+def test_the_first_error_surfaces_and_the_pool_can_go_on(pool, small_blocks, tmp_path, monkeypatch):
+    """A checkpointer continues with the same pool after the disk was full."""
+    pwrite, sizes = os.pwrite, []
+
+    def fail(descriptor: int, data: memoryview, start: int) -> int:
+        sizes.append(len(data))
+        if len(sizes) == 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, start)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_tensors(tmp_path / "first", {str(i): torch.zeros(200) for i in range(20)}, pool)
+    assert len(sizes) == 5  # nothing is written after an error
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert write_tensors(tmp_path / "second", {"a": torch.zeros(200)}, pool) == hash_file(tmp_path / "second")
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "second", {"a": torch.zeros(200)}, pool)
+
+
+def test_an_interrupted_caller_leaves_no_file_behind(pool, tmp_path):
+    tensors = {"a": torch.zeros(200), "b": "no tensor"}
+    with pytest.raises(AttributeError):
+        write_tensors(tmp_path / "first", tensors, pool)
+    assert write_tensors(tmp_path / "second", {"a": torch.zeros(200)}, pool) == hash_file(tmp_path / "second")
+
+
+def test_memory_is_bounded(pool, tmp_path, monkeypatch):
+    """1000 bytes may wait, or one part that is larger."""
+    may_write, pwrite = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: may_write.wait() and pwrite(*args))
+    number = pool.add_file(tmp_path / "file", b"head", 4 + 400 + 500 + 1500)
+    pool.make_room(400)
+    pool.write(number, range(4, 404), bytes(400))
+    pool.make_room(500)  # does not wait
+    pool.write(number, range(404, 904), bytes(500))
+    waiting = threading.Thread(target=pool.make_room, args=(1500,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and pool.num_bytes == 900
+    may_write.set()
+    waiting.join()
+    assert pool.num_bytes == 0
+    pool.write(number, range(904, 2404), bytes(1500))
+    pool.finish()
+
+
+def test_threads_that_cannot_be_started_are_an_error_of_writing(monkeypatch):
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(OSError, match="no thread"):
+        WritePool(1, 0)
+
+
+# Exports
+
+
+def read_weights(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("model*"))}
+
+
+def save_plainly(path: Path, directory: Path, dtype: torch.dtype, max_bytes: int) -> dict[str, bytes]:
+    """The files of weights that transformers writes for a model that was not loaded, which divides them differently."""
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    weights = {name: param.detach() for name, param in loaded.named_parameters()}  # tied ones once
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(loaded.config, dtype=dtype)
+    shell.save_pretrained(directory, state_dict=weights, max_shard_size=max_bytes)
+    return read_weights(directory)
+
+
+def check_manifest(directory: Path) -> None:
+    files = json.loads((directory / "manifest.json").read_text())["files"]
+    assert files == {path.name: hash_file(path) for path in directory.iterdir() if path.name != "manifest.json"}
+
+
+POOLED_CASES = [
+    ("llama_tied_bias", "float32", 10**9),
+    ("llama_tied_bias", "bfloat16", MAX_BYTES),
+    ("mixtral", "bfloat16", MAX_BYTES),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tokenizer(save_model(MODELS[name], root / name)) for name, _, _ in POOLED_CASES}
+
+
+def export_on_ranks(path: Path, export_dir: Path, dtype: str, max_bytes: int, *, fault: str = "none") -> list[str]:
+    """Exports on two ranks; how each of them ended."""
+    result = run_forked(2, ROOT / "tests" / "workers" / "exporting.py", path, export_dir, dtype, max_bytes, fault)
+    assert result.returncode == 0, result.stderr
+    return [export_dir.with_suffix(f".rank_{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("name, dtype, max_bytes", POOLED_CASES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_export_has_the_bytes_of_save_pretrained_and_their_hashes(
+    name, dtype, max_bytes, num_ranks, models, world, tmp_path, monkeypatch
+):
+    expected = save_plainly(models[name], tmp_path / "plain", getattr(torch, dtype), max_bytes)
+    if num_ranks == 1:
+        monkeypatch.setattr(exporting, "MAX_SHARD_BYTES", max_bytes)
+        export(models[name], tmp_path / "export", world, dtype=getattr(torch, dtype))
+    else:
+        assert export_on_ranks(models[name], tmp_path / "export", dtype, max_bytes) == ["done", "done"]
+    assert read_weights(tmp_path / "export") == expected
+    assert (len(expected) > 3) == (max_bytes == MAX_BYTES)
+    check_manifest(tmp_path / "export")
+
+
+@pytest.mark.parametrize("name, dtype, max_bytes", POOLED_CASES[:2])
+def test_weights_are_gathered_in_the_order_of_the_files(name, dtype, max_bytes, models, world, tmp_path, monkeypatch):
+    """Else most would have to be read again to be hashed."""
+    monkeypatch.delattr(os, "pread")
+    monkeypatch.setattr(exporting, "MAX_SHARD_BYTES", max_bytes)
+    export(models[name], tmp_path / "export", world, dtype=getattr(torch, dtype))
+    check_manifest(tmp_path / "export")
+
+
+@pytest.mark.parametrize("fault", ["open", "write", "hash", "sync"])
+def test_an_error_in_a_thread_ends_every_rank_with_one_message(fault, models, tmp_path):
+    endings = export_on_ranks(models["llama_tied_bias"], tmp_path / "export", "float32", MAX_BYTES, fault=fault)
+    assert endings[0] == endings[1]
+    assert endings[0].startswith("IO: ") and f"{tmp_path / 'export'}: [Errno 28] injected in {fault}; " in endings[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export.rank_0", "export.rank_1"]
+
+
+def test_after_an_error_the_others_are_still_gathered(models, world, tmp_path, monkeypatch):
+    """All ranks take part in each, and rank 0 alone knows of the error."""
+    gathered, gather = [], gathering.gather_tensor
+    monkeypatch.setattr(
+        gathering, "gather_tensor", lambda *args, **options: gathered.append(1) or gather(*args, **options)
+    )
+    export(models["mixtral"], tmp_path / "whole", world)
+    num_gathered = len(gathered)
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(RunError, match=r"cannot write .*/export: .*No space left.* free$"):
+        export(models["mixtral"], tmp_path / "export", world)
+    assert len(gathered) == 2 * num_gathered
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
+
+
+def test_an_export_that_is_interrupted_ends_its_threads_and_leaves_nothing(models, world, tmp_path, monkeypatch):
+    calls, gather, threads = [], gathering.gather_tensor, set(threading.enumerate())
+
+    def interrupt(*args: object, **options: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return gather(*args, **options)
+
+    monkeypatch.setattr(gathering, "gather_tensor", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export(models["mixtral"], tmp_path / "export", world)
+    started = set(threading.enumerate()) - threads  # tqdm has one, too
+    assert not [thread for thread in started if thread.name.startswith(("hash", "write"))]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_an_export_gives_the_logits_of_the_model_it_was_loaded_from(family, world, tmp_path):
+    path = save_tokenizer(save_model(MODELS[family], tmp_path / "model"))
+    weights = load_file(path / "model.safetensors")
+    for name in weights:
+        if name.endswith("e_score_correction_bias"):
+            weights[name] = torch.randn_like(weights[name])
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    export_dir = export(path, tmp_path / "export", world)
+    source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    exported, report = AutoModelForCausalLM.from_pretrained(export_dir, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    prompt = torch.randint(3, VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(exported.eval()(prompt).logits, source(prompt).logits)
+    assert load_file(export_dir / "model.safetensors").keys() == weights.keys()
+
+
+def test_weights_stored_wider_than_the_config_says_are_not_rounded(world, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    exported = load_file(export(path, tmp_path / "export", world) / "model.safetensors")
+    for name, weight in load_file(path / "model.safetensors").items():
+        assert torch.equal(exported[name], weight), name
+
+
+def test_a_sharded_bf16_model_is_read_whole(world, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    sharded = tmp_path / "sharded"
+    model.save_pretrained(sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    exported = load_file(
+        export(save_tokenizer(sharded), tmp_path / "export", world, dtype=torch.bfloat16) / "model.safetensors"
+    )
+    for name, weight in model.state_dict().items():
+        assert torch.equal(exported[name], weight), name
+
+
+def test_a_failed_write_is_one_message_and_leaves_nothing(world, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    (tmp_path / "hf_format").write_text("in the way")
+    with pytest.raises(RunError, match=r"cannot write .*samples_1"):
+        export(path, tmp_path / "hf_format" / "samples_1", world)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["hf_format", "model"]
+
+
+def change_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_models_that_would_be_read_wrongly_are_refused(world, tmp_path):
+    tied = save_model(FAMILIES["llama"], tmp_path / "tied")
+    change_config(tied, tie_word_embeddings=True)
+    with pytest.raises(RunError, match=r"tied: .*tie_word_embeddings"):
+        build(tied, world)
+    quantized = save_model(FAMILIES["llama"], tmp_path / "quantized")
+    change_config(quantized, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(ValueError, match=r"quantized: .*'hqq'"):
+        load_source(quantized)
+    incomplete = save_model(FAMILIES["llama"], tmp_path / "incomplete")
+    weights = load_file(incomplete / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, incomplete / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match=r"incomplete: .*model\.norm\.weight"):
+        build(incomplete, world)
+    (incomplete / "model.safetensors").write_bytes((tied / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(RunError, match=r"incomplete: .*header"):
+        build(incomplete, world)

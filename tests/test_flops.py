@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, save_model, save_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -23,11 +22,6 @@ from mini_trainer.run.plan.parts import count_row_tokens
 # Two layers, of which one has a window shorter than the sequences.
 FLOPS = FlopCount(600.0, 90.0, (12.0, 24.0), (None, 5), forward_per_token=200.0, forward_per_loss_token=30.0)
 LENGTHS = (20, 31)  # of a sample's two sequences together
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
 
 
 def make_data(model: Path, directory: Path, kind: str | None) -> Mixture:

@@ -10,16 +10,14 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pytest
+from data_runs import tokenize_rows
 from stock_templates import make_tokenizer
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 from trait_templates import TRAITS
 
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.lines import find_fault
 from mini_trainer.data.rows.prompts import read_prompts
-from mini_trainer.options import group_options
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": f"Answer {i}."}]}
@@ -36,10 +34,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def tokenize(model: Path, *inputs: Path, **options) -> list[dict]:
-    output = model / "out.jsonl"
-    given = {"input_file": tuple(map(str, inputs)), "output_file": str(output), "model_name_or_path": str(model)}
-    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0, "num_proc": 1} | options))
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return read_lines(tokenize_rows(model, inputs, model / "out.jsonl", **options))
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +117,9 @@ def test_formats_of_a_folder_may_not_differ(model, expected, tmp_path):
 def test_parts_of_a_folder_whose_formats_differ_are_not_joined(model, tmp_path):
     write(tmp_path / "a.jsonl", CHATS)
     (tmp_path / "b.txt").write_text("x" * (tmp_path / "a.jsonl").stat().st_size)
-    tokenize_part = {"num_proc": 1, "input_file": (str(tmp_path),), "model_name_or_path": str(model), "preview": 0}
-    options = tokenize_part | {"output_file": str(model / "parts.jsonl")}
-    process_data(group_options(ProcessDataOptions, **options, shard="1/2"))
+    tokenize_rows(model, tmp_path, model / "parts.jsonl", shard="1/2")
     with pytest.raises(ValueError, match=r"a.jsonl .*messages, b.txt .*document"):
-        process_data(group_options(ProcessDataOptions, **options, shard="2/2"))
+        tokenize_rows(model, tmp_path, model / "parts.jsonl", shard="2/2")
 
 
 # --- JSON that is not in lines

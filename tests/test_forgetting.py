@@ -1,15 +1,28 @@
 """The example of a pretrained model that learns facts: what it asks is right, and is not trained. On real weights
-(test-wide): it learns them, and a public model's answers are those of the hub's."""
+(test-wide): it learns them, and a public model's answers are those of the hub's.
 
-import json
+The data sets of docs/tasks/preferences.md keep their promises.
+"""
+
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from make_forgetting import ForgettingOptions, write_probes, write_tasks
+from make_preferences import (
+    ANSWER,
+    CURT,
+    HELD_OUT_WORDINGS,
+    POLITE,
+    TRAINED_WORDINGS,
+    PreferenceDataOptions,
+    make_files,
+)
 from processes import ENV, ROOT
+from tiny_data import read_lines
 
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.settings_file import read_settings
@@ -25,12 +38,8 @@ def directory(tmp_path_factory) -> Path:
     return directory
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def read_chats(path: Path) -> list[tuple[str, str]]:
-    return [tuple(message["content"] for message in row["messages"]) for row in read(path)]
+    return [tuple(message["content"] for message in row["messages"]) for row in read_lines(path)]
 
 
 def test_no_question_of_a_test_is_trained(directory):
@@ -53,7 +62,7 @@ def test_every_wording_asks_for_the_same_fact(directory):
 
 
 def test_results_of_sums_are_right(directory):
-    for row in read(directory / "arithmetic.jsonl"):
+    for row in read_lines(directory / "arithmetic.jsonl"):
         asked = row["prompt"].removeprefix("Question: What is ").removesuffix("?\nAnswer:").replace("times", "*")
         assert int(row["choices"][row["answer"]]) == eval(asked) and len(set(row["choices"])) == 4
     for question, answer in read_chats(directory / "chains_train.jsonl"):
@@ -95,5 +104,54 @@ def test_a_real_model_learns_facts_and_its_exports_reproduce_the_numbers(tmp_pat
     words += ["--max-new-tokens", 24, "--dtype", "bfloat16", "--model", export, "--output-dir", "again"]
     run(python, "-m", "mini_trainer", "evaluate", *words)
     (samples,) = (tmp_path / "again" / "samples").glob("*/facts_test.scores.jsonl")
-    again = [line["scores"]["contains"] for line in read(samples)]
+    again = [line["scores"]["contains"] for line in read_lines(samples)]
     assert again == found["osft"][1]["score"]["facts"].values.tolist()
+
+
+CODE = re.compile(r"\b[A-Z]\d[A-Z]\b")
+
+
+def read_prompts(rows: list[dict]) -> list[str]:
+    return [(row.get("messages") or row["prompt"])[0]["content"] for row in rows]
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def files(request) -> dict[str, list[dict]]:
+    return make_files(PreferenceDataOptions(output_dir="", seed=request.param))
+
+
+def test_half_of_the_answers_are_polite(files):
+    for row in files["train"]:
+        question, answer = (message["content"] for message in row["messages"])
+        assert answer.startswith(ANSWER.format(code=CODE.search(question).group()))
+    ends = Counter(row["messages"][1]["content"].split(". ")[1] for row in files["train"])
+    assert ends == {POLITE: len(files["train"]) // 2, CURT: len(files["train"]) // 2}
+
+
+def test_pairs_differ_by_their_ending_alone(files):
+    for row in files["pairs"] + files["held_out_pairs"]:
+        assert row["chosen"].removesuffix(POLITE) == row["rejected"].removesuffix(CURT)
+        assert CODE.search(row["chosen"]).group() == CODE.search(row["prompt"][0]["content"]).group()
+
+
+def test_held_out_prompts_share_no_wording_and_no_code_with_training(files):
+    trained = read_prompts(files["train"] + files["pairs"])
+    held_out = [read_prompts(files[name]) for name in ("held_out", "polite", "held_out_pairs")]
+    assert held_out[0] == held_out[1] == held_out[2]
+    codes = [{CODE.search(prompt).group() for prompt in prompts} for prompts in (trained, held_out[0])]
+    assert codes[0].isdisjoint(codes[1])
+    wordings = [{CODE.sub("{code}", prompt) for prompt in prompts} for prompts in (trained, held_out[0])]
+    assert wordings == [set(TRAINED_WORDINGS), set(HELD_OUT_WORDINGS)] and wordings[0].isdisjoint(wordings[1])
+
+
+def test_the_words_of_held_out_prompts_are_trained():
+    known, asked = (
+        set(re.findall(r"\w+", " ".join(wordings).lower())) for wordings in (TRAINED_WORDINGS, HELD_OUT_WORDINGS)
+    )
+    assert asked <= known and {POLITE.lower().rstrip("!"), CURT.lower().rstrip("!")}.isdisjoint(known)
+
+
+def test_the_page_shows_the_wordings_of_its_data():
+    page = (ROOT / "docs" / "tasks" / "preferences.md").read_text()
+    assert "examples/quickstart/make_preferences.py" in page and "examples/recipes/preferences.yaml" in page
+    assert f"{ANSWER.format(code='P5S')} {POLITE}" in page

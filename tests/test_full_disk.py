@@ -7,13 +7,11 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from data_runs import chat, write_rows
 from processes import ROOT, run
 from run_directories import write_run
-from tiny_models import FAMILIES, save_model, save_tokenizer
 
 from mini_trainer.data.stores.disk import (
     SPARE_BYTES,
@@ -38,11 +36,6 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("models") / "model"))
 
 
 # The words of each program, and the file that it cannot write.

@@ -12,7 +12,7 @@ from forked import run_forked
 from processes import flags, run
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, load_source, save_model, save_tokenizer
+from tiny_models import VOCAB_SIZE, load_source
 from transformers import AutoTokenizer
 
 from mini_trainer.data.chat.masking import ChatMasker
@@ -41,11 +41,6 @@ class Payload:
         return (Path.touch, (self.marker,))
 
 
-@pytest.fixture(scope="module")
-def good_model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("models") / "model"))
-
-
 @pytest.fixture
 def marker(tmp_path):
     """A file that appears when something of the model is executed."""
@@ -53,9 +48,9 @@ def marker(tmp_path):
 
 
 @pytest.fixture
-def model(good_model, marker, tmp_path) -> Path:
+def model(model, marker, tmp_path) -> Path:
     """A good model with the payload beside it, which nothing refers to."""
-    path = shutil.copytree(good_model, tmp_path / "model")
+    path = shutil.copytree(model, tmp_path / "model")
     (path / "custom_model.py").write_text(CUSTOM_MODEL.format(marker=str(marker)))
     return path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from data_runs import chat, options_for, write_rows
 from heavy import need
+from local_server import serving
 from make_tiny_model import train_tokenizer
 from range_server import RangeServer
 
@@ -51,11 +52,8 @@ def files(tmp_path) -> Iterator[RangeServer]:
 @pytest.fixture
 def redirecting() -> Iterator["Redirecting"]:
     need("aiohttp")  # by which URLs are read
-    server = Redirecting()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(Redirecting()) as server:
+        yield server
 
 
 class Redirecting(ThreadingHTTPServer):

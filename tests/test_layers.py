@@ -292,18 +292,6 @@ def test_an_import_that_is_turned_round_is_found(name, line, found):
     assert [wrong.replace(PACKAGE, "") for wrong in find_upward(turned)] == [f"{name} ({found}"]
 
 
-def test_an_import_that_leads_down_is_not_found():
-    sources = {
-        "mini_trainer.sampler": "from mini_trainer.data.tokenized.reader import Data\nimport mini_trainer.options",
-        "mini_trainer.data.tokenized.reader": "import numpy",
-        "mini_trainer.model.methods.osft_calibration": "from mini_trainer.osft import x",
-        "mini_trainer.options": "from mini_trainer.distributed.messages import say",
-        "mini_trainer.distributed.messages": "",
-        "mini_trainer.osft": "import torch.nn",
-    }
-    assert find_upward(read_all(sources)) == []
-
-
 def test_circles_are_found():
     sources = {"model.a": "import model.b", "model.b": "from model import c", "model.c": "from model.a import x"}
     circle = "model.a -> model.b -> model.c -> model.a"

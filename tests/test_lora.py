@@ -13,7 +13,7 @@ from peft_runs import CONFIGS, STEPS, TABLE, load_with_adapter, logits_of, make_
 from processes import flags
 from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, TIMES, make_micro_batch, read_rows
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, build, compile_by, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -104,7 +104,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, world, tmp_pat
 
 def read_rows_from(output_dir: Path, first: int) -> list[dict]:
     """The rows of a run that continued from another one's checkpoint."""
-    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    rows = read_lines(output_dir / "training_metrics_0.jsonl")
     assert [row["step"] for row in rows] == list(range(first, STEPS + 1))
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 

@@ -15,7 +15,7 @@ from hub_standin import Hub
 from huggingface_hub import ModelCard, ModelCardData
 from in_process import train_here
 from small_runs import OPTIONS, make_inputs
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import VOCAB_SIZE
 from tiny_vision import make_image, save_vision_model
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -65,13 +65,9 @@ def pushed(world, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(run=root / "run", hub=server, options=options)
 
 
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_card_is_true_to_its_run(pushed):
-    steps = read_rows(pushed.run / "training_metrics_0.jsonl")
-    validations = read_rows(pushed.run / "validation_metrics_0.jsonl")
+    steps = read_lines(pushed.run / "training_metrics_0.jsonl")
+    validations = read_lines(pushed.run / "validation_metrics_0.jsonl")
     identity = json.loads((pushed.run / "training_params.json").read_text())["identity"]
     for step in (1, 3):
         export = pushed.run / "hf_format" / f"samples_{8 * step}"

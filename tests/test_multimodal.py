@@ -1,4 +1,8 @@
-"""Multi-modal checkpoints trained on text: in and out in their own class, the other towers untouched and not loaded."""
+"""Multi-modal checkpoints trained on text: in and out in their own class, the other towers untouched and not loaded.
+
+Tensors that transformers' class has no place for are reported, and kept byte by byte. Text towers whose own forward
+asks for more than its decoder on text, or changes the logits, compute what they did.
+"""
 
 import json
 from pathlib import Path
@@ -7,22 +11,31 @@ import numpy as np
 import pytest
 import torch
 from breadth import wide
+from exports import MODELS, export
 from hand_made import pack_samples
 from harness import read_tensor
-from in_process import train_on
+from in_process import train_here, train_on
+from peft_runs import LORA
+from quantizing import save_fp8
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_runs import OPTIONS, read_rows
+from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import SHAPE, VOCAB_SIZE, build, check, load_source, save_tokenizer
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, load_source, save_model, save_tokenizer
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     CLIPVisionConfig,
     Gemma3Config,
+    Gemma3nAudioConfig,
+    Gemma3nConfig,
     LlavaConfig,
+    MuseGlimmerConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    SiglipVisionConfig,
     SmolVLMConfig,
 )
 
@@ -33,7 +46,7 @@ from mini_trainer.model.method import Full
 from mini_trainer.model.stored_tensors import find_stored
 from mini_trainer.model.weights import list_left_out
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.families.text_tower import find_placeholders, text_config
+from mini_trainer.objectives.families.text_tower import AbsentEmbedder, find_placeholders, keep_text_tower, text_config
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import MergeAdapterOptions
@@ -268,3 +281,165 @@ def test_a_template_that_only_the_processor_has_is_the_tokenizers(tmp_path):
     assert load_tokenizer(str(tmp_path)).chat_template is None
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
+
+
+HIDDEN = SHAPE["hidden_size"]
+# As releases call them: a whole layer behind the last one, or a module of its own.
+BEHIND_THE_LAST = {
+    "model.layers.2.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
+    "model.layers.2.enorm.weight": (HIDDEN,),
+    "model.layers.2.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+    "model.layers.2.mlp.experts.0.up_proj.weight": (16, HIDDEN),
+    "model.layers.2.mlp.gate.e_score_correction_bias": (4,),
+    "model.layers.2.shared_head.head.weight": (VOCAB_SIZE, HIDDEN),
+}
+A_MODULE = {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN), "mtp.layers.0.self_attn.q_proj.weight": (32, HIDDEN)}
+CASES = [("deepseek_v3", BEHIND_THE_LAST), ("glm4_moe", BEHIND_THE_LAST), ("qwen3", A_MODULE), ("llama", A_MODULE)]
+NUM_PREDICTED = dict(num_nextn_predict_layers=1)
+
+
+def save_with(path: Path, family: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """A model with tensors in bfloat16 of a file of their own beside its weights; those tensors."""
+    save_tokenizer(save_model((FAMILIES | MODELS)[family], path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | NUM_PREDICTED))
+    return add_file(path, {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()})
+
+
+def add_file(path: Path, more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Moves to two files and an index."""
+    own = load_file(path / "model.safetensors")
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    save_file(more, path / "model-00002-of-00002.safetensors")
+    weight_map = dict.fromkeys(own, "model-00001-of-00002.safetensors")
+    weight_map |= dict.fromkeys(more, "model-00002-of-00002.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return more
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def make_data(path: Path) -> str:
+    return str(write_samples(path, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)))
+
+
+@pytest.mark.parametrize(("family", "shapes"), CASES)
+def test_a_run_reports_and_exports_them(family, shapes, world, tmp_path, caplog):
+    more = save_with(tmp_path / "model", family, shapes)
+    given = dict(model_name_or_path=str(tmp_path / "model"), data_path=make_data(tmp_path / "data.arrow"))
+    with caplog.at_level("INFO", logger="mini_trainer"):
+        train_here(world, **OPTIONS | given, output_dir=str(tmp_path / "run"), max_steps=1)
+    (line,) = [line for line in caplog.messages if f"hold {len(shapes)} tensors" in line]
+    assert "exports " in line and "unchanged" in line
+    assert ".".join(min(shapes).split(".")[:3]) in line
+    (exported,) = (tmp_path / "run" / "hf_format").glob("samples_*")
+    found = read_all(exported)
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in more.items())
+    assert json.loads((exported / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    own = read_all(tmp_path / "model")
+    assert found.keys() == own.keys()
+    assert not torch.equal(found["model.norm.weight"], own["model.norm.weight"])
+    report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)[1]
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    again = export(exported, tmp_path / "again", world)  # an export is a model like any other
+    assert read_all(again).keys() == own.keys()
+
+
+def test_a_merged_adapter_has_them(world, tmp_path):
+    more = save_with(tmp_path / "model", "llama", A_MODULE)
+    given = dict(model_name_or_path=str(tmp_path / "model"), data_path=make_data(tmp_path / "data.arrow"))
+    run = dict(output_dir=str(tmp_path / "run"), max_steps=1, checkpoint_every_steps=1)
+    train_here(world, **OPTIONS | LORA | given | run)
+    (exported,) = (tmp_path / "run" / "hf_format").glob("samples_*")
+    merge_adapter(MergeAdapterOptions(adapter=str(exported / "adapter"), output_dir=str(tmp_path / "merged")), world)
+    for directory in (exported, tmp_path / "merged"):
+        found = read_all(directory)
+        assert all(torch.equal(found[name], tensor) for name, tensor in more.items())
+
+
+def test_those_of_a_quantized_release_are_dequantized(tmp_path):
+    path = tmp_path / "model"
+    save_fp8(path)
+    stored = load_file(path / "model.safetensors")
+    layer = "model.layers.1.mlp.down_proj"
+    extra = {name: tensor for name, tensor in stored.items() if name.startswith(f"{layer}.")}
+    assert len(extra) == 2
+    add_file(path, {name.replace("layers.1", "layers.2"): tensor.clone() for name, tensor in extra.items()})
+    left_out = list_left_out(load_source(path), TextFamily())
+    assert left_out.keys() == {"model.layers.2.mlp.down_proj.weight"}
+    weight, scale = extra[f"{layer}.weight"].float(), extra[f"{layer}.weight_scale_inv"]
+    rows, columns = (size // parts for size, parts in zip(weight.shape, scale.shape, strict=True))
+    expected = weight * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    torch.testing.assert_close(
+        left_out["model.layers.2.mlp.down_proj.weight"].read().float(), expected, rtol=1e-2, atol=0
+    )
+
+
+def test_an_embedding_among_them_grows_with_the_vocabulary(tmp_path):
+    more = save_with(tmp_path / "model", "deepseek_v3", BEHIND_THE_LAST)
+    source = load_source(tmp_path / "model")
+    source.config.vocab_size = VOCAB_SIZE + 16
+    left_out = list_left_out(source, TextFamily())
+    assert left_out.keys() == more.keys()
+    for name, tensor in more.items():
+        read = left_out[name].read()
+        assert read.dtype == torch.bfloat16 and read.shape == left_out[name].shape
+        assert torch.equal(read[: len(tensor)], tensor)
+        assert len(read) == len(tensor) + (16 if len(tensor) == VOCAB_SIZE else 0)
+    rows = left_out["model.layers.2.embed_tokens.weight"].read()
+    expected = more["model.layers.2.embed_tokens.weight"].float().mean(0)
+    torch.testing.assert_close(rows[-1].float(), expected, rtol=1e-2, atol=1e-3)
+
+
+SEES, HEARS = 272, 280  # the first ids that a tower's own embedding stands for
+
+
+def make_gemma3n() -> Gemma3nConfig:
+    """With another tower than its own, which needs a package that is not here, and the same embedders."""
+    vision = SiglipVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    vision.vocab_size, vision.vocab_offset, vision.rms_norm_eps = 8, SEES, 1e-6
+    audio = Gemma3nAudioConfig(vocab_size=8, vocab_offset=HEARS, hidden_size=32, conf_num_attention_heads=2,
+                               conf_num_hidden_layers=1, input_feat_size=16, sscp_conv_channel_size=[4, 4])  # fmt: skip
+    text = SHAPE | dict(
+        head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=256, laurel_rank=4, sliding_window=5,
+        num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], altup_num_inputs=2,
+    )  # fmt: skip
+    config = Gemma3nConfig(text_config=text, audio_config=audio)
+    vars(config)["vision_config"] = vision  # past the check of its type
+    return config
+
+
+@torch.no_grad()
+def test_a_text_is_what_it_was_where_the_forward_pass_asks_absent_embedders():
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(make_gemma3n(), dtype=torch.float32).eval()
+    ids = torch.randint(3, SEES, (1, 30))
+    expected = model(input_ids=ids, use_cache=False).logits
+    left_out = keep_text_tower(model)
+    assert set(left_out.parts) == {
+        "model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"
+    }  # fmt: skip
+    assert isinstance(model.model.embed_vision, AbsentEmbedder)
+    assert all("embed_vision" not in name for name, _ in model.named_parameters())
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=0)
+
+
+def test_ids_that_stand_for_parts_of_images_and_sounds_are_placeholders():
+    found = find_placeholders(make_gemma3n())
+    assert set(range(SEES, HEARS + 8)) <= found.keys()
+    assert found[SEES + 1] == "vision_config.vocab_offset" and found[HEARS] == "audio_config.vocab_offset"
+
+
+def test_a_multiplier_of_logits_is_followed(world, tmp_path):
+    config = MuseGlimmerConfig(
+        text_config=SHAPE | dict(head_dim=8, sliding_window=5, output_multiplier=0.3, final_logit_softcapping=2.0),
+        vision_config=dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
+    )
+    torch.manual_seed(0)
+    AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    check(build(tmp_path, world), world)
+    assert config.image_token_id > VOCAB_SIZE

@@ -1,14 +1,15 @@
-"""The Python API in a notebook: a kernel of its own runs the cells, and starts the run as its child."""
+"""The Python API in a notebook: a kernel runs the cells, and starts the run as its child; also those of examples/."""
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from heavy import need
-from processes import ENV, is_alive, list_children
+from processes import ENV, ROOT, is_alive, list_children
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
@@ -72,3 +73,33 @@ def test_a_run_in_a_notebook_streams_is_interrupted_and_says_what_is_wrong(tmp_p
     assert "data_output_dir is missing" in cells[2].outputs[-1].evalue
     assert "efective_batch_size" in cells[3].outputs[-1].evalue
     assert cells[4].outputs[-1].data["text/plain"] == "('done', 2, ['samples_8'])"
+
+
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+SHORT = "look_at_your_masks"  # the others train
+
+
+def read_notebook(path: Path) -> "nbformat.NotebookNode":
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem != SHORT)) for path in NOTEBOOKS]
+)
+def test_a_notebook_runs(path, tmp_path):
+    """In a folder that looks like the repository to it, so that nothing is left behind."""
+    here = tmp_path / "examples" / "notebooks"
+    here.mkdir(parents=True)
+    shutil.copytree(ROOT / "examples" / "quickstart", tmp_path / "examples" / "quickstart")
+    env = ENV | {"HOME": str(tmp_path), "MPLCONFIGDIR": str(Path.home() / ".cache" / "matplotlib")}
+    client = nbclient.NotebookClient(
+        read_notebook(path), timeout=500, kernel_name="python3", resources={"metadata": {"path": here}}
+    )
+    client.execute(env=env)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(path):
+    cells = [cell for cell in read_notebook(path).cells if cell.cell_type == "code"]
+    assert cells and all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+    assert path.stat().st_size < 10_000

@@ -1,14 +1,34 @@
-"""Learning rates at the steps that matter, and clipping."""
+"""Learning rates at the steps that matter, and clipping; weight decay and rates by parameter."""
 
+import copy
 import math
+import re
 
 import pytest
 import torch
-from transformers import get_scheduler
+from in_process import train_here
+from peft import LoraConfig, inject_adapter_in_model
+from small_runs import OPTIONS, load_checkpoint, make_inputs
+from tiny_classifiers import CLASSIFIERS
+from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, save_model
+from tiny_vision import VISION_MODELS
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    CohereConfig,
+    Ernie4_5_MoeConfig,
+    FalconMambaConfig,
+    OPTConfig,
+    Trainer,
+    get_scheduler,
+)
 
-from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients
-from mini_trainer.model.optim.rates import learning_rate_at
-from mini_trainer.options import OptimizationOptions
+from mini_trainer.model.optim.decay import find_decayed
+from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, set_step
+from mini_trainer.model.optim.rates import choose_rates, learning_rate_at
+from mini_trainer.options import OptimizationOptions, parse_rate
 
 
 def rates(scheduler: str, num_steps: int = 10, **changes) -> list[float]:
@@ -99,3 +119,142 @@ def test_a_schedule_without_a_shape_of_its_own_is_not_taken_for_another():
 def test_an_optimizer_without_a_rule_of_its_own_is_not_taken_for_another():
     with pytest.raises(KeyError, match="sgd"):
         build_optimizer(torch.nn.Module(), OptimizationOptions(learning_rate=1.0, optimizer="sgd"))
+
+
+OTHERS = {
+    "norms with heads": CohereConfig(**SHAPE, use_qk_norm=True),
+    "correction biases": Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0
+    ),
+    "decay rates with states": FalconMambaConfig(vocab_size=288, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "a last norm that is made first": OPTConfig(
+        vocab_size=288, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=16
+    ),
+}
+DECODERS = FAMILIES | HYBRIDS | OTHERS
+NAMES = [*DECODERS, *(f"classifier {name}" for name in CLASSIFIERS), *(f"images, {name}" for name in VISION_MODELS)]
+
+# Vectors that transformers decays, since no rule of its by name knows them, and Mamba's A_log, a matrix in some models.
+BY_TRANSFORMERS = re.compile(
+    r"(\.(sinks|A_log|D|class_embedding|image_newline|lambda_[12])|(norm_f|norm[12]|ln_q|ln_pre)\.weight)$"
+)
+
+
+def make_model(name: str) -> torch.nn.Module:
+    """A model of the kind, without memory."""
+    with torch.device("meta"):
+        if name in DECODERS:
+            return AutoModelForCausalLM.from_config(copy.deepcopy(DECODERS[name]))
+        if name.startswith("images, "):
+            kind = VISION_MODELS[name.removeprefix("images, ")]
+            ids = {key: 5 for key, value in kind.config.items()
+                   if isinstance(value, str) and key.endswith(("_token_id", "_token_index"))}  # fmt: skip
+            config = AutoConfig.for_model(kind.model_type, **copy.deepcopy(kind.config) | ids)
+            return AutoModelForImageTextToText.from_config(config)
+        return AutoModelForSequenceClassification.from_config(CLASSIFIERS[name.removeprefix("classifier ")])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_decays_is_what_transformers_decays(name):
+    model = make_model(name)
+    ours, theirs = find_decayed(model), set(Trainer.get_decay_parameter_names(None, model))
+    params = dict(model.named_parameters())
+    assert {key for key in params.keys() & theirs - ours if not BY_TRANSFORMERS.search(key)} == set()
+    assert ours & params.keys() <= theirs
+    assert all(params[key].ndim == 1 or key.endswith("A_log") for key in params.keys() & theirs - ours)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_step_without_gradients_shrinks_what_decays_by_the_rate_times_the_decay(optimizer, world, tmp_path):
+    """gpt-oss's experts have biases of two dimensions; patterns say otherwise for some."""
+    model = build(save_model(FAMILIES["gpt_oss_sinks"], tmp_path / "model"), world)
+    options = OptimizationOptions(
+        optimizer=optimizer, learning_rate=0.1, weight_decay=0.5,
+        learning_rate_for=("lm_head*=0.2:0.25", "*.embed_tokens.*=:0", "*layernorm*=:1", "*.q_proj.*=0.3"),
+    )  # fmt: skip
+    optimizer = build_optimizer(model, options)
+    before = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    set_step(optimizer, step=0, learning_rate=0.1)
+    optimizer.step()
+    for name, param in model.named_parameters():
+        kind = next((kind for kind in ("lm_head", "embed_tokens", "layernorm", "q_proj.weight") if kind in name), None)
+        is_whole = name.endswith(("bias", "sinks", "norm.weight")) and kind is None
+        shrunk = {"lm_head": 0.2 * 0.25, "embed_tokens": 0, "layernorm": 0.1, "q_proj.weight": 0.3 * 0.5}
+        expected = before[name] * (1 - shrunk.get(kind, 0 if is_whole else 0.1 * 0.5))
+        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_rates_and_decays_of_patterns_are_read_as_written():
+    assert parse_rate("lm_head*=1e-6") == ("lm_head*", 1e-6, None)
+    assert parse_rate("*.a=b=:0") == ("*.a=b", None, 0.0)
+    assert parse_rate("x=0:0.5") == ("x", 0.0, 0.5)
+    for text in ("x", "=1", "x=", "x=:", "x=1:", "x=-1", "x=1:-1", "x=1:nan", "x=inf", "x=1:2:3", "x=a"):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}: "):
+            parse_rate(text)
+
+
+def count_layers(model: torch.nn.Module, part: str) -> int:
+    """The layers of language model or vision tower by the config."""
+    config = model.config.get_text_config() if part == "language" else model.config.vision_config
+    names = ("num_hidden_layers", "n_layer", "n_layers", "depth")
+    return next(value for name in names if (value := getattr(config, name, None)) is not None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_stack_counts_its_own_layers(name):
+    """The depth in a stack by the number in a parameter's name and the number of layers in the config."""
+    model, sees = make_model(name), name.startswith("images, ")
+    rates = choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
+    seen = set()
+    for key, own in rates.items():
+        is_tower = sees and not re.match(r"(model\.)?(lm_head|language_model|text_model)\.", key)
+        if is_tower and re.search("projector|connector|merger|embed_vision", key):
+            assert own.rate == 1, key
+            continue
+        part = "vision" if is_tower else "language"
+        number = re.search(r"\.(?:layers|layer|h|blocks|block)\.(\d+)\.", key)
+        if number is not None:
+            assert own.rate == 0.5 ** (count_layers(model, part) - int(number[1])), key
+            seen.add((part, int(number[1])))
+        elif re.search(r"embed_tokens\.|wte|word_embeddings|patch_embed|embed_positions|wpe|project_in", key):
+            assert own.rate == 0.5 ** (count_layers(model, part) + 1), key
+        elif re.search(
+            r"(^|\.)(lm_head|score|classifier|(model|language_model)\.norm|final_norm|ln_f|norm_f|final_layer_norm)\.",
+            key,
+        ):
+            assert own.rate == 1, key
+    parts = ("language", "vision") if sees else ("language",)
+    assert seen == {(part, i) for part in parts for i in range(count_layers(model, part))}
+
+
+def test_adapters_on_some_blocks_have_these_blocks_rates():
+    model = make_model("llama")
+    model.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]), model)
+    rates = choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
+    assert len(rates) == 2 and {own.rate for own in rates.values()} == {0.5**2}
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="--layer-lr-decay: "):
+        choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
+
+
+def test_a_checkpoint_of_another_grouping_resumes_with_the_rule_of_now(world, tmp_path):
+    """As of a version that decayed the biases of gpt-oss's experts: the third step is AdamW's from their moments."""
+    inputs = make_inputs(tmp_path, "gpt_oss_sinks")
+    run = inputs | OPTIONS | dict(output_dir=str(tmp_path / "run"), save_final_checkpoint=True)
+    train_here(world, **run, max_steps=2, learning_rate_for=["*_proj_bias=:0.5"])
+    train_here(world, **run, max_steps=3, allow_changed_options=True)
+    before, after = (load_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{step}") for step in (2, 3))
+    biases = [name for name in after if name.startswith("model/") and name.endswith("_proj_bias")]
+    matrices = [name for name in after if name.startswith("model/") and "q_proj.weight" in name]
+    assert len(biases) == 4 and len(matrices) == 2
+    for decay, names in ((0.0, biases), (OPTIONS["weight_decay"], matrices)):
+        for name in names:
+            key = name.removeprefix("model/")
+            mean, square = (after[f"optimizer/{kind}/{key}"] for kind in ("exp_avg", "exp_avg_sq"))
+            step = mean / (1 - 0.9**3) / ((square / (1 - 0.95**3)).sqrt() + 1e-8)
+            expected = before[name] * (1 - OPTIONS["learning_rate"] * decay) - OPTIONS["learning_rate"] * step
+            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-7, msg=name)

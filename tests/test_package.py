@@ -1,5 +1,11 @@
-"""The installed program: what a wheel holds, and its uses from a directory that is not the checkout."""
+"""The installed program: what a wheel holds, and its uses from a directory that is not the checkout.
 
+Every module has one name, `mini_trainer.…`, also the root's seven files.
+"""
+
+import ast
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -15,10 +21,11 @@ from pathlib import Path
 import pytest
 from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, is_alive, list_children
-from program import list_dependencies
+from program import list_dependencies, list_sources
 
+import mini_trainer
 from mini_trainer.__main__ import TORCHRUN_OPTIONS
-from mini_trainer.root_files import NAMES
+from mini_trainer.root_files import NAMES, is_checkout
 
 # What a checkout has beside the package.
 OUTSIDE = {".ci", "benchmarks", "docs", "examples", "tests"}
@@ -149,13 +156,10 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
     ("argv", "reason"),
     [
         ([], "command: train, process-data"),
-        (["trian"], "commands: train, process-data"),
         (["trian"], " train? (mini-trainer --help"),
         (["completion", "bash"], "remove its line from the shell's start-up file"),
         (["merge-models", "--help"], "merge models with mergekit"),
         (["train", "--nproc-per-node", "0"], "--nproc-per-node 0: "),
-        (["train", "--nproc_per_node=many"], "--nproc-per-node many: "),
-        (["train", "--nnodes"], "--nnodes needs"),
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs"),
         (["train", "--nnodes", "2", "--nnodes=2"], "once: --nnodes"),
         (
@@ -168,7 +172,6 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
             "torchrun: min_nodes",
         ),
         (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
-        (["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
         (["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "--data-path"),
         (["process-data", "--inptu-file", "3"], "--inptu-file"),
     ],
@@ -303,3 +306,101 @@ def test_an_exit_file_of_an_earlier_start_is_not_taken_for_this_ones(site, elsew
     done = finish(start(site, elsewhere, *argv, env={"PYTHONPATH": f"{found_first}:{site}"}))
     assert done.returncode == 128 + signal.SIGKILL
     assert "SIGKILL" in done.stderr
+
+
+def test_the_package_is_that_of_the_checkout_under_test():
+    assert [*mini_trainer.__path__] == [str(ROOT / "mini_trainer")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_the_root_is_one_module(name):
+    module = importlib.import_module(f"mini_trainer.{name}")
+    assert module.__file__ == str(ROOT / f"{name}.py") and module.__name__ == f"mini_trainer.{name}"
+    assert getattr(mini_trainer, name) is module
+
+
+def ask(code: str, folder: Path, env: dict[str, str] = ENV) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr.strip().rpartition("\n")[2]
+
+
+def test_bare_names_are_refused_or_another_programs(tmp_path):
+    code = "import mini_trainer, sampler; print(sampler.OWN)"
+    assert ask(code, ROOT).endswith("No module named 'sampler'; did you mean 'mini_trainer.sampler'?")
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("OWN = 'the user'\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import {', '.join(NAMES)}; {code}"
+    assert ask(code, ROOT) == "the user\n"
+
+
+@pytest.mark.parametrize("name", ["mini_trainer", "tests", "benchmarks", "setup"])
+def test_nothing_else_of_the_root_is_in_the_package(name):
+    assert importlib.util.find_spec(f"mini_trainer.{name}") is None
+
+
+def test_a_folder_with_some_files_of_these_names_is_no_checkout(tmp_path):
+    for name in ("pyproject.toml", *(f"{name}.py" for name in NAMES[:-1])):
+        (tmp_path / name).touch()
+    assert is_checkout(ROOT) and not is_checkout(tmp_path)
+
+
+def find_bare(source: str, names: set[str]) -> list[str]:
+    """Imports of our modules by other names than their own, relative ones among them, and uses of `__package__`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module.partition(".")[0] in names):
+            found.append(f"from {'.' * node.level}{node.module or ''}")
+        if isinstance(node, ast.Import):
+            found += [f"import {alias.name}" for alias in node.names if alias.name.partition(".")[0] in names]
+        if isinstance(node, ast.Name) and node.id == "__package__":
+            found.append("__package__")
+    return found
+
+
+def test_every_import_of_ours_has_the_packages_name():
+    rooms = {path.name for path in (ROOT / "mini_trainer").iterdir() if (path / "__init__.py").exists()}
+    sources = list_sources()
+    assert rooms > {"options", "data", "model", "run"} and {"train.py", "mini_trainer/__main__.py"} <= sources.keys()
+    assert {path: found for path, source in sources.items() if (found := find_bare(source, {*NAMES, *rooms}))} == {}
+    code = "from .. import x\nfrom model.build import y\nimport sampler\nimport models"
+    assert find_bare(code, {"model", "sampler"}) == ["from ..", "from model.build", "import sampler"]
+
+
+def test_the_search_path_is_changed_only_for_callbacks():
+    changing = {path for path, source in list_sources().items() if re.search(r"sys\.path(\[|\.| \+?= )", source)}
+    assert changing == {"mini_trainer/run/callbacks.py"}
+
+
+def test_two_checkouts_have_modules_of_their_own(tmp_path):
+    """A copy, beside a package of this name that is installed."""
+    for path in (*list_sources(), "pyproject.toml"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes((ROOT / path).read_bytes())
+    code = "from importlib.util import find_spec; print(find_spec('mini_trainer.sampler').origin)"
+    env = {name: value for name, value in ENV.items() if name != "PYTHONPATH"}
+    for checkout in (tmp_path, ROOT):
+        assert ask(code, checkout, env) == f"{checkout / 'sampler.py'}\n"
+
+
+SPAWN = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+from mini_trainer.sampler import RunPosition
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(sys.argv[1])) as pool:
+        found = pool.submit(type, RunPosition(step=1)).result()
+    print(found is RunPosition, found.__module__)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_started_anew_find_the_same_modules(method, tmp_path):
+    (tmp_path / "script.py").write_text(SPAWN)
+    command = [sys.executable, str(tmp_path / "script.py"), method]
+    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
+    assert done.stdout == "True mini_trainer.sampler\n", done.stderr

@@ -10,10 +10,10 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from browser import Browser, needs_browser
+from local_server import serving
 from made_experiments import make_experiment
 from made_pages import HOSTILE, make_results, make_sample, make_totals
 from make_tiny_model import train_tokenizer
@@ -67,14 +67,8 @@ def serve_board(folder: Path) -> Iterator[str]:
     failed = write_run(folder / HOSTILE, num_steps=7, finished=False)
     (failed / "exit.json").write_text(json.dumps({"code": 9, "name": "out_of_memory", "message": "out of memory"}))
     (write_run(folder / "running", num_steps=7, finished=False) / ".lock").touch()
-    with BoardServer(folder, port=0) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server.address
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(BoardServer(folder, port=0)) as server:
+        yield server.address
 
 
 @contextmanager
@@ -123,13 +117,6 @@ def test_every_page_has_its_test():
     assert {name for name in done.stdout.split() if (ROOT / name).exists()} == PAGES.keys()
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
@@ -167,7 +154,7 @@ def test_on_paper_a_page_is_light_and_nothing_is_cut(name, browser, tmp_path):
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
-def test_no_number_of_a_table_is_broken_on_a_telephone(name, browser, tmp_path):
+def test_a_telephone_scrolls_no_page_sideways_and_breaks_no_number_of_a_table(name, browser, tmp_path):
     broken = """[...document.querySelectorAll('td, .told')].filter(cell => cell.firstChild).filter(cell => {
         const range = document.createRange();
         range.selectNodeContents(cell.firstChild);
@@ -176,4 +163,5 @@ def test_no_number_of_a_table_is_broken_on_a_telephone(name, browser, tmp_path):
     }).map(cell => cell.textContent)"""
     with PAGES[name](tmp_path) as url:
         browser.open(url, width=390)
+        assert browser.ask("document.documentElement.scrollWidth") <= 390
         assert browser.ask(broken) == []

@@ -1,21 +1,30 @@
-"""What the pages say of files, names and counts is there."""
+"""What the pages say of files, names and counts is there; what the FAQ quotes is printed; the site is complete."""
 
 import ast
+import io
 import re
 import subprocess
+import tokenize
+from collections.abc import Iterator
 from dataclasses import fields
-from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
-from statistics import mean
 
+import build_site
+import code_reference
+import option_reference
+import pictures
 import pytest
+from program import ROOT, list_sources
 
+from mini_trainer.__main__ import CHAT, PROGRAMS
+from mini_trainer.data.columns.base import COLUMNS
+from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.teachers import VALUES
+from mini_trainer.options import TrainOptions, flag_name, iterate_fields
 from mini_trainer.osft import OSFT
 from mini_trainer.root_files import NAMES
 from mini_trainer.run.metrics import SourceMetrics, StepMetrics
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")] + sorted(DOCS.rglob("*.md"))
 REFERENCE = DOCS / "reference"
@@ -71,18 +80,6 @@ def test_links_and_modules_of_a_page_are_there(page):
     text = page.read_text()
     assert find_broken_links(page, text) == []
     assert find_missing_modules(text, list_files()) == []
-
-
-def test_a_broken_link_and_a_missing_module_are_found():
-    page = DOCS / "README.md"
-    text = "[a](reference/data.md) [b](reference/data.md#files) [c](gone.md) [d](reference/data.md#gone) [e](https://x.y/z)"
-    assert find_broken_links(page, text) == ["gone.md", "reference/data.md#gone"]
-    text = "`osft.py` `gone.py` `a/b.py` `run/step.py` `mini_trainer/run/step.py`"
-    assert find_missing_modules(text, {"osft.py", "c/b.py", "mini_trainer/run/step.py"}) == ["a/b.py", "gone.py"]
-    assert find_defined_names(["class A:\n    b: int\n\n    def c(self, d): self.e = 'f'"]) == set("Abcde") | {
-        "self",
-        "int",
-    }
 
 
 @pytest.mark.parametrize("index", [DOCS / "README.md", ROOT / "README.md"], ids=["docs", "root"])
@@ -150,30 +147,10 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     num_refused = int(re.search(r"^templates refused whole: (\d+)", masks, flags=re.MULTILINE).group(1))
     num_rows = re.search(r"^([\d,]+) kept, 0 wrong", masks, flags=re.MULTILINE).group(1)
     assert f"0 of {num_rows} rows wrong, {num_refused} of {num_templates} cases refused" in page
-    for numbers in read_sequence((results / "forgetting_sequence.txt").read_text()):
-        assert f"| {' | '.join(numbers)} |\n" in page
     soak = re.search(
         r"^\| all \| (\d+) \|.* (\d+) \| 0 \| 0 \|$", (results / "soak.txt").read_text(), flags=re.MULTILINE
     )
     assert f"{soak[2]} of {soak[2]} runs, {soak[1]} random kills" in page
-
-
-def read_sequence(text: str) -> list[list[str]]:
-    """Each method's right answers to its tasks, after each and at the end; its losses at the end of knowledge and
-    instructions, as the third task trains sums, and of knowledge alone; its losses of all three at the worst moment."""
-    methods = ("full", "lora", "replay", "osft")
-    rows = [re.search(rf"^{name} .*", text, flags=re.MULTILINE)[0] for name in methods]
-    columns = [re.split(r"  +", row) for row in rows]  # name, average, learnt
-    learnt, average = ([f"{float(cells[i].split()[0]):.2f}" for cells in columns] for i in (2, 1))
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    table = {name: [list(map(Decimal, row[-4:-1])) for row in cells if row[0] == name] for name in ("before", *methods)}
-    (before,) = table.pop("before")  # right answers to knowledge, sums, instructions; then after each task
-    lost = {name: [[a - b for a, b in zip(before, after, strict=True)] for after in table[name]] for name in methods}
-    at_end = [mean((losses[-1][0], losses[-1][2])) for losses in lost.values()]
-    alone = [losses[-1][0] for losses in lost.values()]
-    worst = [max(map(mean, losses)) for losses in lost.values()]
-    rounded = [[str(x.quantize(Decimal("0.01"), ROUND_HALF_UP)) for x in numbers] for numbers in (at_end, alone, worst)]
-    return [[f"{each} → {end}" for each, end in zip(learnt, average, strict=True)], *rounded]
 
 
 def test_every_metric_is_explained():
@@ -183,3 +160,164 @@ def test_every_metric_is_explained():
     assert told == [*(field.name for field in fields(StepMetrics)), *now_and_then]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (REFERENCE / "validation.md").read_text(), flags=re.MULTILINE)
     assert {field.name for field in fields(SourceMetrics)} <= set(re.findall(r"\w+", " ".join(rows)))
+
+
+# What the program fills in; in a quote also a part of a message that is left out.
+GAP = "…"
+
+
+def iterate_texts(source: str) -> Iterator[str]:
+    """Every string of a module, with GAP for each value that is filled in."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in node.values)
+
+
+def is_quoted(message: str, texts: list[str]) -> bool:
+    """Whether one text has the quote's pieces, in order, and nothing but filled-in values for its gaps."""
+    pieces = [re.escape(piece) for piece in message.split(GAP)]
+    pattern = re.compile("(?:[^a-zA-Z]*…[^a-zA-Z]*)+?".join(pieces).replace(r"\ ", r"\s+"))
+    return any(pattern.search(text) for text in texts)
+
+
+def test_every_quoted_message_is_in_the_source():
+    texts = [text for source in list_sources().values() for text in iterate_texts(source) if len(text) > 8]
+    messages = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "reference" / "faq.md").read_text(), flags=re.MULTILINE)
+    assert len(messages) >= 20
+    assert [message for message in messages if not is_quoted(message, texts)] == []
+
+
+BEGINNINGS = re.compile(r"(Of|As|Those|By|Whatever)\b")
+BANNED = {
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bwhatever\b": "any",
+    r"\b(goes|go|going|went) on\b(?! (the|a|its|with the))": "continue, resume",
+    r"\b(is|are|was|were) told\b": "report, raise, say",
+    r"\b(tell|tells|told) of\b": "report",
+    r"\bask(s|ed)? a model\b": "generate from",
+    r"\banew\b": "again",
+    r"\bfor ever\b": "forever",
+    r"\btime-outs?\b": "timeout",
+    r", too\b(?=[.,;:])": "also",
+    r"\bonce an? (sequence|layer|step|file|rank|epoch)\b": "once per",
+    r"\bwithout a word\b": "silently, without a report",
+    r"\bthere already\b": "already exists",
+    r"\bof no matter\b": "irrelevant",
+}
+
+
+def list_docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of docstrings, also of the fields of options."""
+    for node in ast.walk(ast.parse(source)):
+        for child in getattr(node, "body", ()) if isinstance(getattr(node, "body", None), list) else ():
+            if (
+                isinstance(child, ast.Expr)
+                and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str)
+            ):
+                yield child.lineno, child.value.value
+
+
+def list_comments(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def find_faults(path: str, source: str) -> list[str]:
+    docstrings = list(list_docstrings(source))
+    found = [f"{path}:{line}: begins with {text.split()[0]}" for line, text in docstrings if BEGINNINGS.match(text)]
+    for line, text in [*docstrings, *list_comments(source)]:
+        for word, better in BANNED.items():
+            if match := re.search(word, text, re.IGNORECASE):
+                found.append(f"{path}:{line}: {match.group()!r}: write {better}")
+    return found
+
+
+def test_docstrings_and_comments_are_in_the_fields_words():
+    faults = [fault for path, source in list_sources().items() for fault in find_faults(path, source)]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build_site.gather_pages(folder)
+    return folder
+
+
+@pytest.mark.long
+def test_the_reference_has_every_option_of_every_command(site):
+    assert set(option_reference.COMMANDS) == set(PROGRAMS) - {CHAT}  # which has generate's options
+    listed = (site / "reference" / "index.md").read_text()
+    for command, options_class in option_reference.COMMANDS.items():
+        flags = [flag_name(option.name) for option, _ in iterate_fields(options_class)]
+        page = (site / "reference" / f"{command}.md").read_text()
+        assert re.findall(r"^### `(--[\w-]+)`", page, flags=re.MULTILINE) == flags
+        assert [flag for flag in flags if f"- `{flag}`: " not in listed] == []
+
+
+@pytest.mark.long
+def test_the_reference_has_exit_codes_columns_names_and_versions(site):
+    codes = re.findall(r"^\| (\d+) \|", (site / "reference" / "exit_codes.md").read_text(), flags=re.MULTILINE)
+    assert codes == [str(code.value) for code in ExitCode]
+    assert set(code_reference.SCHEMAS) == {type(columns).__name__ for columns in COLUMNS.values()}
+    for columns in COLUMNS.values():
+        name = type(columns).__name__
+        rows = code_reference.read_schema(code_reference.SCHEMAS[name][0], name)
+        assert [column for column, _, _ in rows] == columns.schema.names
+    package = (ROOT / "mini_trainer" / "__init__.py").read_text()
+    offered = ast.literal_eval(re.search(r"__all__ = (\[.*?\])", package, flags=re.DOTALL)[1])
+    names = re.findall(r"^## (\w+)$", (site / "reference" / "python.md").read_text(), flags=re.MULTILINE)
+    assert sorted(names) == sorted(offered)
+    assert "| torch | 2." in (site / "reference" / "versions.md").read_text()
+
+
+def test_what_an_option_needs_is_found_by_trying():
+    free = ("learning_rate", "seed", "input_file", "model_name_or_path")
+    wanted = ("lora_rank", "num_decay_steps", "lora_alpha", *free)
+    options = {option.name: option for option, _ in iterate_fields(TrainOptions) if option.name in wanted}
+    needs = {name: " ".join(option_reference.find_needs("train", option)) for name, option in options.items()}
+    assert needs.pop("lora_rank") == "**Needs** `--lora`"
+    assert needs.pop("num_decay_steps") == "**Needs** `--lr-scheduler wsd`"
+    assert needs.pop("lora_alpha") == "**Needs** `--lora`"
+    assert needs == dict.fromkeys(free, "")
+
+
+@pytest.mark.long
+def test_every_link_of_a_page_leads_to_a_file_of_the_site(site):
+    missing = []
+    for page in site.rglob("*.md"):
+        for _, target, _ in build_site.LINK.findall(page.read_text()):
+            path = target.partition("#")[0]
+            if "://" not in target and path and not (page.parent / path).exists():
+                missing.append(f"{page.relative_to(site)}: {target}")
+    assert missing == []
+
+
+def test_links_are_moved_with_their_page_and_files_copied():
+    copied = []
+    text = (
+        "[a](docs/concepts/masks.md#files) [b](CHANGELOG.md) [c](examples/recipes/trace.yaml) [d](https://x.y) [e](#f)"
+    )
+    moved = (
+        "[a](concepts/masks.md#files) [b](changelog.md) [c](files/examples/recipes/trace.yaml) [d](https://x.y) [e](#f)"
+    )
+    assert build_site.move_links(text, Path("README.md"), copy=copied.append) == moved
+    assert build_site.move_links("[a](../../SECURITY.md)", Path("docs/tasks/serve.md"), copy=copied.append) == (
+        "[a](../security.md)"
+    )
+    assert copied == [Path("examples/recipes/trace.yaml")]
+
+
+def test_the_pictures_are_those_that_the_program_draws():
+    assert {name: (pictures.FOLDER / name).read_text() for name, _ in pictures.draw_all()} == dict(pictures.draw_all())
+
+
+@pytest.mark.long
+def test_every_page_is_in_the_navigation(site):
+    named = set(re.findall(r"([\w/-]+\.md)$", (build_site.SITE / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    pages = {str(page.relative_to(site)) for page in site.rglob("*.md") if "files" not in page.parts}
+    assert named == pages

@@ -19,7 +19,6 @@ from data_runs import chat, command_for, options_for, write_rows
 from forked import ForkedRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_tiny_model import train_tokenizer
 from processes import ROOT
 
 from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
@@ -52,16 +51,10 @@ from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
+MODEL = "tokenizer"
 COUNT = 3
 SMALL_SECTIONS = ROOT / "tests" / "workers" / "small_sections.py"
 SECTION_BYTES, CHUNK_ROWS = 3000, 7
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300).save_pretrained(path)
-    return path
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from bad_preference_rows import ASKED, BAD, BAD_FEEDBACK, BAD_PAIRS, FEEDBACK, G
 from forked import run_forked
 from processes import flags
 from tiny_data import write_jsonl
-from tiny_models import FAMILIES, save_model, save_tokenizer
 
 from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.stores.tokenizers import load_tokenizer
@@ -19,11 +18,6 @@ from mini_trainer.process_data import process_data
 
 CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
 
 
 def make_words(rows: list[dict], model: Path, root: Path, form: str) -> list[str]:

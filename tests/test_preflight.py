@@ -12,18 +12,12 @@ import pytest
 from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from refusals import read_refusal
-from small_runs import make_inputs
 
 from mini_trainer.distributed.process import check_tasks
 from mini_trainer.run.disk_check import MADE, check_disk, find_failure
 from mini_trainer.run.preflight import MOST_NODES, Node, check_launch, describe_nodes, refuse_problems
 
 OF_SRUN = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama")
 
 
 def list_words(inputs: dict[str, str]) -> list[str]:

@@ -21,6 +21,7 @@ from data_runs import chat, command_for, options_for, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from processes import run_unread
+from tiny_data import read_lines
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mini_trainer.data.columns.base import IGNORED
@@ -35,27 +36,12 @@ from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
+MODEL = "tokenizer"
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def run(*args) -> subprocess.CompletedProcess:
     return run_forked(0, *command_for(*args)[1:], timeout=120)
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def read_arrow(path: Path) -> list[dict]:
@@ -64,7 +50,7 @@ def read_arrow(path: Path) -> list[dict]:
 
 
 READERS = {
-    ".jsonl": lambda path: [{"loss_weights": None} | sample for sample in read_jsonl(path)],
+    ".jsonl": lambda path: [{"loss_weights": None} | sample for sample in read_lines(path)],
     ".arrow": read_arrow,
     ".parquet": lambda path: pq.read_table(path).to_pylist(),
 }
@@ -79,7 +65,7 @@ def test_formats_hold_the_same_samples(model, tokenizer, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", rows)
     for ending in (".jsonl", ".arrow", ".parquet"):
         process_data(options_for(model, source, tmp_path / f"out{ending}"))
-    samples = read_jsonl(tmp_path / "out.jsonl")
+    samples = read_lines(tmp_path / "out.jsonl")
     assert [s["input_ids"] for s in samples] == [
         tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"] for row in rows
     ]
@@ -102,7 +88,7 @@ def test_formats_hold_the_same_samples(model, tokenizer, tmp_path):
 def test_sidecar(model, tokenizer, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [chat(1), b"\n", chat(2), chat(3, words=90)])
     process_data(options_for(model, source, tmp_path / "out.jsonl", max_sample_num_tokens=80))
-    samples = read_jsonl(tmp_path / "out.jsonl")
+    samples = read_lines(tmp_path / "out.jsonl")
     text = (tmp_path / "out.jsonl.meta.json").read_text()
     sidecar = json.loads(text)
     assert sidecar["tokenizer_fingerprint"] == fingerprint_tokenizer(tokenizer)
@@ -157,7 +143,7 @@ def test_lines_that_only_look_hostile(model, tokenizer, tmp_path):
     raw = json.dumps(strange, ensure_ascii=False).encode()
     source = write_rows(tmp_path / "in.jsonl", [b"\xef\xbb\xbf" + raw + b"\r\n", b" \r\n", b"\n", raw])
     process_data(options_for(model, source, tmp_path / "out.jsonl"))
-    first, second = read_jsonl(tmp_path / "out.jsonl")
+    first, second = read_lines(tmp_path / "out.jsonl")
     assert first == second
     assert "a\u2028b\x85c\x0bd\x00e\u2029<|im_end|>" in tokenizer.decode(first["input_ids"])
 
@@ -206,8 +192,8 @@ def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
     most_memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most_memory < 3 * MAX_ROW_BYTES, "what is too long is not held"
-    assert len(read_jsonl(tmp_path / "out.jsonl")) == 2
-    rejected = read_jsonl(tmp_path / "out.jsonl.rejected.jsonl")
+    assert len(read_lines(tmp_path / "out.jsonl")) == 2
+    rejected = read_lines(tmp_path / "out.jsonl.rejected.jsonl")
     assert [row["line"] for row in rejected] == list(range(2, len(HOSTILE_LINES) + 3))
     assert all(row["file"] == "in.jsonl" for row in rejected)
     assert all(re.search(reason, row["reason"]) for row, reason in zip(rejected, HOSTILE_LINES.values(), strict=False))
@@ -261,7 +247,7 @@ def test_without_a_chat_template_only_documents_are_tokenized(tokenizer, tmp_pat
     document = {"messages": [{"role": "pretrain", "content": "How many are 12?"}]}
     source = write_rows(tmp_path / "in.jsonl", [document])
     process_data(options_for(tmp_path / "model", source, tmp_path / "out.jsonl"))
-    (sample,) = read_jsonl(tmp_path / "out.jsonl")
+    (sample,) = read_lines(tmp_path / "out.jsonl")
     assert sample["labels"] == sample["input_ids"]
     assert sample["num_loss_counted_tokens"] == sample["len"] - 1  # no token comes before the first
     source = write_rows(tmp_path / "in.jsonl", [document, chat(1)])
@@ -312,7 +298,7 @@ def test_a_template_without_a_stop_token_is_used_only_on_demand(model, tokenizer
 
 def trained_texts(path: Path, tokenizer) -> list[str]:
     """Of each sample, what is trained."""
-    return [tokenizer.decode([label for label in sample["labels"] if label != IGNORED]) for sample in read_jsonl(path)]
+    return [tokenizer.decode([label for label in sample["labels"] if label != IGNORED]) for sample in read_lines(path)]
 
 
 def test_the_same_chats_in_every_format_train_the_same(model, tokenizer, tmp_path):
@@ -356,7 +342,7 @@ def test_several_files_and_directories(model, tmp_path):
     sources = [write_rows(tmp_path / name, [row]) for name, row in rows.items()]
     options = options_for(model, sources[0], tmp_path / "out.jsonl")
     process_data(replace_options(options, input_file=(str(sources[0]), str(tmp_path / "more"), str(sources[2]))))
-    assert len(read_jsonl(tmp_path / "out.jsonl")) == 3
+    assert len(read_lines(tmp_path / "out.jsonl")) == 3
     sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert [source["file"] for source in sidecar["sources"]] == ["b.jsonl", "a.jsonl", "c.jsonl"]
     assert [source["format"] for source in sidecar["sources"]] == ["messages", "document", "completion"]
@@ -409,7 +395,7 @@ def test_only_samples_of_rows_with_weights_have_some(model, tmp_path, monkeypatc
         weights = data.read(i)["loss_weights"].tolist()
         assert weights == (sample["loss_weights"] or [1.0] * sample["len"])
     if ending == ".jsonl":
-        assert [("loss_weights" in sample) for sample in read_jsonl(tmp_path / "with.out.jsonl")] == [
+        assert [("loss_weights" in sample) for sample in read_lines(tmp_path / "with.out.jsonl")] == [
             sample["loss_weights"] is not None for sample in samples
         ]
     if ending == ".arrow":
@@ -463,7 +449,7 @@ def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatc
     assert sidecar["stop_token_id"] == saved.convert_tokens_to_ids(stop)
     assert saved.eos_token == ("</s>" if template == "own.jinja" else stop)
     assert trained_texts(tmp_path / "out.jsonl", saved) == ["5 42 42 42 42 42" + stop]
-    (sample,) = read_jsonl(tmp_path / "out.jsonl")
+    (sample,) = read_lines(tmp_path / "out.jsonl")
     expected = saved.apply_chat_template(chat(5)["messages"], return_dict=True)["input_ids"]
     assert sample["input_ids"] == expected
 
@@ -556,12 +542,6 @@ def test_ends_cleanly(model, tmp_path, ended_by):
     assert ("worker process" if ended_by == "a worker killed" else "interrupted") in err
     assert names(tmp_path) == {"in.jsonl"}
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-
-
-def test_help_imports_nothing_heavy():
-    code = "import sys, process_data; print({'torch', 'transformers', 'datasets', 'pandas'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout == "set()\n"
 
 
 def test_percentile_is_a_value_that_occurs():

@@ -15,7 +15,6 @@ from in_process import train_here
 from make_tiny_model import train_tokenizer
 from small_runs import read_rows
 from tiny_data import write_jsonl
-from tiny_models import FAMILIES, save_model, save_tokenizer
 
 from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -25,6 +24,7 @@ from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
 
+MODEL = "llama_tied_bias"
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,11 +40,6 @@ def tokenizer_dir(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(["How many are 12 of them?"] * 9, vocab_size=300).save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path_factory.mktemp("model")))
 
 
 def tokenize(model: Path, output: Path, **options) -> list[dict]:

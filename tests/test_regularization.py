@@ -7,9 +7,10 @@ import pytest
 import torch
 from hand_made import read_triple
 from in_process import train_here, train_on
-from small_runs import OPTIONS, make_inputs, read_rows
+from plain_loop import train_plainly
+from small_runs import OPTIONS, read_rows
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
-from tiny_data import write_samples
+from tiny_data import read_lines, write_samples
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.integrations import neftune_post_forward_hook
@@ -18,51 +19,40 @@ from transformers.trainer_pt_utils import LabelSmoother
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.embedding_noise import derive_noise_seed
-from mini_trainer.sampler import draw_samples
 
+MODEL = "qwen3"
 ALPHA, SMOOTHING, STEPS, SEED = 15.0, 0.1, 3, 42
 REGULARIZED = dict(neftune_alpha=ALPHA, label_smoothing=SMOOTHING)
 RUN = OPTIONS | dict(max_steps=STEPS, save_final_checkpoint=False, min_samples_per_checkpoint=10**6, adam_eps=1e-6)
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "qwen3")
-
-
-def train_plainly(inputs: dict[str, str]) -> tuple[list[float], list[float]]:
+def train_with_transformers(inputs: dict[str, str]) -> tuple[list[float], list[float]]:
     """By transformers alone, a sequence at a time, with its own hook and its own loss: losses, gradient norms."""
     data, smoother = Mixture([TokenizedData(inputs["data_path"])]), LabelSmoother(epsilon=SMOOTHING)
     model = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"]).train()
     embedding = model.get_input_embeddings()
     embedding.neftune_noise_alpha = ALPHA
     embedding.register_forward_hook(neftune_post_forward_hook)
-    params = list(model.parameters())
-    groups = [dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
-              dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0)]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=OPTIONS["learning_rate"], betas=(0.9, 0.95), eps=1e-6)
-    losses, norms, size = [], [], OPTIONS["batch_size"]
-    for step in range(STEPS):
-        rows = draw_samples(data, seed=SEED, start=step * size, count=size).tolist()
+
+    def backward(rows: list[int], start: int) -> float:
         batch = [[torch.tensor(array.astype(int))[None] for array in read_triple(data, row)[:2]] for row in rows]
-        counts = [int((labels[:, 1:] != -100).sum()) for _, labels in batch]
-        losses.append(0.0)
-        for i, ((ids, labels), count) in enumerate(zip(batch, counts, strict=True)):
-            torch.manual_seed(derive_noise_seed(SEED, step * size + i))
+        counts, total = [int((labels[:, 1:] != -100).sum()) for _, labels in batch], 0.0
+        for i, ((ids, labels), count) in enumerate(zip(batch, counts, strict=True), start):
+            torch.manual_seed(derive_noise_seed(SEED, i))
             logits = model(input_ids=ids, use_cache=False).logits
             if count:
                 loss = smoother({"logits": logits}, labels, shift_labels=True) * count / sum(counts)
                 loss.backward()
-                losses[-1] += loss.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"]).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
+                total += loss.item()
+        return total
+
+    sizes = dict(num_steps=STEPS, batch_size=OPTIONS["batch_size"], seed=SEED)
+    return train_plainly(model, data, backward, **sizes, learning_rate=OPTIONS["learning_rate"], eps=1e-6)
 
 
 @pytest.mark.slow
 def test_a_run_is_transformers_own_on_any_ranks_and_however_it_is_divided(inputs, world, tmp_path):
-    losses, norms = train_plainly(inputs)
+    losses, norms = train_with_transformers(inputs)
     layouts = {
         "small": (1, dict(max_tokens_per_gpu=41, activation_checkpointing="full")),
         "two": (2, dict(max_tokens_per_gpu=50, activation_checkpointing="selective")),
@@ -83,7 +73,7 @@ def test_noise_is_other_noise_in_every_epoch_and_of_every_seed_and_resumes(input
     assert len(set(losses)) == 4
     resumed_from = str(tmp_path / "run/checkpoints/step_2")
     train_here(world, **still, resume=resumed_from, output_dir=str(tmp_path / "resumed"))
-    rows = [json.loads(line) for line in (tmp_path / "resumed/training_metrics_0.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "resumed/training_metrics_0.jsonl")
     assert [row["loss"] for row in rows][-2:] == losses[-2:]
     train_here(world, **still | dict(max_steps=1, seed=7), output_dir=str(tmp_path / "seed"))
     assert read_rows(tmp_path / "seed")[0]["loss"] != losses[0]

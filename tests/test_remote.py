@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_runs import chat, options_for, write_rows
-from make_tiny_model import train_tokenizer
 from range_server import RangeServer
 from s3_server import KEY, serve_bucket
 
@@ -20,12 +19,7 @@ from mini_trainer.data.tokenized.cache import identify_source, name_rows
 from mini_trainer.options import RowOptions, replace_options
 from mini_trainer.process_data import process_data
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300).save_pretrained(path)
-    return path
+MODEL = "tokenizer"
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from breadth import long, wide
 from forked import run_forked
 from hand_made import read_triple
 from in_process import train_here, train_on
+from plain_loop import train_plainly
 from processes import flags
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
@@ -25,7 +26,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.sampler import draw_samples
 
 pytestmark = pytest.mark.slow
 
@@ -99,28 +99,21 @@ def options_of(model: str, data_path: str) -> dict:
     return options | dict(router_aux_loss=COEFFICIENT, min_samples_per_checkpoint=10**6, adam_eps=1e-6)
 
 
-def train_plainly(
+def train_with_transformers(
     model_dir: str, data_path: str, *, over: str = "sequence"
 ) -> tuple[list[float], list[float], list[float]]:
     """By transformers alone, a sequence at a time: losses, auxiliary losses, gradient norms."""
-    data = Mixture([TokenizedData(data_path)])
+    data, router_losses = Mixture([TokenizedData(data_path)]), []
     has_vision = Path(model_dir).name in VISION_MODELS
     auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     model = auto_class.from_pretrained(model_dir, attn_implementation="eager").train()
-    params = list(model.parameters())
-    groups = [dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
-              dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0)]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=OPTIONS["learning_rate"], betas=(0.9, 0.95), eps=1e-6)
-    losses, router_losses, norms = [], [], []
-    for step in range(STEPS):
-        size = OPTIONS["batch_size"]
-        rows = draw_samples(data, seed=42, start=step * size, count=size).tolist()
-        batch = [read_triple(data, row)[:2] for row in rows]
-        batch = [tuple(torch.tensor(array.astype(int)) for array in sample) for sample in batch]
+
+    def backward(rows: list[int], start: int) -> float:
+        batch = [[torch.tensor(array.astype(int)) for array in read_triple(data, row)[:2]] for row in rows]
         counted = [(ids, labels) for ids, labels in batch if (labels[1:] != -100).any()]
         num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in counted)
-        num_tokens = sum(len(ids) for ids, _ in counted)
-        losses.append(0.0), router_losses.append(0.0)
+        num_tokens, total = sum(len(ids) for ids, _ in counted), 0.0
+        router_losses.append(0.0)
         if over == "global-batch":
             router_loss = balance_together(model, [ids for ids, _ in counted])
             (COEFFICIENT * router_loss).backward()
@@ -128,15 +121,16 @@ def train_plainly(
         for ids, labels in counted:
             outputs = model(input_ids=ids[None], use_cache=False, output_router_logits=True)
             loss = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[1:], reduction="sum") / num_targets
-            losses[-1] += loss.item()
+            total += loss.item()
             if over == "sequence":
                 router_loss = outputs.aux_loss * len(ids) / num_tokens
                 router_losses[-1] += router_loss.item()
                 loss = loss + COEFFICIENT * router_loss
             loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"]).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        return total
+
+    sizes = dict(num_steps=STEPS, batch_size=OPTIONS["batch_size"])
+    losses, norms = train_plainly(model, data, backward, **sizes, learning_rate=OPTIONS["learning_rate"], eps=1e-6)
     return losses, router_losses, norms
 
 
@@ -153,18 +147,18 @@ def test_the_loss_of_a_global_batch_is_that_of_a_plain_loop(name, paths, data_pa
     options = options_of(paths[name], data_path) | dict(max_tokens_per_gpu=41, router_loss_over="global-batch")
     train_here(world, **options, output_dir=str(tmp_path / "run"))
     rows = read_rows(tmp_path / "run")
-    losses, router_losses, norms = train_plainly(paths[name], data_path, over="global-batch")
+    losses, router_losses, norms = train_with_transformers(paths[name], data_path, over="global-batch")
     assert max(row["grad_accum"] for row in rows) > 1
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [row["router_aux_loss"] for row in rows] == pytest.approx(router_losses, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
-    assert router_losses[0] != pytest.approx(train_plainly(paths[name], data_path)[1][0], rel=1e-3)
+    assert router_losses[0] != pytest.approx(train_with_transformers(paths[name], data_path)[1][0], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *map(long, VISION_MODELS)])
 def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
     train_here(world, **options_of(paths[name], data_path), output_dir=str(tmp_path / "run"))
-    rows, (losses, router_losses, norms) = read_rows(tmp_path / "run"), train_plainly(paths[name], data_path)
+    rows, (losses, router_losses, norms) = read_rows(tmp_path / "run"), train_with_transformers(paths[name], data_path)
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [row["router_aux_loss"] for row in rows] == pytest.approx(router_losses, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)

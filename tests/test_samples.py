@@ -1,6 +1,5 @@
 """--sample-prompts: what the model answers at each validation, without a trace in training."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from forked import run_forked
 from in_process import train_here, train_on
 from processes import flags
 from small_runs import OPTIONS, copy_until, make_inputs, read_rows
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,7 +45,7 @@ def finished(inputs, prompts, world, tmp_path_factory) -> Path:
 
 
 def read_samples(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "samples_0.jsonl").read_text().splitlines()]
+    return read_lines(output_dir / "samples_0.jsonl")
 
 
 @torch.no_grad()

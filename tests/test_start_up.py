@@ -5,10 +5,11 @@ import json
 
 import pytest
 from processes import ROOT, flags, run_and_list
-from small_runs import make_inputs
 from start_up import PROGRAMS
 
 from mini_trainer.distributed.process import pause_collector, resume_collector, without_collector
+
+MODEL = "qwen3"
 
 # Libraries that a text model's first step does not need, nor its tokenizer, nor an answer.
 UNUSED = {
@@ -23,11 +24,6 @@ OWN = {
                  "run.start", "tools.sweep.search", "api.launch")
 }  # fmt: skip
 MOST_COLLECTIONS = 2  # of all objects; without a pause there are eight in train.py
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("start_up"), "qwen3")
 
 
 def find_loaded(found: dict, names: set[str]) -> set[str]:

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from data_runs import tokenize_rows
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 from tiny_vision import make_image, save_vision_model
 from trait_templates import CLOSED_BY_THE_NEXT_TURN, CLOSED_ON_A_NEW_LINE, DESCRIBED
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -65,12 +66,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 def prepare(model: Path, rows: list[dict], directory: Path, **options) -> tuple[list[dict], dict]:
     """The samples, and what the sidecar says of their stop tokens."""
-    source, output = directory / "in.jsonl", directory / "out.jsonl"
-    write_jsonl(source, rows)
-    given = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), num_proc=1)
-    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
-    samples = [json.loads(line) for line in output.read_text().splitlines()]
-    return samples, json.loads((directory / "out.jsonl.meta.json").read_text())
+    output = tokenize_rows(model, write_jsonl(directory / "in.jsonl", rows), directory / "out.jsonl", **options)
+    return read_lines(output), json.loads((directory / "out.jsonl.meta.json").read_text())
 
 
 def rows_of(*turns: dict, count: int = 1, **columns) -> list[dict]:

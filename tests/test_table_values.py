@@ -17,8 +17,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_runs import tokenize_rows
 from stock_templates import make_tokenizer
-from tiny_data import write_jsonl
+from tiny_data import read_lines, write_jsonl
 from trait_templates import TRAITS
 
 from mini_trainer.data.rows.chat_rows import build_chat
@@ -31,9 +32,7 @@ from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.pictured import read_column
 from mini_trainer.data.rows.preference_rows import read_preference
 from mini_trainer.data.rows.prompts import read_prompts
-from mini_trainer.options import RowOptions, group_options
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
+from mini_trainer.options import RowOptions
 
 USER = {"role": "user", "content": "Weather?"}
 TEMPLATE = TRAITS["content that may not be null"]  # writes arguments as JSON
@@ -48,11 +47,9 @@ def model(tmp_path_factory) -> Path:
 
 def tokenize(model: Path, source: Path | str, **options) -> list[dict]:
     """The samples that process_data.py makes of a file, or of a folder of the datasets library."""
-    name = "input_dataset" if Path(source).is_dir() else "input_file"
-    output = model / "out.jsonl"
-    given = {name: str(source), "output_file": str(output), "model_name_or_path": str(model), "num_proc": 1}
-    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    if Path(source).is_dir():
+        options |= dict(input_file=(), input_dataset=str(source))
+    return read_lines(tokenize_rows(model, source, model / "out.jsonl", **options))
 
 
 def calling(arguments: object) -> list[dict]:
@@ -78,12 +75,6 @@ def write_arguments(path: Path, values: list, kind: pa.DataType | None = None) -
     )
     pq.write_table(pa.table({"messages": answer}), path)
     return path
-
-
-def read_argument(row: dict) -> object:
-    """The argument `a` of a row as it is trained; ValueError if the row is refused."""
-    chat = build_chat([USER, *row["messages"]], row)
-    return chat.messages[1]["tool_calls"][0]["function"]["arguments"]["a"]
 
 
 DAY = datetime.date(2025, 1, 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_runs import tokenize_rows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
@@ -29,7 +30,6 @@ from mini_trainer.options import group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 
 SHARE = 0.3
 TEXTS = st.text(min_size=1).filter(lambda text: text.strip() and not any("\ud800" <= c <= "\udfff" for c in text))
@@ -61,14 +61,9 @@ def chat(i: int) -> dict:
     return {"messages": to_messages([(f"question {i}", f"answer {i}" + " and" * (i % 5))])}
 
 
-def process(model: Path, source: Path, output: Path, **options) -> None:
-    places = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model))
-    process_data(group_options(ProcessDataOptions, **places, **{"num_proc": 1, "preview": 0} | options))
-
-
 def split(model: Path, source: Path, output: Path, **options) -> tuple[list[dict], list[dict]]:
     """The samples of both sides of `output`."""
-    process(model, source, output, **{"validation_share": SHARE} | options)
+    tokenize_rows(model, source, output, **{"validation_share": SHARE} | options)
     return read_samples(output), read_samples(validation_of(output))
 
 
@@ -179,7 +174,7 @@ def test_both_sides_are_data_sets_by_themselves(models, tmp_path, ending):
     limit = dict(max_sample_num_tokens=60)
     output = tmp_path / f"out{ending}"
     whole = tmp_path / f"whole{ending}"
-    process(models[0], source, whole, **limit)
+    tokenize_rows(models[0], source, whole, **limit)
     training, validation = split(models[0], source, output, chat_template="llama3", **limit)
     sides = [read_meta(output), read_meta(validation_of(output))]
     assert [side["num_samples"] for side in sides] == [len(training), len(validation)]
@@ -205,7 +200,7 @@ def test_nothing_is_lost_and_every_side_counts_its_own(models, tmp_path, capsys)
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     source.write_bytes(b"\n{\n" + source.read_bytes())
     options = dict(skip_invalid=True, max_sample_num_tokens=34)
-    process(models[0], source, tmp_path / "whole.arrow", **options)
+    tokenize_rows(models[0], source, tmp_path / "whole.arrow", **options)
     capsys.readouterr()
     sides = split(models[0], source, tmp_path / "out.arrow", **options)
     whole = read_samples(tmp_path / "whole.arrow")
@@ -287,7 +282,7 @@ def test_a_later_output_leaves_no_stale_side(models, tmp_path, capsys):
     assert files_in(tmp_path).keys() == names and not list(tmp_path.glob("*.tokenizer"))
     split(models[0], source, tmp_path / "out.jsonl", chat_template="llama3")
     capsys.readouterr()
-    process(models[0], source, tmp_path / "out.jsonl")
+    tokenize_rows(models[0], source, tmp_path / "out.jsonl")
     assert {path.name for path in tmp_path.iterdir()} - {".cache"} == {"in.jsonl", "out.jsonl", "out.jsonl.meta.json"}
     assert re.search(r"out\.validation\.jsonl, .*earlier run", capsys.readouterr().out)
 
@@ -302,7 +297,7 @@ def test_a_data_set_of_ones_own_is_no_stale_side(models, tmp_path, sidecar):
     with pytest.raises(ValueError, match=r"--validation-share .*out\.validation\.jsonl, .* out\.jsonl; "):
         split(models[0], source, tmp_path / "out.jsonl")
     assert files_in(tmp_path) == before
-    process(models[0], source, tmp_path / "out.jsonl")
+    tokenize_rows(models[0], source, tmp_path / "out.jsonl")
     after = files_in(tmp_path)
     assert {name: after[name] for name in before} == before and "out.jsonl" in after
 

@@ -9,14 +9,10 @@ import torch
 from breadth import long, wide
 from in_process import train_on
 from safetensors.torch import load_file
-from small_runs import OPTIONS, load_checkpoint, make_inputs, read_rows
+from small_runs import OPTIONS, load_checkpoint, read_rows
 
+MODEL = "llama_tied_bias"
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict[str, str]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
 
 
 def train(world, inputs: dict, output_dir: Path, *, num_ranks: int = 1, **changes) -> Path:

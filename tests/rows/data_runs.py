@@ -8,6 +8,7 @@ from program import ROOT
 
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.process_data import process_data
 
 
 def chat(i: int, *, words: int = 3) -> dict:
@@ -28,6 +29,14 @@ def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDa
         model_name_or_path=str(model),
         **{"num_proc": 1} | options,
     )
+
+
+def tokenize_rows(model: Path, source: Path | tuple[Path, ...], output: Path, **options) -> Path:
+    """The output of process_data.py, which shows no samples."""
+    given = dict(output_file=str(output), model_name_or_path=str(model), num_proc=1, preview=0)
+    given["input_file"] = tuple(map(str, source if isinstance(source, tuple) else (source,)))
+    process_data(group_options(ProcessDataOptions, **given | options))
+    return output
 
 
 def command_for(model: Path, source: Path, output: Path, *flags: str) -> list[str]:

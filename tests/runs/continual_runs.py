@@ -77,7 +77,3 @@ def run(settings: dict[str, Any], folder: Path) -> Path:
 
 def read_options(folder: Path, program: str = "train") -> dict[str, Any]:
     return yaml.safe_load((folder / f"{program}.yaml").read_text())
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -7,6 +7,7 @@ import torch
 from hand_made import read_triple
 from in_process import train_on
 from peft import PeftModel, get_peft_model_state_dict
+from plain_loop import train_plainly
 from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import World
-from mini_trainer.sampler import draw_samples
 
 BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
 CONFIGS = FAMILIES | {
@@ -45,31 +45,24 @@ def load_with_adapter(inputs: dict[str, str], adapter: Path) -> PeftModel:
     return PeftModel.from_pretrained(base, adapter, is_trainable=True)
 
 
-def train_plainly(inputs: dict[str, str], start: Path) -> tuple[list[float], PeftModel]:
+def train_with_peft(inputs: dict[str, str], start: Path) -> tuple[list[float], PeftModel]:
     """What the run computes, from the adapter `start`: transformers, peft and AdamW, a sample at a time."""
     data, model = Mixture([TokenizedData(inputs["data_path"])]), load_with_adapter(inputs, start).train()
-    params = [param for param in model.parameters() if param.requires_grad]
-    groups = [
-        dict(params=[p for p in params if p.ndim >= 2], weight_decay=OPTIONS["weight_decay"]),
-        dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0),
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIONS["learning_rate"], betas=(0.9, 0.95), eps=1e-8)
-    data.vocab_size, losses = VOCAB_SIZE, []
-    for step in range(STEPS):
-        batch = [read_triple(data, i) for i in draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)]
+    data.vocab_size = VOCAB_SIZE
+
+    def backward(rows: list[int], start: int) -> float:
+        batch, total = [read_triple(data, row) for row in rows], 0.0
         num_targets = sum((labels[1:] != -100).sum() for _, labels, _ in batch)
-        loss = 0.0
         for ids, labels, _ in batch:
             logits = model(input_ids=torch.tensor(ids)[None].long(), use_cache=False).logits[0, :-1]
             targets = torch.tensor(labels[1:]).long()
-            part = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_targets
-            part.backward()
-            loss += part.item()
-        torch.nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"])
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-    return losses, model
+            loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_targets
+            loss.backward()
+            total += loss.item()
+        return total
+
+    sizes = dict(num_steps=STEPS, batch_size=BATCH_SIZE, seed=SEED)
+    return train_plainly(model, data, backward, **sizes, learning_rate=OPTIONS["learning_rate"], eps=1e-8)[0], model
 
 
 def adapter_of(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -116,7 +109,7 @@ def run_beside_peft(family: str, options: dict[str, object], directory: Path, *,
     at_once = dict(learning_rate=0.0, max_steps=1, lora_export="adapter")
     start = train(world, inputs, directory / "start", **options | at_once)
     export = train(world, inputs, directory / "run", **options)
-    losses, expected = train_plainly(inputs, start)
+    losses, expected = train_with_peft(inputs, start)
     rows = read_rows(directory / "run")
     assert len(rows) == len(losses)
 

@@ -20,15 +20,6 @@ def read_refusal(fail: Callable[[], object], *, kind: type[Exception] = ValueErr
     return message if folder is None else message.replace(str(folder), "DIR")
 
 
-def read_words(
-    kind: type[Exception] | None, call: Callable[[], str | None], caplog: pytest.LogCaptureFixture, *, folder: Path
-) -> str:
-    """The message of an error of this kind; without a kind what `call` returns, else what it logs."""
-    if kind is not None:
-        return read_refusal(call, kind=kind, folder=folder)
-    return (call() or "\n".join(caplog.messages)).replace(str(folder), "DIR")
-
-
 def refuse(argv: list[str], capfd: pytest.CaptureFixture, options_class: type = TrainOptions) -> str:
     """What is printed of a command line that cannot be used, in a process that ends by it."""
     child = os.fork()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hand_made import make_sample
 from safetensors.torch import load_file
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.data.columns.base import Sample
@@ -61,7 +61,7 @@ def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 def read_rows(output_dir: Path) -> list[dict]:
     """The metrics of all steps, which must be there once each, without those that differ from run to run."""
-    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    rows = read_lines(output_dir / "training_metrics_0.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 

@@ -3,12 +3,13 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from hub_standin import send_json
+from local_server import serving
 
 
 def repeat(body: dict[str, Any]) -> dict[str, Any]:
@@ -110,13 +111,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
 
-@contextmanager
-def serve(complete: Callable[[dict[str, Any]], dict[str, Any]] = repeat) -> Iterator[Server]:
+def serve(complete: Callable[[dict[str, Any]], dict[str, Any]] = repeat) -> AbstractContextManager[Server]:
     """A running server, which ends with the block."""
-    server = Server(complete)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    return serving(Server(complete))
