@@ -18,6 +18,7 @@ import pytest
 from browser import Browser, needs_browser
 from hypothesis import given
 from hypothesis import strategies as st
+from local_server import serving
 from processes import ENV, run
 from run_directories import make_sources, write_run
 from tiny_data import read_lines, write_jsonl
