@@ -111,7 +111,7 @@ def track_nowhere(path: Path, patch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError("no network")
 
-    run = TrackedRun("name", None, path, 0, options={}, facts={})
+    run = TrackedRun("name", path, 0, options={}, facts={})
     Trackers({"wandb": fail}, run).close()
 
 
