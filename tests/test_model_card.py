@@ -172,7 +172,7 @@ def test_the_curve_is_that_of_the_losses(pushed):
 
 def test_the_hub_has_every_export_and_the_best_apart(pushed):
     exports = pushed.run / "hf_format"
-    assert list(pushed.hub.repos) == ["me/a-model"] and pushed.hub.private == {"me/a-model": True}
+    assert list(pushed.hub.repos) == ["me/a-model"] and pushed.hub.private == {"me/a-model": False}
     branches = pushed.hub.repos["me/a-model"]
     for branch, directory in (("main", "samples_24"), ("best", "best")):
         files = {path.name: path.read_bytes() for path in (exports / directory).iterdir()}

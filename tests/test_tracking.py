@@ -145,7 +145,7 @@ def test_a_run_that_was_deleted_at_mlflow_is_replaced(tracked, monkeypatch, tmp_
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked.root}/mlflow.db")
-    run, ids = TrackedRun("name", "another project", tmp_path, 0, options={"a": 1}, facts={}), {}
+    run, ids = TrackedRun("name", tmp_path, 0, options={"a": 1}, facts={}), {}
     doors.TRACKERS["mlflow"](run, {}, ids.update)
     deleted = dict(ids)
     MlflowClient().delete_run(deleted["run_id"])
@@ -273,7 +273,7 @@ def follow(tmp_path, monkeypatch, caplog):
     """Reports steps to stand-ins; returns the warnings, and the seconds that reporting and the end took."""
     monkeypatch.setattr(trackers, "SECONDS_TO_COLLECT", 0.01)
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.5)
-    run = TrackedRun("name", None, tmp_path, 0, options={}, facts={})
+    run = TrackedRun("name", tmp_path, 0, options={}, facts={})
 
     def follow(*standins: Standin, num_steps: int) -> tuple[list[str], float, float]:
         caplog.clear()
@@ -349,7 +349,7 @@ def test_a_resumed_tracker_has_each_step_and_validation_once(first_lacking, expe
         rows = (json.dumps(dict(step=step, loss=1.0)) + "\n" for step in steps)
         (tmp_path / f"{name}_metrics_0.jsonl").write_text("".join(rows))
     tracker = Standin(first_lacking)
-    sink = Trackers({"t": tracker.start}, TrackedRun("name", None, tmp_path, 3, options={}, facts={}))
+    sink = Trackers({"t": tracker.start}, TrackedRun("name", tmp_path, 3, options={}, facts={}))
     sink.write(dict(step=4, loss=1.0))
     sink.write_validation(dict(step=4, loss=1.0))
     sink.close()
