@@ -27,7 +27,7 @@ from mini_trainer.data.rows.labels import (
     read_known_labels,
 )
 from mini_trainer.data.rows.pictured import ImageFolders
-from mini_trainer.data.rows.preparation import Preparation, read_rows
+from mini_trainer.data.rows.rows import Preparation, read_rows
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.stores.image_files import load_processor
 from mini_trainer.data.stores.model_files import find_model
