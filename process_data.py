@@ -78,12 +78,7 @@ from mini_trainer.data.rows.report import (
     print_sides,
     report_progress,
 )
-from mini_trainer.data.rows.rows import (
-    NUM_REASONS_SHOWN,
-    ChunkResult,
-    process_chunk,
-    read_formatted_chunks,
-)
+from mini_trainer.data.rows.rows import NUM_REASONS_SHOWN, ChunkResult, process_chunk, read_formatted_chunks
 from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, describe_split, mark_place
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output

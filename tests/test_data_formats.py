@@ -23,7 +23,7 @@ from mini_trainer.data.rows.files import Chunk, find_sources, iterate_rows, read
 from mini_trainer.data.rows.formats import FieldPaths, UnknownFormat, detect_format, read_example, read_text_row
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.pictured import ImageFolders
-from mini_trainer.data.rows.preparation import read_rows
+from mini_trainer.data.rows.rows import read_rows
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}

@@ -312,11 +312,11 @@ def test_counts_come_back_from_json_as_they_were():
 
 
 def test_parts_of_an_older_format_are_refused_by_its_number(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_trainer.process_data.FORMAT_VERSION", 3)
+    monkeypatch.setattr("mini_trainer.process_data.FORMAT_VERSION", 4)
     process_data(replace_options(made, shard="2/3"))
     monkeypatch.undo()
     with pytest.raises(
-        ValueError, match=r"part 2/3 .*another configuration: format of parts was 3, is 4: .*--shard 2/3"
+        ValueError, match=r"part 2/3 .*another configuration: format of parts was 4, is 5: .*--shard 2/3"
     ):
         process_data(replace_options(made, join=True))
 

@@ -16,9 +16,8 @@ from mini_trainer.data.columns.base import CAUSAL_LM
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS
 from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.formats import PATHS, Example, FieldPaths, read_text_row
-from mini_trainer.data.rows.preparation import read_rows
 from mini_trainer.data.rows.prompts import Prompt, split_chat
-from mini_trainer.data.rows.rows import read_formatted_chunks
+from mini_trainer.data.rows.rows import read_formatted_chunks, read_rows
 from mini_trainer.data.rows.split import falls_into_validation
 from mini_trainer.data.stores.disk import read_fields, read_object, written_aside
 from mini_trainer.data.tokenized.outputs import DataSetFiles, Outputs

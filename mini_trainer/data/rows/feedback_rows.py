@@ -38,7 +38,7 @@ from mini_trainer.data.rows.preference_rows import (
     read_prompt,
     read_turns,
 )
-from mini_trainer.data.rows.preparation import Preparation
+from mini_trainer.data.rows.rows import Preparation
 from mini_trainer.data.rows.turn_texts import check_ends, leave_untrained
 from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options import RowOptions

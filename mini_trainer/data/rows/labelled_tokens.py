@@ -195,12 +195,3 @@ def needs_spaces(backend: Any) -> bool:
         return backend.encode(words, is_pretokenized=True, add_special_tokens=False).ids
 
     return encode(PROBE_WORDS) != in_text and encode([first, *(f" {word}" for word in others)]) == in_text
-
-
-def describe_pairs(tokenizer: Any, *, has_pairs: bool) -> list[str]:
-    """Notes on how the tokenizer puts two texts together."""
-    if not has_pairs:
-        return []
-    pair, special = tokenizer("ab", "cd")["input_ids"], set(tokenizer.all_special_ids)
-    is_separated = not special.isdisjoint(pair[1:-1])
-    return [] if is_separated else ["the tokenizer puts nothing between the two texts of a pair"]

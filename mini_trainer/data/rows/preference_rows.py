@@ -38,7 +38,7 @@ from mini_trainer.data.rows.column_names import (
 )
 from mini_trainer.data.rows.files import Chunk
 from mini_trainer.data.rows.formats import refuse_images
-from mini_trainer.data.rows.preparation import Preparation
+from mini_trainer.data.rows.rows import Preparation
 from mini_trainer.data.rows.turn_texts import ANSWERS, check_ends, leave_untrained, parse_turns
 from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options import RowOptions

@@ -3,6 +3,7 @@ tokens in place of rows."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,21 @@ import numpy as np
 from mini_trainer.data.chat.masking import ChatMasker, Contents, ImageExpander
 from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, FEEDBACK, VISION, Columns, DataTask
 from mini_trainer.data.rows.column_names import Fields
-from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
+from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, PATHS, FieldPaths, read_text_row
 from mini_trainer.data.rows.labelled import CLASSIFICATION, Labelled, read_labelled
-from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer, describe_pairs
-from mini_trainer.data.rows.labels import describe_similar
+from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
+from mini_trainer.data.rows.labels import (
+    LabelCounts,
+    Labels,
+    decide_labels,
+    describe_similar,
+    find_declared_names,
+    read_known_labels,
+)
 from mini_trainer.data.rows.pictured import ImageFolders
-from mini_trainer.data.rows.preparation import Preparation
-from mini_trainer.data.rows.survey import survey_rows
+from mini_trainer.data.rows.rows import Preparation, read_rows
+from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.stores.image_files import load_processor
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.stores.tokenizers import change_tokenizer, load_stop_token_ids, load_tokenizer
@@ -136,16 +144,12 @@ def prepare_classification(
     tokenizer: Any, sources: Sequence[Source], options: RowOptions
 ) -> tuple[Preparation[Labelled], list[str]]:
     """Reads all rows for their labels; returns the preparation of rows, and notes on them."""
-    survey = survey_rows(sources, options, num_workers=count_workers(sources, options))
+    labels = survey_labels(sources, options, num_workers=count_workers(sources, options))
     labelled_tokenizer = LabelledTokenizer(
-        tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
+        tokenizer, labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
     )
-    notes = [
-        *describe_similar(survey.labels.task.label_names),
-        *describe_pairs(tokenizer, has_pairs=survey.has_pairs),
-    ]
     read = partial(read_labelled, options=options)
-    return Preparation(survey.labels.task, read, labelled_tokenizer.tokenize), notes
+    return Preparation(labels.task, read, labelled_tokenizer.tokenize), describe_similar(labels.task.label_names)
 
 
 def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
@@ -204,3 +208,29 @@ def read_numbers(values: Fields, chunk: Chunk, tally: Counter[str]) -> list[int]
 
 def draw_samples(numbers: Sequence[int], *, columns: Columns, token_ids: np.ndarray, length: int) -> list[Any]:
     return [columns.make_random(np.random.default_rng([SEED, number]), token_ids, length) for number in numbers]
+
+
+def survey_labels(sources: Sequence[Source], rows: RowOptions, *, num_workers: int) -> Labels:
+    """The meaning of the labels of all rows. ValueError if it is ambiguous."""
+    known = None if rows.labels_from is None else read_known_labels(rows.labels_from)
+    declared = () if known is not None or rows.label_names else find_declared_names(sources, rows.column("label"))
+    counts, first = LabelCounts(), None
+    read = (chunk for source in sources for chunk in read_chunks(source))
+    with closing(run_in_order(partial(survey_chunk, rows=rows), read, num_workers=num_workers)) as results:
+        for _, (found, first_found) in results:
+            counts.add(found)
+            first = first or first_found
+    if first is None and known is None:
+        return Labels.empty()  # every row is refused, with reasons
+    names = rows.label_names or declared
+    return decide_labels(counts, first=first, label_type=rows.label_type, label_names=names, known=known)
+
+
+def survey_chunk(chunk: Chunk, *, rows: RowOptions) -> tuple[LabelCounts, Labelled | None]:
+    """The labels of a chunk's readable rows, and the first of these. Others are refused in the second pass."""
+    counts, first = LabelCounts(), None
+    for row, found in read_rows(chunk, partial(read_labelled, options=rows), Counter()):
+        if isinstance(found, Labelled):
+            counts.add_row(found, f"{chunk.file}:{row.place}")
+            first = first or found
+    return counts, first

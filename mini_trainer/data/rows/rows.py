@@ -2,26 +2,61 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Document, Remark, TokenizedChat
+from mini_trainer.data.columns.base import DataTask
+from mini_trainer.data.rows.column_names import Fields, RefusedColumn
 from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, check_paths, detect_format
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
-from mini_trainer.data.rows.lines import Encoding
-from mini_trainer.data.rows.preparation import Preparation, read_rows
+from mini_trainer.data.rows.lines import Encoding, parse_row
 from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
 from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
 from mini_trainer.data.stores.json_lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
 from mini_trainer.distributed.messages import one_line
 
+ExampleT = TypeVar("ExampleT")
+# A row's examples, most often one. Counts unread columns; raises ValueError for an unusable row, and RefusedColumn for
+# an unread column that changes what is learned.
+ReadValues = Callable[[Fields, Chunk, Counter[str]], Sequence[ExampleT]]
+
 NUM_REASONS_SHOWN = 10
 PRINTED_AS_MISSING = {"nan", "NaN", "None", "NaT", "<NA>"}  # missing values of pandas and Python, printed
+
+
+@dataclass(frozen=True)
+class Preparation(Generic[ExampleT]):
+    """How rows become samples of a task."""
+
+    task: DataTask
+    read: ReadValues[ExampleT]
+    tokenize: Callable[[Sequence[ExampleT]], list[TokenizedChat | TokenizedText | ValueError]]
+    stop_token_ids: frozenset[int] | None = None  # tokens that end turns; None: not counted
+
+
+def read_rows(
+    chunk: Chunk, read: ReadValues[ExampleT], tally: Counter[str]
+) -> Iterator[tuple[Row, ExampleT | ValueError | None]]:
+    """Yields the chunk's rows, each with its example, the error that makes it unusable, or None for a blank line; a row
+    with several examples once with each. RefusedColumn names the row."""
+    for row in iterate_rows(chunk):
+        try:
+            values = parse_row(row.value, chunk.encoding)
+            examples = [None] if values is None else read(values, chunk, tally)
+        except RefusedColumn as error:
+            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
+        except ValueError as error:
+            examples = [error]
+        for example in examples:
+            yield row, example
 
 
 @dataclass
