@@ -45,7 +45,7 @@ from mini_trainer.objectives.families.vision import VisionLanguageFamily, Vision
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.pictured_tokens import VisionLanguage
 from mini_trainer.options import group_options
-from mini_trainer.options.problems.packages import is_installed
+from mini_trainer.options.problems.finding import is_installed
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, export_model

@@ -17,7 +17,7 @@ from mini_trainer.evaluate_model import evaluate
 from mini_trainer.generate import generate
 from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.methods.osft_subspaces import BASES
-from mini_trainer.objectives.preference_losses import LOSSES
+from mini_trainer.objectives.preferences import LOSSES
 from mini_trainer.options import TrainOptions, doors, flag_name, flatten_options, group_options, tools
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.fields import iterate_fields

@@ -44,7 +44,7 @@ def test_skypilots_task_starts_training_with_options_that_there_are():
     words = shlex.split(task["run"])
     options = parse_options(TrainOptions, words[words.index("train.py") + 1 :])
     ((bucket, mount),) = task["file_mounts"].items()
-    # A bucket without a cache cannot hold a run, and one with a cache only that of one node (run/disk_check.py).
+    # A bucket without a cache cannot hold a run, and one with a cache only that of one node (run/preflight.py).
     assert (mount["mode"], task["num_nodes"]) == ("MOUNT_CACHED", 1)
     assert options.output_dir.startswith(bucket) and all(path.startswith(bucket) for path in options.data.data_path)
 

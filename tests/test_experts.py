@@ -22,8 +22,7 @@ from transformers import AriaTextConfig, AutoModelForCausalLM, Qwen3MoeConfig
 from mini_trainer.model import stored_tensors as stored
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.methods.lora import LoRA
-from mini_trainer.model.methods.nf4 import pack, unpack
-from mini_trainer.model.methods.nf4_experts import NF4Experts
+from mini_trainer.model.methods.nf4 import NF4Experts, pack, unpack
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.options import LoRAOptions

@@ -17,7 +17,7 @@ from mini_trainer.objectives.preferences import Preferences
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
-from mini_trainer.run.plan.parts import count_row_tokens
+from mini_trainer.run.plan.memory import count_row_tokens
 
 # Two layers, of which one has a window shorter than the sequences.
 FLOPS = FlopCount(600.0, 90.0, (12.0, 24.0), (None, 5), forward_per_token=200.0, forward_per_loss_token=30.0)

@@ -20,7 +20,7 @@ from typeguard import check_type
 
 from mini_trainer.data.rows.hub_rows import find_dataset
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.preference_losses import LOSSES, Pairs, Strength
+from mini_trainer.objectives.preferences import LOSSES, Pairs, Strength
 from mini_trainer.options import RowOptions, TrainOptions, flatten_options, list_types
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.doors import TRAINERS
@@ -89,7 +89,7 @@ assistant_only_loss: true
 @pytest.fixture(autouse=True)
 def every_package_is_installed(monkeypatch):
     """For the scripts that read what was written; the importer itself asks for none."""
-    monkeypatch.setattr("mini_trainer.options.problems.packages.is_installed", lambda module: True)
+    monkeypatch.setattr("mini_trainer.options.problems.finding.is_installed", lambda module: True)
 
 
 def run_import(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess:

@@ -13,9 +13,8 @@ from small_runs import OPTIONS, make_inputs
 from terminal import open_terminal, read_screen, run_on_terminal
 
 from mini_trainer.distributed.messages import LinesAboveBars
-from mini_trainer.run.live_line import LiveLine
 from mini_trainer.run.run_directory import open_console
-from mini_trainer.run.training_log import Console, TimeLeft
+from mini_trainer.run.training_log import Console, LiveLine, TimeLeft
 
 STEP = dict(step=1, epoch=0.5, loss=2.0, lr=0.1, grad_norm=1.0, tokens_per_second=1234.0, mfu=None)
 END = "<end>"

@@ -20,9 +20,9 @@ OWN = {  # options -> beginnings of the names of what they alone load
     ),
     "osft": (
         dict(osft=True, osft_unfreeze_rank_ratio=0.5),
-        ("osft", "model.methods.osft", "model.methods.hashed_tensors"),
+        ("osft", "model.methods.osft", "model.methods.osft_subspaces"),
     ),
-    "muon": (dict(optimizer="muon"), ("model.optim.muon", "model.optim.matrices", "model.optim.compact_adamw")),
+    "muon": (dict(optimizer="muon"), ("model.optim.muon", "model.optim.muon", "model.optim.compact_adamw")),
     "dpo": (
         dict(objective="preference"),
         ("objectives.preference", "objectives.sequence_logps", "data.columns.preference_columns", "run.references",

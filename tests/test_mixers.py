@@ -17,9 +17,9 @@ from tiny_models import HYBRIDS, VOCAB_SIZE, build, check, compile_by, save_mode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from mini_trainer.model.blocks import find_mixers
 from mini_trainer.model.by_sequence import list_with_kernels, use_kernels
 from mini_trainer.model.flops import count_flops, count_state_products
-from mini_trainer.model.mixers import find_mixers
 from mini_trainer.objectives.families.text_tower import find_blocks
 
 LENGTHS = (45, 1, 70, 7)

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import _muon
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mini_trainer.model.optim import matrices
-from mini_trainer.model.optim.matrices import Layout, find_matrices
-from mini_trainer.model.optim.muon import Muon, Unit, share_out
+from mini_trainer.model.optim import muon
+from mini_trainer.model.optim.muon import Layout, Muon, Unit, find_matrices, share_out
 from mini_trainer.model.optim.optimizers import set_step
 from mini_trainer.model.optim.rates import choose_rates
 from mini_trainer.options import OptimizationOptions
@@ -91,14 +90,14 @@ def test_a_matrix_without_a_gradient_only_decays(world):
     torch.testing.assert_close(param.to_local(), start * 0.95)
 
 
-@pytest.mark.parametrize("model_type", sorted(matrices.FAMILIES))
+@pytest.mark.parametrize("model_type", sorted(muon.FAMILIES))
 def test_every_matrix_of_a_family_is_found_and_fused_ones_are_cut_as_the_model_cuts_them(model_type):
     """A query's matrix can be doubled if the key's is halved, and an up projection's if the down projection's is."""
     model = make_model(model_type)
     layouts, ids = find_matrices(model), torch.arange(12)[None]
     params = dict(model.named_parameters())
     assert {name for name, param in params.items() if param.ndim >= 2} - layouts.keys() <= {
-        name for name in params if name.endswith("bias") or name.split(".")[-2] in matrices.OTHERS}  # fmt: skip
+        name for name in params if name.endswith("bias") or name.split(".")[-2] in muon.OTHERS}  # fmt: skip
     with torch.no_grad():
         for name, param in params.items():
             if name.endswith("bias") and model_type in ("gpt2", "gpt_neox"):

@@ -23,7 +23,7 @@ from mini_trainer.options import TrainOptions, flatten_options, group_options, l
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES
-from mini_trainer.options.problems import packages
+from mini_trainer.options.problems import finding
 from mini_trainer.options.problems.finding import find_problems, find_wrong_options
 from mini_trainer.options.tools import ProcessDataOptions
 
@@ -253,7 +253,7 @@ def test_process_data_options():
 
 
 def test_packages_that_are_not_installed_are_named_once_nothing_else_is_wrong(monkeypatch):
-    monkeypatch.setattr(packages, "is_installed", lambda module: module == "wandb")
+    monkeypatch.setattr(finding, "is_installed", lambda module: module == "wandb")
     paths = dict(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1)
     given = group_options(
         TrainOptions, **paths, lora=True, base_quantization="nf4", track=("wandb", "mlflow"), validation_data_path="v",

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.preference_losses import LOSSES
+from mini_trainer.objectives.preferences import LOSSES
 from mini_trainer.objectives.sequence_logps import sum_logps
 from mini_trainer.objectives.token_loss import TrainedTokens
 from mini_trainer.options import group_options

@@ -14,8 +14,16 @@ from processes import ENV, ROOT, flags, free_port, torchrun_node
 from refusals import read_refusal
 
 from mini_trainer.distributed.process import check_tasks
-from mini_trainer.run.disk_check import MADE, check_disk, find_failure
-from mini_trainer.run.preflight import MOST_NODES, Node, check_launch, describe_nodes, refuse_problems
+from mini_trainer.run.preflight import (
+    MADE,
+    MOST_NODES,
+    Node,
+    check_disk,
+    check_launch,
+    describe_nodes,
+    find_failure,
+    refuse_problems,
+)
 
 OF_SRUN = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
 
@@ -71,7 +79,7 @@ def test_a_full_disk_is_not_one_that_lacks_an_operation(tmp_path, monkeypatch):
 def test_the_mount_is_named(monkeypatch, tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"a / ext4 rw 0 0\nbucket {tmp_path}/runs fuse.rclone rw 0 0\nb {tmp_path}/ru xfs rw 0 0\n")
-    monkeypatch.setattr("mini_trainer.run.disk_check.MOUNTS", mounts)
+    monkeypatch.setattr("mini_trainer.run.preflight.MOUNTS", mounts)
     monkeypatch.setattr(Path, "rename", refuse)
     (tmp_path / "runs").mkdir()
     assert f"(fuse.rclone at {tmp_path}/runs)" in find_failure(tmp_path / "runs")

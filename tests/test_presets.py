@@ -29,7 +29,7 @@ from mini_trainer.options.problems.training import complete_rows
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts
-from mini_trainer.run.export_check import check_export
+from mini_trainer.run.exports import check_export
 from mini_trainer.tools.sweep.settings import read_train
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]

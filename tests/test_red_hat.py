@@ -24,10 +24,9 @@ from mini_trainer.api.commands import (
     make_train_words,
     name_arguments,
 )
-from mini_trainer.api.derived import derive_data
 from mini_trainer.api.errors import BadInputError
 from mini_trainer.api.red_hat import list_notes
-from mini_trainer.api.tokenized import names_tokenized
+from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, flatten_options
 from mini_trainer.options.tools import ProcessDataOptions

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.embedding_noise import derive_noise_seed
+from mini_trainer.objectives.objective import derive_noise_seed
 
 MODEL = "qwen3"
 ALPHA, SMOOTHING, STEPS, SEED = 15.0, 0.1, 3, 42

@@ -15,10 +15,9 @@ from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.model.generating import answer_greedily
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.run.samples import MOST_NEW_TOKENS, MOST_PROMPTS, MOST_TOKENS, SamplesFile
+from mini_trainer.run.samples import MOST_NEW_TOKENS, MOST_PROMPTS, MOST_TOKENS, SamplesFile, answer_greedily
 
 STEPS = 4
 PROMPTS = [{"prompt": "a b c"}, {"question": "What follows on nine?"}, {"prompt": "x"}]

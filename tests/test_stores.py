@@ -414,7 +414,7 @@ def test_commands_that_upload():
     ],
 )
 def test_options_that_are_refused(options, reason, monkeypatch):
-    monkeypatch.setattr("mini_trainer.options.problems.packages.is_installed", lambda module: module != "gcsfs")
+    monkeypatch.setattr("mini_trainer.options.problems.finding.is_installed", lambda module: module != "gcsfs")
     given = dict(model_name_or_path="m", output_dir="o", max_epochs=1, data_path="d.arrow") | options
     problems = find_problems(group_options(TrainOptions, **given))
     assert len(problems) == 1 and reason in problems[0] and "hunter2" not in problems[0]

@@ -21,8 +21,7 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.model.scoring.score_files import PART_BYTES, ScoreFile
-from mini_trainer.objectives.divergences import Top
-from mini_trainer.objectives.soft_targets import make_record_type
+from mini_trainer.objectives.soft_targets import Top, make_record_type
 from mini_trainer.objectives.teachers import Terms, measure_taught_chunk
 from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 from mini_trainer.options import TrainOptions, group_options

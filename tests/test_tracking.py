@@ -21,7 +21,7 @@ from tiny_models import VOCAB_SIZE
 
 from mini_trainer.distributed.messages import hide_secrets
 from mini_trainer.options import TrainOptions, doors, group_options
-from mini_trainer.options.problems import packages
+from mini_trainer.options.problems import finding
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run import trackers
 from mini_trainer.run.trackers import (
@@ -387,7 +387,7 @@ def test_a_package_that_is_not_installed_is_named_with_what_to_install(monkeypat
     need("tensorboard")
     (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(packages.TRACKER_PACKAGES, "wandb", ("no_package",))
+    monkeypatch.setitem(finding.TRACKER_PACKAGES, "wandb", ("no_package",))
     (problem,) = find_tracking_problems(track=("tensorboard", "wandb"))
     assert problem.startswith("--track wandb ") and problem.endswith(" pip install no_package")
 

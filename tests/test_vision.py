@@ -36,12 +36,11 @@ from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
-from mini_trainer.model.flops import count_flops
+from mini_trainer.model.flops import count_flops, count_tower
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.methods.osft_layers import OSFTLinear
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.tower_flops import count_tower
 from mini_trainer.objectives.families.micro_batch import MicroBatch, pack_row
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts

@@ -292,7 +292,7 @@ def give_validation(values: Values, args: TrainingArgs) -> None:
     """Converts the validation split and its frequency in steps."""
     if args.validation_split and gives_rows(args):
         values.give("validation_share", args.validation_split, by="validation_split")
-    elif args.validation_split and tokenizes_first(args):  # that of tokenized data: `api.derived`
+    elif args.validation_split and tokenizes_first(args):  # that of tokenized data: `api.tokenized`
         file = find_data_file(args)
         validation_file = file.with_name(f"{file.stem}.validation{file.suffix}")
         values.give("validation_data_path", (str(validation_file),), by="validation_split")

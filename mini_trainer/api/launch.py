@@ -22,11 +22,10 @@ from mini_trainer.api.commands import (
     name_arguments,
     tokenizes_first,
 )
-from mini_trainer.api.derived import derive_data
 from mini_trainer.api.errors import make_error
 from mini_trainer.api.red_hat import list_notes
 from mini_trainer.api.sent_callbacks import send_callbacks, write_modules
-from mini_trainer.api.tokenized import names_tokenized
+from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.stores.disk import identify_file, is_link_beside, read_metrics
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode

@@ -94,7 +94,7 @@ def find_train_problems(
     settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], known: Path | None
 ) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
-    from mini_trainer.run.plan.parts import Findings  # with torch: seconds to import
+    from mini_trainer.run.plan.memory import Findings  # with torch: seconds to import
     from mini_trainer.run.plan.planner import choose_step_options, find_target, look_at_run
 
     findings = Findings()

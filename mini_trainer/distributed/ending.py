@@ -1,4 +1,4 @@
-"""The end of processes: exit codes, causes, and the final exit of every process."""
+"""The end of processes: flags of events that all ranks act on together, exit codes, causes, and the final exit."""
 
 import _thread
 import contextlib

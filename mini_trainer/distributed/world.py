@@ -1,4 +1,6 @@
-"""torchrun's environment: this process's rank and device, the process group, and helpers for work on rank 0 only."""
+"""torchrun's environment: this process's rank and device, the process group, ranks that share packed rows
+(--context-parallel), and helpers for work on rank 0 only.
+"""
 
 import datetime
 import logging

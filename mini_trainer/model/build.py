@@ -14,14 +14,13 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
 from mini_trainer.model.attention import BACKENDS, OWN, choose_backend, list_heads, register_backend, registered_name
-from mini_trainer.model.blocks import hand_micro_batch_on
+from mini_trainer.model.blocks import find_mixers, hand_micro_batch_on, needs_own_attention
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
-from mini_trainer.model.mixers import find_mixers, needs_own_attention
 from mini_trainer.model.sharding import apply_sharding
 from mini_trainer.model.weights import Reader, read_weights
 from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.families.packed_row import find_pad_position
+from mini_trainer.objectives.families.micro_batch import find_pad_position
 from mini_trainer.objectives.families.text_tower import find_blocks, find_decoder, set_attention, text_config
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 # Model types whose own attention code needs a padded batch, and the functions that make one.
 PADDED: Doors[Callable[[PreTrainedModel], None]] = Doors(
-    {"deberta-v2": "mini_trainer.model.padded_attention:pad_attention"}
+    {"deberta-v2": "mini_trainer.model.attention_kernels:pad_attention"}
 )
 
 
@@ -180,7 +179,7 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     if needs_own_attention(find_blocks(model), config):
         return keep_own_attention(model, requested)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        from mini_trainer.model.chunked_attention import mark_chunked
+        from mini_trainer.model.attention import mark_chunked
 
         mark_chunked(model, config)
     backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)

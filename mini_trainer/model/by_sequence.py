@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mini_trainer.model.blocks import HeldRow
-from mini_trainer.model.mixers import find_mixers
+from mini_trainer.model.blocks import HeldRow, find_mixers
 
 # Functions in transformers' mixers that keep a row's sequences apart if the package is installed.
 KERNELS = {

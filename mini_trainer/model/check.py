@@ -15,8 +15,8 @@ from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, sum_parts
 from mini_trainer.model.attention import OWN
+from mini_trainer.model.blocks import find_mixers
 from mini_trainer.model.method import Method
-from mini_trainer.model.mixers import find_mixers
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.families.text_tower import (

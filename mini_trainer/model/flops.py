@@ -1,4 +1,4 @@
-"""The FLOPs of a training step, counted from the model's shape."""
+"""The FLOPs of a training step, counted from the shapes of the model and of its vision tower."""
 
 import math
 from dataclasses import dataclass
@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.model.attention import list_heads
-from mini_trainer.model.mixers import find_mixers
-from mini_trainer.objectives.families.text_tower import find_blocks, find_number, list_parts, text_config
+from mini_trainer.model.blocks import find_mixers
+from mini_trainer.objectives.families.text_tower import find_blocks, find_number, is_multimodal, list_parts, text_config
 from mini_trainer.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from mini_trainer.data.tokenized.index import SampleImages
-    from mini_trainer.model.tower_flops import TowerFlops
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # values of config.layer_types
 
@@ -120,8 +119,6 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     active = num_active / num_experts
     tower = None
     if getattr(whole, "vision_config", None) is not None:
-        from mini_trainer.model.tower_flops import count_tower
-
         tower = count_tower(model, whole)
     if tower is not None:  # its matrices process patches, not tokens
         parts = list_parts(model)
@@ -165,4 +162,47 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
         forward_per_token=forward,
         forward_per_loss_token=0 if head is None else 2 * head.weight.numel(),
         tower=tower,
+    )
+
+
+@dataclass(frozen=True)
+class TowerFlops:
+    """FLOPs of vision tower and projector, forward and backward; forward only for frozen parts before a trained one."""
+
+    per_patch: float  # the vision tower's matrices, and attention within windows
+    per_pair: float  # a pair of patches in one image or tile: full attention
+    per_token: float  # the projector's matrices, per token for the language model
+
+
+def count_tower(model: nn.Module, config: PreTrainedConfig) -> TowerFlops | None:
+    """`TowerFlops` of a vision-language model, None for others; matrices are counted as in `count_flops`.
+
+    A projector's matrices count once per output token, which is right for most (LLaVA's, Qwen-VL's). Those of Llama 4's
+    adapter, which merges 4 patches, count for each of them: 4 % too much for a released model's tower.
+    """
+    vision = getattr(config, "vision_config", None)
+    parts = list_parts(model) if vision is not None and is_multimodal(config) else {"vision": []}
+    if not parts["vision"]:
+        return None
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    passes, flops = 2, {}  # FLOPs per frozen weight: 2 forward, 2 more for backward once an earlier part trains
+    for part in ("vision", "projector"):
+        params = [
+            param for param in map(model.get_parameter, parts[part]) if param.ndim > 1 and id(param) not in tables
+        ]
+        trains = any(param.requires_grad for param in params)
+        passes = 4 if trains else passes
+        flops[part] = float(sum(param.numel() * (6 if param.requires_grad else passes) for param in params))
+        if part == "vision":
+            per_product = 12 if trains else 4  # FLOPs per pair of patches and dimension
+    depth = find_number(vision, "depth", "num_hidden_layers", "num_layers")
+    width = find_number(vision, "embed_dim", "hidden_size") if not hasattr(vision, "intermediate_size") else 0
+    width = width or find_number(vision, "hidden_size", "embed_dim")
+    whole = getattr(vision, "fullatt_block_indexes", None)
+    num_whole = depth if whole is None else len(whole)
+    in_window = 0 if whole is None else (vision.window_size // vision.patch_size) ** 2
+    return TowerFlops(
+        per_patch=flops["vision"] + per_product * width * (depth - num_whole) * in_window,
+        per_pair=per_product * width * num_whole,
+        per_token=flops["projector"],
     )

@@ -1,26 +1,24 @@
 """The base class of objectives, which turn micro-batches into losses.
 
 An objective is a value, made once data, tokenizer and model files are known. It joins a model family, which reads the
-row, with targets, a loss and metrics of validations. T tokens in a packed row, L tokens of one sequence, N targets.
+row, with targets, a loss and metrics of validations. T tokens in a packed row, L tokens of one sequence, N targets, H
+hidden size.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.families.family import NO_SUMS, Family, ReferenceForward, RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets, take_part
 from mini_trainer.options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
-
-if TYPE_CHECKING:
-    from mini_trainer.objectives.embedding_noise import EmbeddingNoise
 
 SELF = "self"  # as a teacher: the model as the run starts
 TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`
@@ -257,3 +255,43 @@ class Objective(ABC):
             for sample, length in zip(self.family.make_probes(lengths), lengths, strict=True)
         ]
         return self.pack(samples, row_group=row_group)
+
+
+OF_NOISE = (1,)  # keeps these seeds apart from those of dropout, which are drawn from the same one
+
+
+class EmbeddingNoise:
+    """Uniform noise of at most alpha / sqrt(L x H) on the embeddings of a sequence of L tokens.
+
+    A function of the seed and the sample's position in the stream alone, so it is the same however a batch is divided.
+    """
+
+    def __init__(self, alpha: float, *, seed: int):
+        self.alpha, self.seed = alpha, seed
+        self.micro_batch: MicroBatch | None = None  # whose embeddings get noise
+
+    def attach(self, packed_model: nn.Module) -> None:
+        """From now on the model trains with it. Validations, checks and measurements are of rows without positions in
+        the stream."""
+        packed_model.register_forward_pre_hook(lambda module, inputs: self.look_at(inputs[0], is_on=module.training))
+        packed_model.register_forward_hook(lambda *_: self.look_at(None), always_call=True)
+        packed_model.model.get_input_embeddings().register_forward_hook(lambda _, __, output: self.add(output))
+
+    def look_at(self, micro_batch: MicroBatch | None, *, is_on: bool = False) -> None:
+        self.micro_batch = micro_batch if is_on and micro_batch.stream_positions else None
+
+    def add(self, embeddings: Tensor) -> Tensor:  # (1, T, H)
+        if self.micro_batch is None:
+            return embeddings
+        lengths, positions = self.micro_batch.row.seq_lengths, self.micro_batch.stream_positions
+        assert embeddings.shape[:2] == (1, sum(lengths)), f"{tuple(embeddings.shape)}, of {sum(lengths)} tokens"
+        noise, generator = torch.zeros_like(embeddings), torch.Generator(embeddings.device)
+        for part, position in zip(noise[0].split(lengths), positions, strict=False):  # a row's filling is not a sample
+            generator.manual_seed(derive_noise_seed(self.seed, position))
+            largest = self.alpha / part.numel() ** 0.5
+            part.uniform_(-largest, largest, generator=generator)
+        return embeddings + noise
+
+
+def derive_noise_seed(seed: int, position: int) -> int:
+    return int(np.random.SeedSequence([seed, position], spawn_key=OF_NOISE).generate_state(1)[0])

@@ -19,7 +19,6 @@ from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sampl
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import RowGroup
-from mini_trainer.objectives.divergences import Divergence, Top
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
 from mini_trainer.objectives.families.text import TextReader
@@ -33,7 +32,14 @@ from mini_trainer.objectives.objective import (
     TeacherModel,
     TeacherScores,
 )
-from mini_trainer.objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
+from mini_trainer.objectives.soft_targets import (
+    SOFT_COLUMN,
+    Divergence,
+    SoftTargets,
+    Top,
+    make_even_records,
+    read_records,
+)
 from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 

@@ -81,17 +81,17 @@ WEIGHTINGS = Doors(
 # Divergences from a teacher: from a file of its K most probable tokens, and from its own logits.
 FROM_TOP = Doors(
     {
-        "forward-kl": "mini_trainer.objectives.divergences:FORWARD_WITHIN_TOP",
-        "top-k-kl": "mini_trainer.objectives.divergences:FORWARD_OVER_TOP",
-        "masked-kl": "mini_trainer.objectives.divergences:FORWARD_BESIDE_TARGET",
+        "forward-kl": "mini_trainer.objectives.soft_targets:FORWARD_WITHIN_TOP",
+        "top-k-kl": "mini_trainer.objectives.soft_targets:FORWARD_OVER_TOP",
+        "masked-kl": "mini_trainer.objectives.soft_targets:FORWARD_BESIDE_TARGET",
     }
 )
 FROM_LOGITS = Doors(
     {
-        "forward-kl": "mini_trainer.objectives.divergences:diverge_forward",
-        "masked-kl": "mini_trainer.objectives.divergences:diverge_forward_beside_target",
-        "reverse-kl": "mini_trainer.objectives.divergences:diverge_in_reverse",
-        "jsd": "mini_trainer.objectives.divergences:diverge_jensen_shannon",
+        "forward-kl": "mini_trainer.objectives.soft_targets:diverge_forward",
+        "masked-kl": "mini_trainer.objectives.soft_targets:diverge_forward_beside_target",
+        "reverse-kl": "mini_trainer.objectives.soft_targets:diverge_in_reverse",
+        "jsd": "mini_trainer.objectives.soft_targets:diverge_jensen_shannon",
     }
 )
 
@@ -108,10 +108,10 @@ FREEZABLE = ("vision", "projector", "language", "nothing")  # parts of vision-la
 
 TRACKERS = Doors(
     {
-        "wandb": "mini_trainer.run.tracker_packages:start_wandb",
-        "tensorboard": "mini_trainer.run.tracker_packages:start_tensorboard",
-        "mlflow": "mini_trainer.run.tracker_packages:start_mlflow",
-        "trackio": "mini_trainer.run.tracker_packages:start_trackio",
+        "wandb": "mini_trainer.run.trackers:start_wandb",
+        "tensorboard": "mini_trainer.run.trackers:start_tensorboard",
+        "mlflow": "mini_trainer.run.trackers:start_mlflow",
+        "trackio": "mini_trainer.run.trackers:start_trackio",
     }
 )
 TRACKER_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy")}  # of trackers that need more modules than their namesake

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from mini_trainer.options import iterate_fields, list_types
 from mini_trainer.options.fields import flag_for, name_type
 from mini_trainer.options.option_files import convert_each, convert_known, naming_place, refuse
-from mini_trainer.options.problems.facts import find_single_problems
+from mini_trainer.options.problems.finding import find_single_problems
 
 Settings = TypeVar("Settings")
 Readers = Mapping[str, Callable[[Any], Any]]

@@ -39,7 +39,7 @@ def choose_settings(options: TrainOptions) -> ObjectiveSettings:
     """The options of objectives and model families."""
     seed, noise = options.data.seed, None
     if options.optimization.neftune_alpha is not None:
-        from mini_trainer.objectives.embedding_noise import EmbeddingNoise
+        from mini_trainer.objectives.objective import EmbeddingNoise
 
         noise = EmbeddingNoise(options.optimization.neftune_alpha, seed=seed)
     return ObjectiveSettings(

@@ -1,4 +1,6 @@
-"""A run's identity and start-up record, kept next to its checkpoints: they tell whose directory this is."""
+"""A run's identity, a hash or the value of everything that affects its numbers, and its start-up record, kept next to its
+checkpoints: they tell whose directory this is.
+"""
 
 import functools
 import json
@@ -11,24 +13,29 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import is_part, read_fields, written_aside
-from mini_trainer.data.tokenized.order import PERMUTATION
+from mini_trainer.data.stores.disk import hash_json, is_part, read_fields, written_aside
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.tokenized.order import PERMUTATION, name_rule
 from mini_trainer.data.tokenized.reader import name_source
 from mini_trainer.distributed.devices import describe_device
 from mini_trainer.distributed.ending import EXIT_FILE, log
 from mini_trainer.distributed.lock import OWN_FILES
 from mini_trainer.distributed.messages import hide_in
 from mini_trainer.distributed.world import World
+from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.options import (
+    OptimizationOptions,
     TrainOptions,
     flatten_options,
     iterate_fields,
     list_data_sets,
     list_deciding_options,
     list_defaults,
+    list_identifying_options,
 )
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.file_names import NOTES_FILE, PARAMS_FILE
+from mini_trainer.run.inputs import RunInputs
 
 # In a run's identity.
 OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
@@ -283,3 +290,49 @@ def flatten_with_urls(options: TrainOptions) -> dict[str, Any]:
     """All options by name, with URLs in place of the local copies of data sets."""
     named = {name: tuple(map(name_source, paths)) for name, paths in list_data_sets(options).items() if paths}
     return flatten_options(options) | unwrap(named, options)
+
+
+def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[str, Any]:
+    """Everything that affects a run's numbers: a checkpoint only fits a run with the same identity. Includes the number
+    of steps only if the learning rate depends on it.
+    """
+    data, has_own_end = inputs.data, optimization.needs_end and optimization.schedule_steps is None
+    values = inputs.values | {"batch_size": inputs.data_options.samples_per_step}
+    digests = [
+        fingerprint_data(
+            source.path, source=sidecar and sidecar.get("source"), lengths=source.lengths, kept=source.kept
+        )
+        for source, sidecar in zip(data.sources, inputs.sidecars, strict=True)
+    ]
+    return {
+        "data": digests[0] if len(digests) == 1 else hash_json(digests),
+        "tokenizer": fingerprint_tokenizer(inputs.tokenizer),
+        "chat template": fingerprint_chat_template(inputs.tokenizer),
+        "model": fingerprint_model(inputs.model_dir),
+        ORDER: name_rule([len(kept) for kept in data.kept_of]),
+        "compute-dtype": str(inputs.compute_dtype).removeprefix("torch."),
+        "number of steps": inputs.num_steps if has_own_end else None,
+        REFERENCE: find_reference(inputs),
+        TEACHER: find_teacher(inputs),
+        OF_METHOD: inputs.method.list_data_hashes(),
+        ORIGIN: None if inputs.origin is None else inputs.origin.digest,
+        **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
+    }
+
+
+def find_reference(inputs: RunInputs) -> str | None:
+    """A hash of everything but the data that affects the reference's numbers; None without a reference."""
+    if inputs.objective.reference is None:
+        return None
+    from mini_trainer.run.references import identify_reference
+
+    return identify_reference(inputs)
+
+
+def find_teacher(inputs: RunInputs) -> str | None:
+    """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
+    if inputs.objective.teacher is None:
+        return None
+    from mini_trainer.run.teachers import identify_teacher
+
+    return identify_teacher(inputs)

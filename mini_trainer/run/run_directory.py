@@ -23,8 +23,7 @@ from mini_trainer.options import (
     ValidationOptions,
 )
 from mini_trainer.run.checkpoint_files import has_checkpoints
-from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
-from mini_trainer.run.disk_check import check_disk
+from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_checkpoint
 from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
@@ -33,12 +32,13 @@ from mini_trainer.run.identity import (
     check_same_run,
     check_unused,
     describe_start,
+    identify_run,
     is_checkpoint_of,
     record_end,
     record_start,
 )
-from mini_trainer.run.input_identity import identify_run
 from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.preflight import check_disk
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import Console, MetricsFile, Sink, TimeLeft, TrainingLog
 from mini_trainer.sampler import Batch, RunPosition
@@ -75,8 +75,6 @@ class RunDirectory:
         origin = options.continue_from
         self.origin: Checkpoint | None = None
         if origin is not None:
-            from mini_trainer.run.origin import read_origin
-
             self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
         self.values: Mapping[str, Any] = {}  # all options by name
@@ -285,7 +283,22 @@ def check_disks(world: World, output_dir: Path) -> None:
 def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None) -> Sink:
     """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
     if shows_progress() and log.isEnabledFor(logging.INFO):
-        from mini_trainer.run.live_line import LiveLine
+        from mini_trainer.run.training_log import LiveLine
 
         return LiveLine(time_left, shown=shown)
     return Console(time_left, shown=shown, max_epochs=max_epochs)
+
+
+def read_origin(path: Path, output_dir: Path) -> Checkpoint:
+    """Opens the checkpoint of --continue-from, like `read_checkpoint`; ValueError if it is a run's own."""
+    if is_checkpoint_of(output_dir, path):
+        raise ValueError(
+            f"--continue-from {path}: is a checkpoint of --output-dir {output_dir}, from which the same command"
+            " resumes without --continue-from: choose a new --output-dir to start another run"
+        )
+    try:
+        return read_checkpoint(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"--continue-from {path}: is not a valid checkpoint (a run's directory checkpoints/step_N): {error}"
+        ) from None

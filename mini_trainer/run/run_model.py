@@ -16,7 +16,7 @@ from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.rates import learning_rate_at
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
-from mini_trainer.objectives.families.packed_row import check_positions
+from mini_trainer.objectives.families.micro_batch import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import TeacherModel
 from mini_trainer.objectives.packed_model import PackedModel

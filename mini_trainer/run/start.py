@@ -285,7 +285,7 @@ def open_objective(
     if model.tokenizer is not None:
         errors.attempt(lambda: method.open_files(model.tokenizer, data.options))
         if preference.reference_model is not None or teacher.teacher_model is not None:
-            from mini_trainer.run.other_models import open_other_models
+            from mini_trainer.run.teachers import open_other_models
 
             names = {REFERENCE_MODEL: preference.reference_model, TEACHER_MODEL: teacher.teacher_model}
             other_models = open_other_models(names, data, model, errors)

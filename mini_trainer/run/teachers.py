@@ -1,24 +1,25 @@
-"""A run's teacher: its stored scores of the data, or the model itself."""
+"""Models that a run reads without training them: its reference and its teacher, which may be stored scores of the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mini_trainer.data.stores.disk import hash_json
-from mini_trainer.data.stores.model_files import name_model
+from mini_trainer.data.stores.model_files import find_model, name_model
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.pairs import pair
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
-from mini_trainer.model.config import ModelSource
+from mini_trainer.model.config import ModelSource, check_rope, load_config
 from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 from mini_trainer.model.teaching import OtherModel, StartWeights
-from mini_trainer.objectives.families.packed_row import check_positions
+from mini_trainer.objectives.families.micro_batch import check_positions
 from mini_trainer.objectives.objective import SELF, TeacherModel
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN
 from mini_trainer.objectives.teachers import SEEN_COLUMN
-from mini_trainer.run.inputs import TEACHER_MODEL, OpenedData, OpenedObjective, RunInputs
+from mini_trainer.run.inputs import TEACHER_MODEL, Errors, OpenedData, OpenedModel, OpenedObjective, RunInputs
 from mini_trainer.run.start_checks import check_task
 
 
@@ -98,3 +99,33 @@ def identify_teacher(inputs: RunInputs) -> str | None:
         for source in inputs.teacher_data.sources
     ]
     return hash_json([teacher, *read])
+
+
+def open_other_models(
+    names: Mapping[str, str | None], data: OpenedData, model: OpenedModel, errors: Errors
+) -> dict[str, ModelSource]:
+    """The models by the options that name them, without those that cannot be used."""
+    found: dict[str, ModelSource] = {}
+    for flag, name in names.items():
+        if name not in (None, SELF):
+            opened = errors.attempt(lambda flag=flag, name=name: open_other_model(flag, name, model))
+            found |= {} if opened is None else {flag: opened}
+    if names[TEACHER_MODEL] is not None and data.training is not None:
+        teacher = found.get(TEACHER_MODEL)
+        config = model.config if teacher is None else teacher.config
+        errors.attempt(lambda: check_rope(config, longest=data.longest_taught))
+    return found
+
+
+def open_other_model(flag: str, name: str, model: OpenedModel) -> ModelSource:
+    """The model of this flag; ValueError if it cannot read the run's data."""
+    trust = model.trust_remote_code
+    model_dir = find_model(name, revision=None, trust_remote_code=trust, flag=flag)
+    config = load_config(model_dir, model.family, trust_remote_code=trust)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)
+    if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(model.tokenizer):
+        raise ValueError(
+            f"{flag} {name}: its tokenizer differs from the one that the data was made with: its probabilities would"
+            f" be of other texts"
+        )
+    return ModelSource(model_dir, config, trust, name=name)

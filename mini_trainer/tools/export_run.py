@@ -50,8 +50,7 @@ from mini_trainer.options import (
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
 from mini_trainer.run.exports import Exports, list_numbers
 from mini_trainer.run.file_names import EXPORTS_DIR, PARAMS_FILE
-from mini_trainer.run.identity import OF_METHOD
-from mini_trainer.run.input_identity import identify_run
+from mini_trainer.run.identity import OF_METHOD, identify_run
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.run_model import build_run_model, make_average
 from mini_trainer.run.start import make_data_local, open_inputs

@@ -14,7 +14,8 @@ from exports import export
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.world import World, init_world
 from mini_trainer.run import export as exporting
-from mini_trainer.run import export_weights, write_pool
+from mini_trainer.run import write_pool
+from mini_trainer.run.export import WeightStream
 
 MODEL, EXPORT = map(Path, sys.argv[1:3])
 DTYPE, FAULT = getattr(torch, sys.argv[3]), sys.argv[5]
@@ -44,7 +45,7 @@ def inject(fault: str) -> None:
         os.pwrite = failing(os.pwrite, number=9, message=message)
     elif fault == "hash":
         write_pool.HashedFile.read_back = failing(None, number=1, message=message)
-        export_weights.WeightStream.sort = lambda self, groups: range(len(groups))  # the model's order, not the files'
+        WeightStream.sort = lambda self, groups: range(len(groups))  # the model's order, not the files'
     elif fault == "sync":
         os.fsync = failing(os.fsync, number=2, message=message)
     else:

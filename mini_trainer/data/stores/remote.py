@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from mini_trainer.distributed.messages import hide_secrets
-from mini_trainer.options.problems.packages import require
+from mini_trainer.options.problems.finding import require
 from mini_trainer.options.urls import (
     PACKAGES,
     RefusedRedirect,

@@ -28,7 +28,7 @@ from mini_trainer.model.methods.adapter_settings import (
 )
 from mini_trainer.model.stored_tensors import Reader, check_finite, read_tensor
 from mini_trainer.model.weights import grow_rows
-from mini_trainer.options.problems.packages import require
+from mini_trainer.options.problems.finding import require
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

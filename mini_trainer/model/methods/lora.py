@@ -30,6 +30,7 @@ from mini_trainer.model.methods.adapter_files import (
 from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG
 from mini_trainer.model.methods.lora_layers import (
     ADAPTER,
+    Merger,
     Targets,
     choose_targets,
     find_saved_names,
@@ -39,9 +40,7 @@ from mini_trainer.model.methods.lora_layers import (
     make_initial,
     speed_up,
 )
-from mini_trainer.model.methods.lora_merging import Merger
-from mini_trainer.model.methods.nf4 import NF4Weight, fill_packed, pack_layers
-from mini_trainer.model.methods.nf4_experts import adapt_experts, pack_experts
+from mini_trainer.model.methods.nf4 import NF4Weight, adapt_experts, fill_packed, pack_experts, pack_layers
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.micro_batch import MicroBatch

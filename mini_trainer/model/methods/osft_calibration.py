@@ -24,8 +24,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.devices import GIB, available_memory, memory_limit, resident_memory
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.model.methods.hashed_tensors import load_hashed, read_about, save_hashed
-from mini_trainer.model.methods.osft_subspaces import find_targets, weight_shape
+from mini_trainer.model.methods.osft_subspaces import find_targets, load_hashed, read_about, save_hashed, weight_shape
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel

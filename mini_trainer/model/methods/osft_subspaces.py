@@ -1,16 +1,20 @@
-"""OSFT's directions: the layers that have them, their computation, and a cache of the slow decompositions.
+"""OSFT's directions: the layers that have them, their computation, and a cache of the slow decompositions, whose
+safetensors files hold a hash of their tensors.
 
 Letters as in osft.py: a weight is treated as a matrix A of L rows and s columns; k of the s directions are kept.
 """
 
 import hashlib
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -20,8 +24,40 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import find_linear_layers
-from mini_trainer.model.methods.hashed_tensors import load_hashed, save_hashed
 from mini_trainer.options.reading import check_regular
+
+KEY, ABOUT = "sha256", "about"  # in the file's metadata: the hash alone, or JSON that holds it
+
+
+def save_hashed(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any] | None = None) -> None:
+    """Writes the tensors with their hash, as one entry: of several entries the order differs from file to file."""
+    hashed = {KEY: hash_tensors(tensors)}
+    save_file(tensors, path, metadata=hashed if about is None else {ABOUT: json.dumps({**about, **hashed})})
+
+
+def read_about(file: safe_open) -> dict[str, Any]:
+    """The open file's contents other than tensors."""
+    about = dict(json.loads(file.metadata()[ABOUT]))
+    about.pop(KEY, None)
+    return about
+
+
+def load_hashed(file: safe_open) -> dict[str, Tensor]:
+    """All tensors of the open file; ValueError if they have another hash. Older versions recorded none."""
+    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata, expected = file.metadata() or {}, hash_tensors(tensors)
+    if metadata.get(KEY, json.loads(metadata.get(ABOUT, "{}")).get(KEY, expected)) != expected:
+        raise ValueError("damaged: the hash of its tensors differs from the recorded one")
+    return tensors
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
 
 CACHE_VERSION = 1  # version of the cached files' format
 # Eigenvalues of a Gram matrix below this share of the largest are recomputed separately: fp64 has 16 digits.

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
-from mini_trainer.model.optim.decay import find_decayed
-from mini_trainer.model.optim.rates import Rates, choose_rates
+from mini_trainer.model.optim.rates import Rates, choose_rates, find_decayed
 from mini_trainer.options import OptimizationOptions
 from mini_trainer.options.doors import OPTIMIZERS
 

@@ -1,14 +1,47 @@
-"""Learning rates: schedules as pure functions of the step, and the rates and weight decay of parts of a model."""
+"""Learning rates: schedules as pure functions of the step, and the rates and weight decay of parts of a model.
+
+A parameter's role, not its number of dimensions, decides whether it gets weight decay.
+"""
 
 import math
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from mini_trainer.model.optim.decay import find_decayed
 from mini_trainer.options import OptimizationOptions, parse_rate
 from mini_trainer.options.doors import DECAYS
+
+# Modules whose "weight" is a matrix or a table of rows; torch's convolutions share a private base class.
+MATRICES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear, Conv1D, nn.modules.conv._ConvNd)
+# Names of parameters that other modules hold: biases, norms, scales and the decay rates of a recurrence. All else that
+# they hold are matrices, such as fused experts, and tables.
+NEVER = re.compile(r"bias|norm|scale|gamma|lambda|decay|^a_log$|^d$")
+
+
+def find_decayed(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to: weights of linear layers, embeddings and convolutions, and
+    other parameters with two dimensions or more, such as fused experts, unless they are biases, norms or scales."""
+    return {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key, param in module.named_parameters(recurse=False)
+        if is_decayed(module, key, param)
+    }
+
+
+def is_decayed(module: nn.Module, key: str, param: nn.Parameter) -> bool:
+    """Whether weight decay applies to the parameter that `module` itself holds as `key`."""
+    if param.ndim < 2 or key.endswith("bias"):
+        return False
+    if isinstance(module, MATRICES):
+        return True
+    # Every transformers model has its own norm classes, with Norm in the name.
+    is_norm = any("norm" in base.__name__.lower() for base in type(module).__mro__)
+    return not is_norm and NEVER.search(key.lower()) is None
+
 
 INVERSE_SQRT_STEPS = 10_000  # time scale of inverse_sqrt without warm-up, as in transformers
 

@@ -26,8 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.objectives.families.family import Encoded, Family, ReferenceForward, RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, pack_row
-from mini_trainer.objectives.families.packed_row import describe_row
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, describe_row, pack_row
 from mini_trainer.objectives.families.text_tower import find_base
 
 NO_TOKEN = -1  # not the id of any token

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, pack_row
-from mini_trainer.objectives.families.packed_row import find_pad_position
+from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, find_pad_position, pack_row
 from mini_trainer.objectives.families.text_tower import LeftOut
 
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several experts

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mini_trainer.options import RowOptions, flag_name, parse_named_values, parse_shard
 from mini_trainer.options.doors import RANDOM_FORMATS
-from mini_trainer.options.problems.facts import list_changed, list_row_sources
+from mini_trainer.options.problems.finding import list_changed, list_row_sources
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import hide_credentials, is_url
 

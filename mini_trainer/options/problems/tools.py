@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mini_trainer.options import parse_named_values
-from mini_trainer.options.problems.signals import find_unpaired
+from mini_trainer.options.problems.learning import find_unpaired
 from mini_trainer.options.tools import (
     BoardOptions,
     ContinualOptions,

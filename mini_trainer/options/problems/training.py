@@ -1,26 +1,32 @@
-"""Problems with train.py's options: data, optimization, computation, and the end of a run."""
+"""Problems with train.py's options: data, optimization, methods, computation, reporting, and the end of a run."""
 
 import math
 import re
 from dataclasses import replace
 
 from mini_trainer.options import (
+    CallbackOptions,
+    ExportOptions,
+    HubOptions,
+    OSFTOptions,
     RowOptions,
+    TrackingOptions,
     TrainOptions,
+    VisionOptions,
     flag_name,
     list_data_sets,
 )
 from mini_trainer.options.doors import RANDOM_FORMATS, open_door
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.facts import list_changed, list_given, list_row_sources
+from mini_trainer.options.problems.finding import list_changed, list_given, list_row_sources
 from mini_trainer.options.problems.learning import find_objective_problems, find_optimization_problems
-from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
+from mini_trainer.options.urls import find_target_faults, find_url_faults, hide_credentials, is_url, split_scheme
 
 # Functions that find problems in these groups, once one of their options is given.
 BY_GROUPS = {
-    ("classification", "preference", "teacher"): "mini_trainer.options.problems.signals:find_signal_problems",
-    ("osft", "lora", "vision"): "mini_trainer.options.problems.methods:find_method_problems",
-    ("tracking", "callbacks", "hub", "exports"): "mini_trainer.options.problems.reporting:find_reporting_problems",
+    ("classification", "preference", "teacher"): "mini_trainer.options.problems.learning:find_signal_problems",
+    ("osft", "lora", "vision"): "mini_trainer.options.problems.training:find_method_problems",
+    ("tracking", "callbacks", "hub", "exports"): "mini_trainer.options.problems.training:find_reporting_problems",
 }
 
 
@@ -208,3 +214,117 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
             " --checkpoint-at-epoch"
         )
     return problems
+
+
+def find_reporting_problems(options: TrainOptions) -> list[str]:
+    """Problems with trackers, callbacks, and places of exports."""
+    return [
+        *find_tracking_problems(options.tracking),
+        *find_callback_problems(options.callbacks),
+        *find_hub_problems(options.hub),
+        *find_upload_problems(options.exports),
+    ]
+
+
+def find_tracking_problems(o: TrackingOptions) -> list[str]:
+    """Trackers that are given twice."""
+    return [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
+
+
+def find_callback_problems(o: CallbackOptions) -> list[str]:
+    """Problems with callbacks: given twice, or not an import path."""
+    paths = dict.fromkeys(o.callbacks)
+    problems = [f"--callbacks {path}: given twice" for path in paths if o.callbacks.count(path) > 1]
+    form = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+    wrong = [path for path in paths if not re.fullmatch(f"{form}:{form}", path)]
+    return problems + [f"--callbacks {path}: must be package.module:Class, such as hooks:Notify" for path in wrong]
+
+
+def find_hub_problems(o: HubOptions) -> list[str]:
+    """An invalid repository name."""
+    if o.push_to_hub is None:
+        return []
+    part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
+    if len(o.push_to_hub) > 96 or not re.fullmatch(rf"(?:{part}/)?{part}", o.push_to_hub):
+        return [f"--push-to-hub {o.push_to_hub}: must be NAME or OWNER/NAME, of letters, digits, and -, _ or . inside"]
+    return []
+
+
+def find_upload_problems(o: ExportOptions) -> list[str]:
+    """Problems with the URL to upload exports to."""
+    if o.upload_to is None:
+        return []
+    if not is_url(o.upload_to):
+        return [f"--upload-to {o.upload_to}: must be a URL (s3://BUCKET/PATH or gs://BUCKET/PATH)"]
+    if split_scheme(o.upload_to)[0] == "hf":
+        return [f"--upload-to {o.upload_to}: give the repository by --push-to-hub, which makes each export a commit"]
+    return find_target_faults(o.upload_to, flag="--upload-to")
+
+
+# Settings that an adapter to continue from determines, so options must not set them.
+LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_dora", "modules_to_save")
+
+
+def find_method_problems(options: TrainOptions) -> list[str]:
+    """Problems with the training method."""
+    return [*find_osft_problems(options.osft), *find_lora_problems(options), *find_vision_problems(options)]
+
+
+def find_osft_problems(o: OSFTOptions) -> list[str]:
+    """Problems with OSFT's options: without effect, or missing."""
+    if not o.osft:
+        return []
+    problems = []
+    ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
+    uses_activations = o.osft_basis == "activations"
+    has_statistics = o.osft_calibration_data is not None or o.osft_statistics is not None
+    if ratio is None and (energy is None or not uses_activations):
+        problems.append("--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1")
+    if ratio == 0 and not o.osft_train_others:
+        problems.append(f"--osft-unfreeze-rank-ratio {ratio} without --osft-train-others trains nothing")
+    if energy is not None and ratio is not None:
+        problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both set how much to keep: give only one")
+    if uses_activations and not has_statistics:
+        problems.append("--osft-basis activations needs --osft-calibration-data, --osft-statistics, or both")
+    if has_statistics and not uses_activations:
+        problems.append("--osft-calibration-data and --osft-statistics have no effect with --osft-basis weights")
+    return problems
+
+
+def find_lora_problems(options: TrainOptions) -> list[str]:
+    """Problems with LoRA's options: without effect, or incompatible with others."""
+    problems, o = [], options.lora
+    if not o.lora:
+        return []
+    said = sorted(set(list_given(o)) & {flag_name(f"lora_{name}") for name in LORA_ADAPTER_SAYS})
+    if o.lora_adapter is not None and said:
+        problems.append(f"{', '.join(said)}: no effect with --lora-adapter, which determines it")
+    if options.osft.osft:
+        problems.append("--lora and --osft are two training methods: give only one")
+    if options.optimization.master_weights != "float32":
+        problems.append(
+            f"--master-weights {options.optimization.master_weights} has no effect with --lora: adapters are float32,"
+            " and frozen weights are in --compute-dtype"
+        )
+    if options.compute.float8:
+        problems.append("--float8 cannot be used with --lora: peft does not support adapters on fp8 layers")
+    if o.base_quantization != "none" and o.lora_use_dora:
+        problems.append(f"--lora-use-dora cannot be used with --base-quantization {o.base_quantization}")
+    return problems
+
+
+def find_vision_problems(options: TrainOptions) -> list[str]:
+    """Problems with --freeze, alone or with LoRA and OSFT."""
+    if options.vision == VisionOptions():
+        return []
+    frozen = options.vision.freeze
+    if "nothing" in frozen and len(frozen) > 1:
+        return [f"--freeze {' '.join(frozen)}: nothing cannot be combined with other parts"]
+    flag, lora, osft = f"--freeze {' '.join(frozen)}", options.lora, options.osft
+    if lora.lora and not lora.lora_target_modules and lora.lora_adapter is None:
+        return [f"{flag}: with --lora it restricts --lora-target-modules, which is not given"]
+    if osft.osft and "language" in frozen:
+        return [f"{flag}: --osft trains the language model"]
+    if osft.osft and not osft.osft_train_others:
+        return [f"{flag}: no effect with --osft unless --osft-train-others makes other parameters trainable"]
+    return []

@@ -55,15 +55,13 @@ from mini_trainer.options import (
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import check_state
 from mini_trainer.run.choosing import choose_method
-from mini_trainer.run.identity import check_continues, check_same_run, check_unused, is_checkpoint_of
-from mini_trainer.run.input_identity import identify_run
+from mini_trainer.run.identity import check_continues, check_same_run, check_unused, identify_run, is_checkpoint_of
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.origin import read_origin
-from mini_trainer.run.plan.memory import plan_memory, simulated_compute
-from mini_trainer.run.plan.parts import Findings, PlannedRun, Target
+from mini_trainer.run.plan.memory import Findings, PlannedRun, Target, plan_memory, simulated_compute
 from mini_trainer.run.plan.simulation import Ranks, lay_out_model
 from mini_trainer.run.plan.speed import measure_speed, plan_reference, plan_teacher, plan_time
 from mini_trainer.run.raw_rows import find_local_data
+from mini_trainer.run.run_directory import read_origin
 from mini_trainer.run.run_model import describe_schedule, keeps_to_budget, weigh_images
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.start_checks import describe_start

@@ -8,21 +8,24 @@ of as many ranks as wanted (torch's fake process group), and `MemoryCounter` add
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mini_trainer.distributed.devices import DTYPES, OFFLOADED, MemoryCounter, memory_kind
 from mini_trainer.distributed.world import World, make_mesh, make_row_group
@@ -39,8 +42,88 @@ from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import ComputeOptions
 from mini_trainer.options.doors import KEEPING
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.plan.known_values import KnownValues
 from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
+
+MOST_ELEMENTS = 2**26  # of a tensor whose values are kept
+
+
+class KnownValues(TorchDispatchMode):
+    """While entered inside `fake`, tensors made from real ones keep their values, and so do results computed from these
+    alone. This simulates vision towers that cut their rows by tensor values: image sizes, places of padding.
+    """
+
+    def __init__(self, fake: FakeTensorMode):
+        super().__init__()
+        self.fake = fake
+        self.values = WeakTensorKeyDictionary()  # simulated tensor -> real one
+
+    def simulate(self, tensor: Tensor) -> Tensor:
+        """A simulated tensor in the place of a real one, with its values."""
+        with _disable_current_modes():
+            simulated = self.fake.from_tensor(tensor)
+            self.values[simulated] = tensor.clone()  # as long as `tensor` itself lives, `fake` keeps what it made of it
+        return simulated
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded in function.tags:
+            return function(*args, **kwargs)
+        given = list_tensors((*args, *kwargs.values()))
+        is_known = all(tensor in self.values or is_real(tensor) for tensor in given)
+        try:
+            result = function(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if is_known:
+                return tree_map_only(Tensor, self.simulate, self.compute(function, args, kwargs))
+            if function._schema.name not in ("aten::index", "aten::index_put"):
+                raise
+            return function(args[0], self.number_masked(args[1]), *args[2:], **kwargs)
+        made = list_tensors((result,))
+        if is_known and made and all(is_kept(tensor, is_new=not given) for tensor in made):
+            self.values.update(zip(made, list_tensors((self.compute(function, args, kwargs),)), strict=True))
+        elif function._schema.is_mutable:
+            for tensor in made:
+                self.values.pop(tensor, None)
+        return result
+
+    def compute(self, function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The operation on the real tensors."""
+        with _disable_current_modes():
+            args, kwargs = tree_map_only(Tensor, lambda tensor: self.values.get(tensor, tensor), (args, kwargs))
+            return function(*args, **kwargs)
+
+    def number_masked(self, indices: list[Tensor | None]) -> list[Tensor | None]:
+        """Indices with the places that a known mask chooses in the mask's place."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype == torch.bool and index in self.values:
+                with _disable_current_modes():
+                    places = self.values[index].nonzero(as_tuple=True)
+                found += map(self.simulate, places)
+            else:
+                found.append(index)
+        return found
+
+
+def list_tensors(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, which may hold lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += list_tensors(value)
+    return found
+
+
+def is_real(tensor: Tensor) -> bool:
+    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+
+
+def is_kept(tensor: Tensor, *, is_new: bool) -> bool:
+    """Whether the operation's values are computed: tensors made from nothing may be meant to hold a model's numbers."""
+    return tensor.numel() <= MOST_ELEMENTS and not (is_new and tensor.is_floating_point())
+
 
 SHARDED = ("weights", "frozen", "gradients", "optimizer")  # kinds of memory that --cpu-offload moves to the CPU
 # Where FSDP's code is entered from the model's and autograd's: memory allocated there is for its collectives.

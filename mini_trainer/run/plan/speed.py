@@ -17,8 +17,15 @@ from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.objectives.objective import TeacherModel
 from mini_trainer.run.auto_choice import NUM_BATCHES
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
-from mini_trainer.run.plan.memory import simulated_compute
-from mini_trainer.run.plan.parts import Findings, Packing, PlannedReference, PlannedRun, PlannedTeacher, Target
+from mini_trainer.run.plan.memory import (
+    Findings,
+    Packing,
+    PlannedReference,
+    PlannedRun,
+    PlannedTeacher,
+    Target,
+    simulated_compute,
+)
 from mini_trainer.run.plan.simulation import PlannedModel
 from mini_trainer.run.references import find_unscored
 from mini_trainer.run.run_model import build_run_model

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     options = parse_options(SweepOptions)  # before the slow imports: --help and typos answer at once
 
 from mini_trainer.distributed.messages import say
-from mini_trainer.options.problems.packages import require
+from mini_trainer.options.problems.finding import require
 from mini_trainer.run.stages import ending_experiment
 from mini_trainer.tools.sweep.running import Pool, divide_devices, list_devices
 from mini_trainer.tools.sweep.settings import check_trials, list_files, read_settings

@@ -25,7 +25,7 @@ from mini_trainer.model.fingerprints import fingerprint_data
 from mini_trainer.model.method import Full
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.objectives.classes import PROBLEM_TYPES
-from mini_trainer.objectives.families.packed_row import check_positions
+from mini_trainer.objectives.families.micro_batch import check_positions
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.rewards import REWARD

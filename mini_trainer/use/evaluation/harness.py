@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mini_trainer.options.command_line import suggest
-from mini_trainer.options.problems.packages import require
+from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.kept import is_made_by, read_samples, write_made

@@ -10,7 +10,7 @@ import numpy as np
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.world import World
-from mini_trainer.options.problems.packages import require
+from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EvaluateOptions, SamplingOptions
 from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus

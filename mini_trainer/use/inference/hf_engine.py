@@ -18,8 +18,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from mini_trainer.data.rows.prompts import Prompt, encode_prompt, find_refusal
 from mini_trainer.distributed.ending import is_out_of_memory, log
+from mini_trainer.model.blocks import find_mixers
 from mini_trainer.model.config import list_stops
-from mini_trainer.model.mixers import find_mixers
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Answer, Key, Request, make_processors, refuse
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype, load_answering_model

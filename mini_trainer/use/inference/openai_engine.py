@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from mini_trainer.data.chat.conversation import ASSISTANT, REASONING_KEYS, Message
 from mini_trainer.data.rows.prompts import Prompt, as_protocol
 from mini_trainer.distributed.messages import HIDDEN, hide_secrets
-from mini_trainer.options.problems.packages import require
+from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.options.urls import list_http_errors
 from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed, refuse

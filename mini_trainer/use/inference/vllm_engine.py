@@ -15,7 +15,7 @@ from mini_trainer.data.rows.prompts import Prompt, encode_prompt, find_refusal
 from mini_trainer.model.methods.adapter_settings import check_settings
 from mini_trainer.options import parse_named_values
 from mini_trainer.options.command_line import suggest
-from mini_trainer.options.problems.packages import require
+from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.engine import Answer, Key, Request, make_seed, refuse
 from mini_trainer.use.inference.loading import FoundModel, choose_dtype
