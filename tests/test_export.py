@@ -36,8 +36,8 @@ from mini_trainer.model import gathering
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.options import LoRAOptions
-from mini_trainer.run import export, write_pool
 from mini_trainer.run import export as exporting
+from mini_trainer.run import write_pool
 from mini_trainer.run.checkpoint_files import write_tensors
 from mini_trainer.run.export import WeightStream
 from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
@@ -110,7 +110,7 @@ def test_without_transformers_internals_the_files_are_the_same(monkeypatch, tmp_
     def fail(*args: object) -> None:
         raise TypeError("got an unexpected keyword argument 'reverse'")
 
-    monkeypatch.setattr(export, "find_targets", fail)
+    monkeypatch.setattr(exporting, "find_targets", fail)
     whole, streamed, held = export_both_ways(MODELS["mixtral"], torch.float32, tmp_path)
     assert streamed == whole and held > 0
 

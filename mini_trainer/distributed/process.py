@@ -1,5 +1,5 @@
-"""This process: its parent, its number among those started together, its garbage collector, its open files, and limits on
-the time and memory of other people's templates and patterns.
+"""This process: its parent, its number among those started together, its garbage collector, its open files, and limits
+on the time and memory of other people's templates and patterns.
 
 Imports of torch and transformers make over half a million objects, which live as long as the process. The collector
 would scan them all eight times: over one CPU second of the six until a tiny model's first step

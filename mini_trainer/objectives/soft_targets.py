@@ -1,5 +1,5 @@
-"""A teacher's most probable tokens at each trained token, as files and samples hold them, and divergences from a teacher,
-with their derivatives by the student's logits.
+"""A teacher's most probable tokens at each trained token, as files and samples hold them, and divergences from a
+teacher, with their derivatives by the student's logits.
 
 p is the student's distribution, q the teacher's. N trained tokens, R of them in a chunk, V vocabulary size, K tokens
 that a teacher's file names for each of them; its bucket K + 1 holds all others.

@@ -1,5 +1,5 @@
-"""A run's identity, a hash or the value of everything that affects its numbers, and its start-up record, kept next to its
-checkpoints: they tell whose directory this is.
+"""A run's identity, a hash or the value of everything that affects its numbers, and its start-up record, kept next to
+its checkpoints: they tell whose directory this is.
 """
 
 import functools

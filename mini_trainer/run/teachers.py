@@ -1,4 +1,4 @@
-"""Models that a run reads without training them: its reference and its teacher, which may be stored scores of the data."""
+"""Models that a run reads without training them: its reference and its teacher, which may be scores in files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""All problems with options that can be found without reading files: those that follow from the facts of single options,
-and packages that options need and that are not installed, the only problems that depend on the machine.
+"""All problems with options that can be found without reading files: those that follow from the facts of single
+options, and packages that options need and that are not installed, the only problems that depend on the machine.
 """
 
 import dataclasses
