@@ -60,10 +60,6 @@ PREPARED = [
      " --ignore-columns label to train on the others without it; --format classification reads labels"),
     ("a list as Python prints it", ValueError, {"in.csv": "messages\n\"[{'role': 'user', 'content': 'a'}]\"\n"}, {},
      f"{ONE}in.csv:2: 'messages' is a list of messages as Python prints it, not JSON: write it with json.dumps{FIX}"),
-    ("a list in an object", ValueError, {"in.json": json.dumps({"data": [ROW]})}, {},
-     f"{ONE}in.json:1: unrecognised format: its keys are ['data'], {FORMATS}; it is an object around a list of"
-     " objects, under 'data': if these are the rows, write the list alone; other names: --messages-field, or for a chat"
-     f" of a question and an answer --format alpaca --p ...{FIX}"),
     ("a quote without end", ValueError, {"in.csv": 'prompt,completion\n"a,b\n'}, {},
      "in.csv: damaged, or not in the format of its ending: a quote in line 2 opens a cell that does not end"),
     ("several formats", ValueError, {"rows/a.jsonl": json.dumps(ROW), "rows/b.txt": "b"}, {"input_file": "rows"},
