@@ -14,7 +14,6 @@ from statistics import mean
 import build_site
 import code_reference
 import option_reference
-import pictures
 import pytest
 from program import ROOT, list_sources
 
@@ -332,10 +331,6 @@ def test_links_are_moved_with_their_page_and_files_copied():
         "[a](../security.md)"
     )
     assert copied == [Path("examples/recipes/trace.yaml")]
-
-
-def test_the_pictures_are_those_that_the_program_draws():
-    assert {name: (pictures.FOLDER / name).read_text() for name, _ in pictures.draw_all()} == dict(pictures.draw_all())
 
 
 @pytest.mark.long
