@@ -17,9 +17,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from mini_trainer.batch_packer import batch_lengths_to_minibatches, pack_batch  # noqa: F401 - sampler had it first
-from mini_trainer.data.tokenized.by_row import Rows, RunningSums, Values, find_top_row, sum_values
+from mini_trainer.data.tokenized.by_row import (
+    Permutation,
+    Rows,
+    RunningSums,
+    Values,
+    draw_permutation,
+    find_top_row,
+    sum_values,
+)
 from mini_trainer.data.tokenized.mixture import Mixture, interleave
-from mini_trainer.data.tokenized.order import Permutation, draw_permutation
 from mini_trainer.distributed.world import RowGroup, RowPlace, World, count_sharing
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.objective import Objective

@@ -46,7 +46,6 @@ from mini_trainer.model.methods.osft_calibration import prepare_statistics
 from mini_trainer.model.methods.osft_subspaces import find_targets
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.optim.rates import learning_rate_at
-from mini_trainer.model.teaching import StartWeights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
@@ -60,6 +59,7 @@ from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts, export_model
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
+from mini_trainer.run.teachers import StartWeights
 from mini_trainer.sampler import Batch, iterate_batches
 
 KL = dict(teacher_model="self", teacher_weight=0.5)  # --teacher-divergence forward-kl

@@ -36,7 +36,6 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import RowPlace, World, init_world, setup_logging
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
-from mini_trainer.model.teaching import OtherModel, StartWeights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import SELF, ObjectiveSettings, TeacherModel
@@ -44,7 +43,7 @@ from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, TrainOptions
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
-from mini_trainer.run.teachers import add_scores
+from mini_trainer.run.teachers import OtherModel, StartWeights, add_scores
 from mini_trainer.sampler import Batch, iterate_batches
 
 NUM_ROWS, BATCH_SIZE, TOP_K = 32, 8, 32

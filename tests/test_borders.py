@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from mini_trainer.data.chat.conversation import DIVIDED, Chat, Completion
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.tokens import ByteEncoder, ByteEncoding, list_byte_characters
-from mini_trainer.data.rows.feedback_rows import Feedback, mask_feedback
-from mini_trainer.data.rows.preference_rows import Preference, mask_preferences
+from mini_trainer.data.rows.preference_rows import Feedback, Preference, mask_feedback, mask_preferences
 from mini_trainer.data.rows.prompts import encode_text
 
 PROMPTS = ["Answer: ", "Answer:", "Answer:\n", "### Response:\n\n", "Q? "]

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from mini_trainer.data.chat.conversation import Chat, Completion, Document
 from mini_trainer.data.rows import files as data_files
 from mini_trainer.data.rows import lines as data_lines
+from mini_trainer.data.rows.chat_rows import ImageFolders
 from mini_trainer.data.rows.files import Chunk, find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import FieldPaths, UnknownFormat, detect_format, read_example, read_text_row
 from mini_trainer.data.rows.lines import parse_row
-from mini_trainer.data.rows.pictured import ImageFolders
 from mini_trainer.data.rows.rows import read_rows
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

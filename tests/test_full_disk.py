@@ -21,7 +21,7 @@ from mini_trainer.data.stores.disk import (
     written_aside,
 )
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.use.evaluation.kept import write_made
+from mini_trainer.use.evaluation.results import write_made
 
 LIMITED = ROOT / "tests" / "workers" / "limited.py"
 ROOM = r"File too large.*; .*[0-9,]+ free"

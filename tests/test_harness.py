@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from mini_trainer.continual.checking import find_harness_problems
 from mini_trainer.continual.settings import SetSettings
 from mini_trainer.distributed.ending import RunError
-from mini_trainer.use.evaluation.task_files import describe_task_file
+from mini_trainer.use.evaluation.harness import describe_task_file
 
 need("lm_eval")
 

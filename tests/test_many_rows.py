@@ -18,10 +18,17 @@ from tiny_pairs import write_pairs
 
 from mini_trainer import sampler
 from mini_trainer.data.columns.token_columns import TextColumns
-from mini_trainer.data.tokenized import by_row, index, order
-from mini_trainer.data.tokenized.by_row import Joined, RowRange, find_top_row, join_rows, sum_values
+from mini_trainer.data.tokenized import by_row, index
+from mini_trainer.data.tokenized.by_row import (
+    FeistelPermutation,
+    Joined,
+    RowRange,
+    draw_permutation,
+    find_top_row,
+    join_rows,
+    sum_values,
+)
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.order import FeistelPermutation, draw_permutation
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import RowPlace
 from mini_trainer.model.fingerprints import fingerprint_data
@@ -38,7 +45,7 @@ ENDINGS = (".arrow", ".parquet", ".jsonl")
 @pytest.fixture
 def many(monkeypatch):
     """Every data set counts as large, and is read in many parts."""
-    monkeypatch.setattr(order, "ARITHMETIC_ABOVE", 4)
+    monkeypatch.setattr(by_row, "ARITHMETIC_ABOVE", 4)
     monkeypatch.setattr(index, "KEPT_FROM", 1)
     monkeypatch.setattr(by_row, "CHUNK", 6)
     monkeypatch.setattr(by_row, "BLOCK", 4)
@@ -64,8 +71,8 @@ def test_the_rule_is_fixed():
     """Runs resume by it: other numbers need another name of the rule."""
     assert FeistelPermutation(1_000_003, [42, 0])[:5].tolist() == [702346, 997229, 629034, 120853, 18595]
     assert draw_permutation(1000, [42, 0]).tolist() == np.random.default_rng([42, 0]).permutation(1000).tolist()
-    assert isinstance(draw_permutation(order.ARITHMETIC_ABOVE + 1, [42, 0]), FeistelPermutation)
-    assert isinstance(draw_permutation(order.ARITHMETIC_ABOVE // 16, [42, 0]), np.ndarray)
+    assert isinstance(draw_permutation(by_row.ARITHMETIC_ABOVE + 1, [42, 0]), FeistelPermutation)
+    assert isinstance(draw_permutation(by_row.ARITHMETIC_ABOVE // 16, [42, 0]), np.ndarray)
 
 
 @pytest.mark.parametrize("seed", [[0, 0], [0, 1], [1, 0], [42, 7, 1]])
@@ -251,7 +258,7 @@ def test_a_subset_is_drawn_by_either_rule(subset, tmp_path, monkeypatch):
     data.take_subset(subset, seed=3)
     expected = np.random.default_rng([3, 0]).permutation(np.arange(50, dtype=np.int32))[:number]
     assert data.kept.tolist() == np.sort(expected).tolist() and data.kept.dtype == np.int32
-    monkeypatch.setattr(order, "ARITHMETIC_ABOVE", 4)
+    monkeypatch.setattr(by_row, "ARITHMETIC_ABOVE", 4)
     monkeypatch.setattr(by_row, "CHUNK", 6)
     other = Mixture([TokenizedData(path)])
     other.take_subset(subset, seed=3)
@@ -282,7 +289,7 @@ def test_a_run_of_many_rows_resumes_bit_for_bit_and_by_no_other_rule(many, input
     train_here(world, **inputs, output_dir=str(copy_until(run, 2, resumed)), max_steps=STEPS)
     check_same(run, resumed, step=STEPS)
     again = copy_until(run, 2, tmp_path / "again")
-    monkeypatch.setattr(order, "ARITHMETIC_ABOVE", 1 << 24)
+    monkeypatch.setattr(by_row, "ARITHMETIC_ABOVE", 1 << 24)
     said = r"step_2 .*arithmetic .* 4 .*permutation"
     with pytest.raises(ValueError, match=said):
         train_here(world, **inputs, output_dir=str(again), max_steps=STEPS)

@@ -31,7 +31,7 @@ from mini_trainer.options.tools import (
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.sweep.settings import read_settings as read_sweep
-from mini_trainer.use.evaluation.task_files import read_config
+from mini_trainer.use.evaluation.harness import read_config
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d", "--output-dir", "o", "--max-steps", "1"]
 MODEL = ["--data-path", "d", "--output-dir", "o", "--max-steps", "1"]

@@ -12,7 +12,7 @@ from tiny_data import make_samples, to_row, write_jsonl, write_rows, write_sampl
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
-from mini_trainer.data.tokenized.conversion import INFERRED_BYTES
+from mini_trainer.data.tokenized.outputs import INFERRED_BYTES
 from mini_trainer.data.tokenized.reader import FOR_ROWS, TokenizedData
 from mini_trainer.objectives.next_tokens import CausalLM
 

@@ -263,8 +263,8 @@ def write_blocks(writer: "pa.ipc.RecordBatchWriter", blocks: list[Any]) -> None:
 def read_rows(path: Path) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
     """The columns and the rows of a data set; BadInputError if it cannot be read."""
     from mini_trainer.data.columns.token_columns import TEXTS
-    from mini_trainer.data.tokenized.conversion import convert_to_arrow
     from mini_trainer.data.tokenized.index import ArrowFile, iterate_batches
+    from mini_trainer.data.tokenized.outputs import convert_to_arrow
 
     try:
         files = [ArrowFile(file) for file in ([path] if path.suffix == ".arrow" else convert_to_arrow(path, TEXTS))]

@@ -14,7 +14,7 @@ from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
 from mini_trainer.data.stores.disk import list_wrong, read_fields
 from mini_trainer.run.stages import Stage
-from mini_trainer.use.evaluation.kept import read_lines, read_samples
+from mini_trainer.use.evaluation.results import read_lines, read_samples
 
 SCORE, LOSS = "score", "loss"  # kinds of a row
 LOSSES = {"num_targets": int | float, "loss_sum": int | float}

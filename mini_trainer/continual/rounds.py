@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mini_trainer.continual.context import Context, Model
 from mini_trainer.continual.data import OF_ROWS, as_row, read_questions, tokenize, write_rows
+from mini_trainer.continual.running import Context, Model
 from mini_trainer.continual.settings import SelfDistillation, Task, Values, needs_end
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import join_content
@@ -38,7 +38,7 @@ from mini_trainer.model.stored_tensors import find_quantization, find_stored
 from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST
 from mini_trainer.run.stages import Stage
-from mini_trainer.use.evaluation.kept import read_lines
+from mini_trainer.use.evaluation.results import read_lines
 from mini_trainer.use.inference.answers import Line, is_empty, is_refused
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"

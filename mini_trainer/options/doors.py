@@ -130,7 +130,7 @@ TEXT_FORMATS = Doors(
 MASKED_FORMATS = Doors(
     {
         "preference": "mini_trainer.data.rows.preference_rows:prepare_preferences",
-        "feedback": "mini_trainer.data.rows.feedback_rows:prepare_feedback",
+        "feedback": "mini_trainer.data.rows.preference_rows:prepare_feedback",
     }
 )
 NAMED_FORMATS = ("classification", *MASKED_FORMATS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mini_trainer.data.stores.disk import hash_json, is_part, read_fields, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
-from mini_trainer.data.tokenized.order import PERMUTATION, name_rule
+from mini_trainer.data.tokenized.by_row import PERMUTATION, name_rule
 from mini_trainer.data.tokenized.reader import name_source
 from mini_trainer.distributed.devices import describe_device
 from mini_trainer.distributed.ending import EXIT_FILE, log

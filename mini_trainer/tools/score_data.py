@@ -34,8 +34,7 @@ from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.fetched import download_data_sets
-from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.pairs import check_rows, mark_trained, read_pair
+from mini_trainer.data.tokenized.mixture import Mixture, check_rows, mark_trained, read_pair
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.ending import ExitCode, RunError

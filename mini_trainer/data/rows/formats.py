@@ -20,7 +20,9 @@ from typing import Any
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, list_parts
 from mini_trainer.data.rows.chat_rows import (
+    IMAGE_COLUMNS,
     TEMPLATE_ARGS,
+    ImageFolders,
     build_chat,
     build_dialogue,
     read_alpaca,
@@ -30,6 +32,7 @@ from mini_trainer.data.rows.chat_rows import (
     require_list,
     require_one_text,
     require_text,
+    take_images,
 )
 from mini_trainer.data.rows.column_names import (
     ASKING,
@@ -47,7 +50,6 @@ from mini_trainer.data.rows.column_names import (
 )
 from mini_trainer.data.rows.files import Chunk, iterate_rows
 from mini_trainer.data.rows.lines import parse_row
-from mini_trainer.data.rows.pictured import IMAGE_COLUMNS, ImageFolders, take_images
 from mini_trainer.data.rows.turn_texts import check_prompt, leave_untrained, parse_turns
 from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options.doors import TEXT_FORMATS

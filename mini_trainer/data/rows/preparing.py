@@ -13,6 +13,7 @@ import numpy as np
 
 from mini_trainer.data.chat.masking import ChatMasker, Contents, ImageExpander
 from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, FEEDBACK, VISION, Columns, DataTask
+from mini_trainer.data.rows.chat_rows import ImageFolders
 from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, PATHS, FieldPaths, read_text_row
@@ -26,7 +27,6 @@ from mini_trainer.data.rows.labels import (
     find_declared_names,
     read_known_labels,
 )
-from mini_trainer.data.rows.pictured import ImageFolders
 from mini_trainer.data.rows.rows import Preparation, read_rows
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.stores.image_files import load_processor

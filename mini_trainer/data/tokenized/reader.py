@@ -247,7 +247,7 @@ def open_files(path: Path, kind: Columns, *, option: str) -> tuple[list[ArrowFil
             raise ValueError(f"{named}: holds no samples")
         paths = [path]
         if path.suffix != ".arrow":
-            from mini_trainer.data.tokenized.conversion import convert_to_arrow
+            from mini_trainer.data.tokenized.outputs import convert_to_arrow
 
             paths = convert_to_arrow(path, kind)
         files = list(map(ArrowFile, paths))

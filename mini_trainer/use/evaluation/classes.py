@@ -14,8 +14,7 @@ from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.class_scores import describe_prediction, predict_classes, summarize_classes
 from mini_trainer.objectives.classes import Classification
 from mini_trainer.use.evaluation.comparison import Folded, SampleScores
-from mini_trainer.use.evaluation.kept import read_lines
-from mini_trainer.use.evaluation.results import Measured, Sample
+from mini_trainer.use.evaluation.results import Measured, Sample, read_lines
 
 FILE = "predictions.jsonl"
 

@@ -33,8 +33,7 @@ from mini_trainer.objectives.specs import ObjectiveSettings, make_family, make_o
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
 from mini_trainer.run.choosing import choose_adapter_method
 from mini_trainer.use.evaluation import classes, losses, pairs
-from mini_trainer.use.evaluation.kept import is_made_by, write_made
-from mini_trainer.use.evaluation.results import Measured
+from mini_trainer.use.evaluation.results import Measured, is_made_by, write_made
 from mini_trainer.use.inference.loading import FoundModel
 
 MAX_TOKENS_SHOWN = 2000  # per sequence

@@ -10,8 +10,7 @@ from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.next_tokens import MAX_EXPONENT
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.use.evaluation.comparison import SampleScores
-from mini_trainer.use.evaluation.kept import read_lines
-from mini_trainer.use.evaluation.results import Measured
+from mini_trainer.use.evaluation.results import Measured, read_lines
 
 SUMS = ("loss_sum", "num_right", "num_targets")  # keys of a sample in files
 FILE = "losses.jsonl"

@@ -13,8 +13,7 @@ from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives import preferences, rewards
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.use.evaluation.comparison import SampleScores
-from mini_trainer.use.evaluation.kept import read_lines
-from mini_trainer.use.evaluation.results import Measured
+from mini_trainer.use.evaluation.results import Measured, read_lines
 
 FILE = "pairs.jsonl"
 # Keys of a pair in files, and the columns of an objective's sums.

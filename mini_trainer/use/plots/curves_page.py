@@ -7,8 +7,7 @@ from typing import Any
 
 from mini_trainer.use.pages.page import escape_json, make_page
 from mini_trainer.use.plots.curves import count_points, describe_run, list_charts, list_omissions
-from mini_trainer.use.plots.run_files import Run
-from mini_trainer.use.plots.samples import describe_samples
+from mini_trainer.use.plots.run_files import Run, describe_samples
 from mini_trainer.use.plots.tables import compare_options, list_starts, summarise
 
 PAGE = Path(__file__).with_name("curves.html")
