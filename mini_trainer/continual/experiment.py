@@ -1,7 +1,4 @@
-"""An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings.
-
-In an order with one seed each task is learnt, then everything is measured.
-"""
+"""An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings."""
 
 import json
 import shutil
@@ -10,13 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mini_trainer.continual.compare import describe_comparison
-from mini_trainer.continual.data import HeldOut, Prepared, prepare, prepare_known
+from mini_trainer.continual.context import Context, Model
+from mini_trainer.continual.data import Prepared, prepare, prepare_known
+from mini_trainer.continual.held_out import HeldOut
 from mini_trainer.continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
 from mini_trainer.continual.measuring import describe_row, measure
 from mini_trainer.continual.page import write_page
 from mini_trainer.continual.replay import find_replay, mix
 from mini_trainer.continual.rounds import learn_in_rounds
-from mini_trainer.continual.running import Context, Model, Runner
+from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import (
     ContinualSettings,
     SetSettings,

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from mini_trainer.continual.context import Context, Model
 from mini_trainer.continual.data import as_row, count_samples, read_questions, write_rows
 from mini_trainer.continual.rounds import (
     ANSWERS,
@@ -19,7 +20,6 @@ from mini_trainer.continual.rounds import (
     replace_answer,
     tokenize_own,
 )
-from mini_trainer.continual.running import Context, Model
 from mini_trainer.continual.settings import Replay, Task, Values, leave_teacher_out
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
 from mini_trainer.use.evaluation.metrics import score_answer

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mini_trainer.continual.context import Context, Model
 from mini_trainer.continual.data import OF_ROWS, as_row, read_questions, tokenize, write_rows
-from mini_trainer.continual.running import Context, Model
 from mini_trainer.continual.settings import SelfDistillation, Task, Values, needs_end
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import join_content

@@ -1,12 +1,9 @@
-"""Stages of a sequence of tasks as child processes, and the state that they share and that a task hands to the next."""
+"""Runs the stages of an experiment, one after the other."""
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from mini_trainer.continual.data import HeldOut, Prepared
-from mini_trainer.continual.settings import ContinualSettings
 from mini_trainer.data.stores.disk import hash_json, written_aside
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import ExitCode, RunError
@@ -61,27 +58,3 @@ def is_parallel(stage: Stage) -> bool:
     """Whether the stage can run in several processes, one for each GPU."""
     by_harness_or_server = stage.options.get("lm_eval") or stage.options.get("engine", "hf") != "hf"
     return stage.program in ("train", "generate", "evaluate", "score-data") and not by_harness_or_server
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """One order of the tasks with one seed."""
-
-    settings: ContinualSettings
-    runner: Runner
-    prepared: dict[str, Prepared]  # by task or probe
-    held_out: HeldOut  # of all sequences
-    known: Path | None  # data that is replayed with every task
-    folder: Path
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model between two tasks."""
-
-    path: str  # of the model to measure: of an export, of an adapter, or a name on the hub
-    start: str  # of the model that the next task trains
-    adapter: Path | None = None  # that the next task trains further
-    statistics: Path | None = None  # of OSFT, as are the bases
-    bases: Path | None = None

@@ -1,5 +1,5 @@
-"""Reads rows of the formats messages, sharegpt and alpaca as chats, and checks their messages, tools and arguments; rows
-with images become conversations with bare image parts, and the place of each image.
+"""Reads rows of the formats messages, sharegpt and alpaca as chats, and checks their messages, tools and arguments;
+rows with images become conversations with bare image parts, and the place of each image.
 
 | where the row has its images                                                             |
 |------------------------------------------------------------------------------------------|

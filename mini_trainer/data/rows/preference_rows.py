@@ -1,5 +1,5 @@
-"""Converts rows of preferences to `Preference`, a prompt with a chosen and a rejected answer, and rows of binary feedback
-to `Feedback`, a prompt, an answer, and whether it is good.
+"""Converts rows of preferences to `Preference`, a prompt with a chosen and a rejected answer, and rows of binary
+feedback to `Feedback`, a prompt, an answer, and whether it is good.
 
 | keys of preferences                              | becomes                                                |
 |--------------------------------------------------|--------------------------------------------------------|

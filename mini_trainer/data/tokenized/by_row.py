@@ -1,5 +1,5 @@
-"""Rows and their values, read as arrays without being held as such, and random orders of rows: an array, or for very many
-rows arithmetic that needs no memory.
+"""Rows and their values, read as arrays without being held as such, and random orders of rows: an array, or for very
+many rows arithmetic that needs no memory.
 """
 
 import itertools
