@@ -19,7 +19,7 @@ SLOW = {"datasets", "numba", "numpy", "pandas", "pyarrow", "scipy", "sympy", "to
 # Modules that no other program needs.
 OWN = {
     f"mini_trainer.{name}"
-    for name in ("continual.sequence", "use.evaluation.results", "tools.importers.rules", "use.inference.prompts",
+    for name in ("continual.sequence", "use.evaluation.results", "tools.importers.conversion", "use.inference.prompts",
                  "run.start", "use.plots.figure", "tools.sweep.search", "api.launch")
 }  # fmt: skip
 MOST_COLLECTIONS = 2  # of all objects; without a pause there are eight in train.py
