@@ -368,7 +368,7 @@ CHATS = [dict(path="c.jsonl", type="chat_template")]
         (
             "axolotl",
             dict(processor_type="AutoProcessor", datasets=[dict(path="a/b", type="chat_template")]),
-            "datasets: images of a/b: ",
+            "processor_type: rows with images are not translated",
         ),
         ("axolotl", dict(adapter="lora", peft_init_lora_weights="pissa", datasets=CHATS), "'pissa': "),
         ("axolotl", dict(datasets=CHATS, my_loss="mine"), "my_loss: decides what is learned"),
@@ -673,7 +673,7 @@ ANSWERS = dict(chosen="chosen", rejected="rejected")
          dict(completion_field="output")),
         ("dpo", dict(columns=dict(prompt="instruction")), "a has no ranking "),
         ("dpo", dict(ranking=True, columns=ANSWERS | dict(prompt="text")), "columns text and input"),
-        ("dpo", SHARED_TURNS | dict(columns=ANSWERS | dict(messages="m", images="images")), "a has images"),
+        ("dpo", SHARED_TURNS | dict(columns=ANSWERS | dict(messages="m", images="images")), "a: rows with images"),
         ("dpo", dict(ranking=True, columns=ANSWERS | dict(prompt="question", history="h")), "history"),
         ("kto", dict(columns=dict(prompt="instruction")), "a has no kto_tag"),
         ("kto", dict(formatting="sharegpt", columns=dict(messages="completion", kto_tag="label")), "completion "),

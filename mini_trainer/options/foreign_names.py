@@ -147,7 +147,7 @@ TABLE = (
         " shuffle_buffer_size buffer_size", values={False: {}, "random": {}},
         reason=SHUFFLED),
     Row("shuffle_dataset shuffle_merged_datasets shuffle_before_merging_datasets", values=ON, reason=SHUFFLED),
-    Row("streaming dataset_streaming", reason="rows of --input-dataset are streamed, tokenized data is read as needed"),
+    Row("*streaming", reason="rows of --input-dataset are streamed, tokenized data is read as needed"),
     Row("packing sample_packing* neat_packing padding_free is_padding_free pad_to_multiple_of pad_to_sequence_len"
         " packing_strategy eval_packing eval_sample_packing pad_token padding_side padding_value label_pad_token_id"
         " batch_flattening multipack_* pretrain_multipack_* streaming_multipack_* max_packed_sequence_len"
@@ -283,8 +283,8 @@ TABLE = (
         " use_hyper_parallel *_model_parallel_size sequence_parallel",
         reason=OTHER_METHOD, decides=True, of=ALL_FILES),
     Row("use_muon", "optimizer", {True: "muon", False: {}}),
-    Row("galore_* apollo_* badam_* asft_* pissa_* freeze_trainable_* oft_* kt_* relora_* lisa_* jagged_*",
-        reason="an argument of a method that is not here"),
+    Row("galore_* apollo_* badam_* asft_* pissa_* freeze_trainable_* oft_* kt_* relora_* lisa_* jagged_*"
+        " f_alpha_* discopop_*", reason="an argument of a method that is not here"),
     # Computation.
     Row("gradient_checkpointing use_gradient_checkpointing", "activation_checkpointing", FULL_CHECKPOINTING),
     Row("gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant_gc",
@@ -324,9 +324,8 @@ TABLE = (
     Row("dataloader_*", reason="samples are read ahead in a thread; there are no loader processes to configure"),
     Row("use_cpu no_cuda accelerator",
         reason="a machine without a GPU trains on the CPU; CUDA_VISIBLE_DEVICES= hides GPUs"),
+    Row("torch_empty_cache_steps", reason="--max-tokens-per-gpu bounds the memory of a step"),
     Row("use_cache", reason="always off in training"),
-    Row("torch_empty_cache_steps",
-        reason="--max-tokens-per-gpu bounds the memory of a step; the cache is not emptied"),
     Row("full_determinism deterministic",
         reason="--seed sets the order and dropout; a resumed run repeats its numbers"),
     Row("lora_*_kernel use_*kernels use_sonicmoe use_scattermoe use_unsloth cut_cross_entropy low_cpu_mem_usage"

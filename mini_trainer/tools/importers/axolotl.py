@@ -8,12 +8,12 @@ from typing import Any
 from mini_trainer.data.rows.files import ENDINGS, data_ending
 from mini_trainer.tools.importers.conversion import Conversion, Trainer, read_names
 from mini_trainer.tools.importers.sources import (
+    IMAGES,
     add_sources,
     find_message_format,
     name_columns,
     name_hub_rows,
     set_template,
-    take_images,
 )
 
 # Plugins that only change speed or logging; any other may change the training signal.
@@ -110,11 +110,8 @@ def read_data(to: Conversion) -> None:
     value = to.get("datasets", "pretraining_dataset", default=[])
     listed = value if isinstance(value, list) else [value]
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
-    processor = str(to.get("processor_type", default=""))
-    if "Voxtral" in processor:
-        raise ValueError(f"processor_type {processor}: audio models are not trained here")
-    if processor and not to.train.get("lora") and not to.given.get("freeze_mm_modules"):
-        to.set("processor_type", freeze=["nothing"])
+    if to.get("processor_type"):
+        raise ValueError(f"processor_type: {IMAGES}")
     read_templates(to)
     key = "pretraining_dataset" if to.get("pretraining_dataset") and not to.get("datasets") else "datasets"
     add_sources(to, key, [read_entry(to, dict(entry), key) for entry in entries])
@@ -122,18 +119,20 @@ def read_data(to: Conversion) -> None:
 
 def read_templates(to: Conversion) -> None:
     set_template(to, "chat_template_jinja")
-    name, arguments = to.get("chat_template"), to.get("chat_template_kwargs", default={})
-    if name in TEMPLATES:
-        to.set("chat_template", chat_template=name)
-    elif name not in (None, "tokenizer_default", "jinja"):
-        note_template(to, name)
-    if isinstance(arguments, dict) and arguments:
+    to.data |= choose_template(to, to.get("chat_template"))
+    arguments = to.get("chat_template_kwargs", default={})
+    if arguments:
         words = [f"{name}={json.dumps(argument)}" for name, argument in arguments.items()]
         to.set("chat_template_kwargs", template_args=words)
 
 
-def note_template(to: Conversion, name: Any) -> None:
-    to.note("chat_template", f"the model's own is used; if {name} is another, give its Jinja file as chat_template")
+def choose_template(to: Conversion, name: Any) -> dict[str, Any]:
+    """The option for a chat template by its name."""
+    if name in TEMPLATES:
+        return {"chat_template": name}
+    if name not in (None, "tokenizer_default", "jinja"):
+        to.note("chat_template", f"the model's own; if {name} is another, give its Jinja file as chat_template")
+    return {}
 
 
 def read_entry(to: Conversion, rest: dict[str, Any], key: str) -> dict[str, Any]:
@@ -142,13 +141,11 @@ def read_entry(to: Conversion, rest: dict[str, Any], key: str) -> dict[str, Any]
     kind = rest.pop("type", None)
     if to.row_format is not None:
         find_message_format(*pop_message_keys(rest))
-        source |= pop_template(to, rest) | read_preferences(to, rest, kind)
+        source |= choose_template(to, rest.pop("chat_template", None)) | read_preferences(to, rest, kind)
     elif key == "pretraining_dataset" or kind == "completion":
         source |= read_documents(to, rest, kind)
     else:
         source |= read_texts(to, rest, kind)
-    if to.get("processor_type"):
-        source |= take_images(source)
     unread = sorted(str(name) for name, item in rest.items() if item is not None and name not in AS_HERE)
     if unread:
         to.note(key, f"no counterpart for the data set's keys {', '.join(unread)}")
@@ -184,7 +181,7 @@ def read_texts(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any
         rest.pop("conversation", None)
         field = rest.pop("field_messages", "conversations")
         return {"format": "sharegpt"} | name_columns(messages_field=(field, ("conversations",)))
-    if kind != "chat_template" and not (kind is None and to.get("processor_type")):
+    if kind != "chat_template":
         given = "none" if kind is None else "that is custom (a mapping)" if isinstance(kind, dict) else repr(kind)
         allowed = ", ".join(("chat_template", "completion", "sharegpt", *ALPACA))
         raise ValueError(f"type {given} of a data set is not known here: {allowed} are")
@@ -193,7 +190,8 @@ def read_texts(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any
     if rest.pop("drop_system_message", False):
         to.note("datasets", "system messages stay")
     field = rest.pop("field_messages", "messages")
-    return {"format": data_format} | pop_template(to, rest) | name_columns(messages_field=(field, (own,)))
+    template = choose_template(to, rest.pop("chat_template", None))
+    return {"format": data_format} | template | name_columns(messages_field=(field, (own,)))
 
 
 def read_documents(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -233,16 +231,6 @@ def pop_message_keys(rest: dict[str, Any]) -> tuple[str, str]:
     return role, rest.pop("message_field_content", None) or mapping.get("content", "content")
 
 
-def pop_template(to: Conversion, rest: dict[str, Any]) -> dict[str, Any]:
-    """The data set's own chat template, if it has one."""
-    template = rest.pop("chat_template", None)
-    if template in TEMPLATES:
-        return {"chat_template": template}
-    if template not in (None, "tokenizer_default", "jinja", to.get("chat_template")):
-        note_template(to, template)
-    return {}
-
-
 def check_trained(rest: dict[str, Any]) -> None:
     """Refuses data sets that train on anything but the assistant's turns with their ends."""
     roles = rest.get("roles_to_train")
@@ -259,7 +247,7 @@ AXOLOTL = Trainer(
     epochs=("num_epochs", 1),
     packing=("sample_packing",),
     data_keys=(
-        *("datasets", "pretraining_dataset", "processor_type", "freeze_mm_modules", "batch_size"),
+        *("datasets", "pretraining_dataset", "processor_type", "batch_size"),
         *("chat_template", "chat_template_jinja", "chat_template_kwargs"),
     ),
     read_data=read_data,

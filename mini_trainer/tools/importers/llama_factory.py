@@ -6,15 +6,18 @@ from typing import Any
 
 from mini_trainer.tools.importers.conversion import Conversion, Trainer, read_names, read_number
 from mini_trainer.tools.importers.sources import (
+    IMAGES,
     add_sources,
     find_message_format,
     name_columns,
     name_hub_rows,
-    take_images,
 )
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
                   "history": "history", "tools": "tools"}  # fmt: skip
+# Parts of a vision-language model, and whether they are frozen by default.
+PARTS = {"vision_tower": ("vision", True), "multi_modal_projector": ("projector", True),
+         "language_model": ("language", False)}  # fmt: skip
 FORMATTINGS = ("alpaca", "sharegpt", "openai")
 TEMPLATE = "the model's own chat template is used; where LLaMA-Factory's is another, give a Jinja file as chat_template"
 
@@ -31,6 +34,12 @@ def prepare(to: Conversion) -> None:
         to.note("pref_ftx", "a mean over all chosen tokens of the batch, there the mean of each answer's mean")
     if "adapter_name_or_path" in given and stage in ("dpo", "kto") and "ref_model" not in given:
         to.note("adapter_name_or_path", "the reference is the model with this adapter, there without it")
+    if any(f"freeze_{name}" in given for name in PARTS):
+        frozen = [part for name, (part, default) in PARTS.items() if given.pop(f"freeze_{name}", default)]
+        if to.get("finetuning_type", default="lora") == "lora":
+            to.note("freeze_vision_tower", "adapters are in the language part alone")
+        else:
+            to.set("freeze_vision_tower", freeze=frozen or ["nothing"])
     if to.get("template") not in (None, "empty"):
         to.note("template", TEMPLATE)
         del given["template"]
@@ -65,13 +74,11 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> 
     kind = entry.get("formatting", "alpaca")
     if to.row_format is None and (entry.get("ranking") or "kto_tag" in columns):
         raise ValueError(f"{name} holds preferences: stage {to.get('stage', default='sft')} does not learn from them")
-    if {"videos", "audios"} & columns.keys():
-        raise ValueError(f"{name} has videos or sound, which are not trained here")
+    if {"images", "videos", "audios"} & columns.keys():
+        raise ValueError(f"{name}: {IMAGES}")
     if kind not in FORMATTINGS:
         raise ValueError(f"{name}: formatting {kind!r} is not known here: {', '.join(FORMATTINGS)} are")
     source = read_place(name, entry, info)
-    if "images" in columns:
-        source |= read_images(to, name, columns["images"], source)
     if entry.get("num_samples"):
         to.note("dataset", f"all rows of {name} are used, given num_samples {entry['num_samples']}")
     if to.data.get("format") == "document":
@@ -98,23 +105,6 @@ def read_place(name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
     if entry.get("file_name") is None:
         raise ValueError(f"{name} of {info} has no file_name: rows are read from files or Hugging Face's hub")
     return {"input_file": [str(info.parent / entry["file_name"])]}
-
-
-def read_images(to: Conversion, name: str, column: str, source: dict[str, Any]) -> dict[str, Any]:
-    """Rows with images: by default vision tower and projector are frozen there, and the language part trains."""
-    if to.row_format is not None:
-        raise ValueError(f"{name} has images: answers that are preferred are read without them")
-    if column != "images":
-        to.note("dataset", f"images are read from the column images, {name} has them in {column}")
-    parts = {"vision": to.get("freeze_vision_tower", default=True),
-             "projector": to.get("freeze_multi_modal_projector", default=True),
-             "language": to.get("freeze_language_model", default=False)}  # fmt: skip
-    frozen = [part for part, is_frozen in parts.items() if is_frozen]
-    if not to.train.get("lora"):
-        to.set("dataset", freeze=frozen or ["nothing"])
-    elif frozen != ["vision", "projector"]:
-        to.note("dataset", "only the language part has adapters")
-    return take_images(source)
 
 
 def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
@@ -177,13 +167,7 @@ LLAMA_FACTORY = Trainer(
     length=("cutoff_len", 2048),
     epochs=("num_train_epochs", 3),
     packing=("packing", "neat_packing"),
-    data_keys=(
-        "dataset",
-        "dataset_dir",
-        "freeze_vision_tower",
-        "freeze_multi_modal_projector",
-        "freeze_language_model",
-    ),
+    data_keys=("dataset", "dataset_dir"),
     read_data=read_data,
     prepare=prepare,
     defaults={"lora": True, "lora_rank": 8, "lr_scheduler": "linear", "learning_rate": 5e-5, "adam_beta2": 0.999},

@@ -54,7 +54,7 @@ def choose_trl(given: Mapping[str, Any], path: Path | None) -> str:
     found |= {TASKS[task] for task in [given.get("lora_task_type")] if task in TASKS}
     if isinstance(given.get("loss_type"), list):
         found.add("trl-dpo")
-    words = set() if path is None else set(re.findall("[a-z]+", "/".join(path.absolute().parts[-2:]).lower()))
+    words = set(re.findall("[a-z]+", "/".join(path.absolute().parts[-2:]).lower())) if path else set()
     found = found or {name for name, (_, named) in TRLS.items() if named & words}
     if len(found) == 1:
         return found.pop()

@@ -5,6 +5,7 @@ from typing import Any
 
 from mini_trainer.tools.importers.conversion import Conversion, describe
 
+IMAGES = "rows with images are not translated: --images reads them, and --freeze chooses what trains"
 # Keys of a message, with the format that has them, and the column that it reads.
 MESSAGE_KEYS = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
 
@@ -25,16 +26,6 @@ def find_message_format(role: str, content: str) -> tuple[str, str]:
     if (role, content) not in MESSAGE_KEYS:
         raise ValueError(f"messages have role and content, or from and value, given {role} and {content}")
     return MESSAGE_KEYS[role, content]
-
-
-def take_images(source: dict[str, Any]) -> dict[str, Any]:
-    """The option for rows with images, which are read beside files."""
-    if "input_dataset" in source:
-        raise ValueError(
-            f"images of {source['input_dataset']}: are read from the folder of a file of rows; download it, and name"
-            " its files"
-        )
-    return {"images": True}
 
 
 def add_sources(to: Conversion, key: str, sources: list[dict[str, Any]]) -> None:
