@@ -67,9 +67,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     # Check inputs before anything large is loaded.
     run = RunDirectory(options.output_dir, options.checkpoints, world, control)
     log.info(describe_run(flatten_with_urls(options), world))
-    inputs = open_inputs(
-        options, device=world.device, world_size=world.world_size, start=run.start, origin=run.run_directory
-    )
+    inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start, origin=run.origin)
     for warning in inputs.warnings:
         log.warning(f"warning: {warning}")
     inputs.errors.raise_all()

@@ -16,15 +16,13 @@ import yaml
 
 ROOT = paths.ROOT
 from mini_trainer.options import TrainOptions, flatten_options, group_options
-from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.option_files import read_yaml
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.settings_files import parse_value
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.tools.import_config import describe_file
-from mini_trainer.tools.importers.conversion import convert, list_differences
-from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, recognize
-from mini_trainer.tools.importers.rules import Conversion
+from mini_trainer.tools.importers.conversion import Conversion, convert
+from mini_trainer.tools.importers.recognition import recognize
 
 GPUS = 8
 # (key of the batch, length's key with its default, epochs' key with its default, default warm-up)
@@ -45,7 +43,13 @@ NOTED = {
     "beta2": ("adam_beta2",),
     "what trains": ("adapter", "finetuning_type", "use_peft"),
     "rank": ("lora_r", "lora_rank"),
-    "layers": ("lora_target_modules", "lora_target", "lora_target_linear", "lora_target_parameters"),
+    "layers": (
+        "lora_target_modules",
+        "default of lora_target_modules",
+        "lora_target",
+        "lora_target_linear",
+        "lora_target_parameters",
+    ),
     "whole modules": ("lora_modules_to_save", "additional_target"),
     "bits": ("load_in_4bit", "load_in_8bit", "quantization_bit", "adapter"),
     "rows' place": ("datasets", "dataset", "dataset_name", "dataset_mixture", "dataset_mixer"),
@@ -299,24 +303,22 @@ def read_ours(train: TrainOptions, sources: list[ProcessDataOptions]) -> dict:
 
 def check_file(path: Path) -> tuple[str, str, list[str], list[str]]:
     """Trainer, outcome ("written" or the reason), the fields that differ and are reported, and those that are not."""
-    known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     try:
         given = {str(key): value for key, value in read_yaml(path, named=path.name).items()}
-        trainer = recognize(given, known, path)
+        trainer = recognize(given, path)
     except ValueError as error:
         return "none", str(error), [], []
     try:
         to = convert(given, trainer, num_gpus=GPUS)
     except ValueError as error:
         return trainer, str(error), [], []
-    notes = {line.partition(":")[0] for line in list_differences(to)}
     train, sources = read_written(to)
     theirs, ours = expect(given, trainer), read_ours(train, sources)
     reported, silent = [], []
     for field, said in theirs.items():
         if said == ours[field]:
             continue
-        is_noted = any(key in notes for key in NOTED[field])
+        is_noted = any(key in to.noted for key in NOTED[field])
         (reported if is_noted else silent).append(f"{field}: {said} / {ours[field]}")
     silent += [f"problem: {line}" for line in find_problems(train) + [p for s in sources for p in find_problems(s)]]
     return trainer, "written", reported, silent

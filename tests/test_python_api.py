@@ -68,7 +68,6 @@ from mini_trainer.options.urls import RefusedRedirect
 from mini_trainer.process_data import process_data as run_process_data
 from mini_trainer.run.checkpointing import NoValidCheckpoint
 from mini_trainer.run.stages import Stopped
-from mini_trainer.tools.importers.rules import Refusal
 
 NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
 CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
@@ -357,7 +356,7 @@ def make_errors() -> list[BaseException]:
     ]
     errors += [WorkerDied(9), Stopped(), Stopped("m"), RefusedRedirect("m")]
     of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnknownFormat, UnreadableContent, TemplateTooSlow)
-    return errors + [kind("m") for kind in (*of_rows, Refusal)]
+    return errors + [kind("m") for kind in of_rows]
 
 
 def test_every_exception_is_pickled_with_all_that_it_says():

@@ -49,6 +49,10 @@ def parse_defaults() -> dict:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        (dict(compile_model=True, keep_last_checkpoint_only=True, disable_flash_attn=True),
+         dict(compile=True, keep_exports=1, attention="sdpa")),
+        (dict(fsdp_sharding_strategy="SHARD_GRAD_OP", eval_file="v.arrow", osft_memory_efficient_init=True),
+         dict(sharding="full", reshard_after_forward="never", validation_data_path=("v.arrow",))),
         (dict(beta1=0.8, beta2=0.9, eps=1e-6), dict(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)),
         (dict(train_dtype="bf16", save_dtype="torch.float32"), dict(master_weights="bfloat16", export_dtype="float32")),
         (dict(save_dtype=None, osft_upcast_dtype="float32"), dict()),
@@ -93,6 +97,7 @@ def test_red_hats_fields_mean_what_they_mean_there(given, expected):
         (dict(min_samples_per_validation=100, batch_size=8, validation_frequency=2),
          "min_samples_per_validation and validation_frequency both set"),
         (dict(beta1=0.8, adamw_betas=(0.8, 0.9)), "beta1 and adamw_betas both set"),
+        (dict(fsdp_sharding_strategy="MOST"), "fsdp_sharding_strategy 'MOST': must be one of FULL_SHARD, "),
         (dict(training_mode="tokens"), "training_mode 'tokens': must be one of epoch, step, token, infinite"),
         (dict(training_mode="token"), "training_mode 'token' needs max_tokens"),
         (dict(block_size=32), "block_size cuts documents: give pretraining_config"),
@@ -109,8 +114,9 @@ def test_nothing_is_dropped_without_a_note(tmp_path):
     args = TrainingArgs(**NEEDED | dict(data_path=str(tokens)), on_demand_checkpointing=True, validate_at_final=False,
                         max_seq_len=9, training_mode="step", max_epochs=2, osft_upcast_dtype="float32")  # fmt: skip
     said = "\n".join(list_notes(args))
-    for name in ("on_demand_checkpointing is always on", "validate_at_final is always on", "osft_upcast_dtype has no",
-                 "max_seq_len has no effect: data_path is tokenized", "max_epochs has no effect with training_mode 's",
+    for name in ("on_demand_checkpointing has no effect: always on", "validate_at_final has no effect",
+                 "osft_upcast_dtype has no", "max_seq_len has no effect: data_path is tokenized",
+                 "max_epochs has no effect with training_mode 's",
                  "lr_scheduler is cosine", "save_dtype is bfloat16"):  # fmt: skip
         assert name in said
     assert list_notes(TrainingArgs(**NEEDED)) == []

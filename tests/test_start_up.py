@@ -20,8 +20,8 @@ SLOW = {"datasets", "numba", "numpy", "pandas", "pyarrow", "scipy", "sympy", "to
 # Modules that no other program needs.
 OWN = {
     f"mini_trainer.{name}"
-    for name in ("continual.experiment", "use.evaluation.results", "tools.importers.rules", "use.inference.prompts",
-                 "run.start", "tools.sweep.search", "api.launch")
+    for name in ("continual.experiment", "use.evaluation.results", "tools.importers.conversion",
+                 "use.inference.prompts", "run.start", "tools.sweep.search", "api.launch")
 }  # fmt: skip
 MOST_COLLECTIONS = 2  # of all objects; without a pause there are eight in train.py
 

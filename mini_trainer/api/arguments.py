@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from mini_trainer.options import OSFTOptions, TrainOptions, iterate_fields
+from mini_trainer.options import OSFTOptions, TrainOptions, list_types
+from mini_trainer.options.foreign_names import DATA_NAMES, TRAIN_NAMES, find_option, find_row
 from mini_trainer.options.tools import ProcessDataOptions
 
 
@@ -37,18 +38,24 @@ def refuse_unknown(cls: type, *args: Any, **given: Any) -> Any:
     """`__new__` of a class of arguments; TypeError with what to use for a name that is no field."""
     names = {field.name for field in dataclasses.fields(cls)}
     for name in given.keys() - names:
-        from mini_trainer.options.names_elsewhere import describe_unknown
+        from mini_trainer.options.answers import describe_unknown
 
         raise TypeError(f"{cls.__name__}: unknown argument {name!r}{describe_unknown(name, names, spell=repr)}")
     return object.__new__(cls)
 
 
-def make_own_fields(name: str, options_class: type) -> type:
-    """Makes a dataclass with a field for every option of every group; all fields are optional."""
-    fields = [(option.name, option.type | Given, field(default=NOTHING)) for option, _ in iterate_fields(options_class)]
-    return dataclasses.make_dataclass(
-        name, fields, kw_only=True, namespace={"model_fields": FieldsByName(), "__new__": refuse_unknown}
-    )
+def make_fields(name: str, options_class: type, foreign: list[str]) -> type:
+    """Makes a dataclass with a field for every option of every group, and for foreign names; all are optional."""
+    types = list_types(options_class)
+    types |= {each: bool if True in find_row(each).values else find_type(each, types) for each in foreign}
+    fields = [(each, kind if kind is Any else kind | Given, field(default=NOTHING)) for each, kind in types.items()]
+    namespace = {"model_fields": FieldsByName(), "__new__": refuse_unknown}
+    return dataclasses.make_dataclass(name, fields, kw_only=True, namespace=namespace)
+
+
+def find_type(name: str, types: dict[str, Any]) -> Any:
+    """The type of the option that a foreign name stands for; any, if there is none."""
+    return types.get(find_option(name, types), Any)
 
 
 class DistributedBackend(Enum):
@@ -138,7 +145,7 @@ class TrainingMode(StrEnum):
 
 
 @dataclass(kw_only=True)
-class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
+class TrainingArgs(make_fields("TrainFields", TrainOptions, TRAIN_NAMES)):
     """Training arguments: any option of train.py, under its own name or InstructLab's, but not both.
 
     If `data_path` names chats, they are first tokenized into `data_output_dir`; if it names tokenized data, that is
@@ -157,30 +164,13 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """Jinja file of the chat template. Default: the model's."""
     mock_data: int | bool | Given = NOTHING
     """Number of samples of random tokens, instead of data; True: 10,000."""
-    mock_data_len: int | Given = NOTHING
     data_process_num_cpu_procs: int | None = None
     """Processes that tokenize."""
     validation_split: float = 0.0
     """Share of the chats that is held out for validation."""
-    validation_frequency: int | None = None
-    """Steps between validations."""
 
-    model_path: str | Given = NOTHING
-    ckpt_output_dir: str | Given = NOTHING
-    max_batch_len: int | str | Given = NOTHING
-    num_epochs: int | Given = NOTHING
-    effective_batch_size: int | Given = NOTHING
-    save_samples: int | Given = NOTHING
-    keep_last_checkpoint_only: bool = False
-    """Keep only the newest export: `keep_exports=1`."""
-    warmup_steps: int | Given = NOTHING
-    random_seed: int | Given = NOTHING
-    adamw_weight_decay: float | Given = NOTHING
     adamw_betas: tuple[float, float] | Given = NOTHING
     """`adam_beta1` and `adam_beta2`."""
-    adamw_eps: float | Given = NOTHING
-    use_liger: bool | Given = NOTHING
-    log_level: str | Given = NOTHING
 
     lora: LoraOptions | bool | Given | None = NOTHING
     """LoRA: True, with options of their own, or an object with InstructLab's."""
@@ -192,8 +182,6 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """Optimizer offloading, with InstructLab's names."""
     distributed_backend: DistributedBackend | str = DistributedBackend.FSDP
     """Must be "fsdp"."""
-    disable_flash_attn: bool = False
-    """`attention="sdpa"`."""
 
     callbacks: Any = NOTHING
     """Classes derived from `Callback` or from Red Hat's `TrainerCallback`, objects of them, or import paths,
@@ -213,57 +201,23 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """Track with wandb: the run's name."""
     tensorboard_log_dir: str | None = None
     """Refused: `track="tensorboard"` writes into the run's directory."""
-    is_padding_free: bool | None = None
-    """No effect: training is always padding-free."""
 
     training_mode: TrainingMode | str | Given | None = NOTHING
     """Which of `max_epochs`, `max_steps` and `max_tokens` ends the run. Callers that give it are written for Red Hat's
     mini_trainer: its defaults apply where they differ (docs/reference/training_hub.md)."""
-    beta1: float | Given = NOTHING
-    beta2: float | Given = NOTHING
-    eps: float | Given = NOTHING
     lr_scheduler_kwargs: dict[str, Any] | None = None
     """transformers' arguments of the schedule: `min_lr`, `min_lr_rate`, `num_cycles`, `power`, `lr_end`,
     `num_decay_steps`, `min_lr_ratio`."""
-    train_dtype: str | Given | None = NOTHING
-    """Data type of the weights: `master_weights`."""
-    save_dtype: str | Given | None = NOTHING
-    """Data type of exports: `export_dtype`."""
     osft_upcast_dtype: str | Given | None = NOTHING
     """No effect: OSFT decomposes in float64 and computes in float32; lower precision is refused."""
     min_samples_per_validation: int | None = None
     """Validate whenever this many samples were trained on: `validate_every_steps`, by `batch_size`."""
-    validate_at_final: bool | Given | None = NOTHING
-    """No effect: validation data is always measured after the last step."""
-    save_best_val_loss: bool | Given | None = NOTHING
-    """Export the best model: `export_best`."""
     val_loss_improvement_threshold: float | Given | None = NOTHING
     """Least improvement by which a validation is the best: `best_metric="loss:0.01"`."""
-    resume_from_full_state_checkpoint: str | Given | None = NOTHING
-    """Directory of a checkpoint to resume from: `resume`."""
-    accelerate_full_state_at_epoch: bool | Given | None = NOTHING
-    """No effect: checkpoints hold the full state, always."""
-    on_demand_checkpointing: bool | Given | None = NOTHING
-    """No effect: every run saves its state when it is asked to stop."""
     pretraining_config: PretrainingConfig | None = None
     """Documents, tokenized or not, in blocks of tokens."""
 
-    use_dolomite: bool | Given | None = NOTHING
-    """Refused: every model of transformers is trained with packed sequences."""
-    use_legacy_tmpl: bool | Given | None = NOTHING
-    """Refused: name the template's Jinja file with `chat_tmpl_path`."""
-    osft_output_dtype: str | Given | None = NOTHING
-    """Refused: exports have one data type, `save_dtype`."""
-
 
 @dataclass(kw_only=True)
-class DataProcessArgs(make_own_fields("DataFields", ProcessDataOptions)):
+class DataProcessArgs(make_fields("DataFields", ProcessDataOptions, DATA_NAMES)):
     """Tokenization arguments: any option of process_data.py, under its own name or InstructLab's."""
-
-    data_path: str | Given = NOTHING
-    data_output_path: str | Given = NOTHING
-    """A file, or a directory to write data.arrow in."""
-    max_seq_len: int | Given = NOTHING
-    model_path: str | Given = NOTHING
-    chat_tmpl_path: str | Given | None = NOTHING
-    num_cpu_procs: int | Given = NOTHING

@@ -25,37 +25,15 @@ from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.red_hat import convert_fields
 from mini_trainer.api.sent_callbacks import send_callbacks
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, names_tokenized
-from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, iterate_fields
+from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, iterate_fields, list_types
+from mini_trainer.options.foreign_names import DATA_NAMES, SHARDING, find_option
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.hooks import FOLDERS
 
+DATA_TYPES = list_types(ProcessDataOptions)
 NUM_MOCK_SAMPLES = 10_000  # if mock_data is True
 
-# InstructLab's name -> ours.
-TRAIN_NAMES = {
-    "model_path": "model_name_or_path",
-    "ckpt_output_dir": "output_dir",
-    "max_batch_len": "max_tokens_per_gpu",
-    "num_epochs": "max_epochs",
-    "effective_batch_size": "batch_size",
-    "save_samples": "min_samples_per_checkpoint",
-    "warmup_steps": "num_warmup_steps",
-    "random_seed": "seed",
-    "adamw_weight_decay": "weight_decay",
-    "adamw_eps": "adam_eps",
-    "use_liger": "use_liger_kernels",
-    "log_level": "logging_level",
-    "mock_data_len": "block_size",
-}
-DATA_NAMES = {
-    "data_path": "input_file",
-    "data_output_path": "output_file",
-    "max_seq_len": "max_sample_num_tokens",
-    "model_path": "model_name_or_path",
-    "chat_tmpl_path": "chat_template",
-    "num_cpu_procs": "num_proc",
-}
 # InstructLab's tracker fields: the tracker that each enables, and the environment variable that it sets.
 TRACKER_VARIABLES = {
     "mlflow_experiment_name": ("mlflow", "MLFLOW_EXPERIMENT_NAME"),
@@ -71,12 +49,6 @@ NONE_IS_A_VALUE = {
     for options_class in (TrainOptions, ProcessDataOptions)
     for option, _ in iterate_fields(options_class)
     if type(None) in get_args(option.type) and option.default is not None
-}
-SHARDING_OPTIONS = {
-    "FULL_SHARD": {"sharding": "full"},
-    "SHARD_GRAD_OP": {"sharding": "full", "reshard_after_forward": "never"},
-    "HYBRID_SHARD": {"sharding": "hybrid"},
-    "NO_SHARD": {"sharding": "hybrid", "shard_size": 1},
 }
 ENDS = ("max_steps", "max_epochs", "max_samples", "max_tokens")
 
@@ -116,6 +88,8 @@ def make_train_words(args: TrainingArgs) -> list[str]:
 def make_train_values(args: TrainingArgs) -> Values:
     """Options of train.py, with the fields that they are from."""
     values, given = Values(), list_given(args)
+    if given.get("save_samples", 1) <= 0:  # means "never" in InstructLab
+        del given["save_samples"]
     for option, (name, value) in convert_fields(given).items():
         values.give(option, value, by=name)
     if given.get("mock_data") is False:
@@ -132,8 +106,6 @@ def make_train_values(args: TrainingArgs) -> Values:
     if "adamw_betas" in given:
         for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
             values.give(name, beta, by="adamw_betas")
-    if given.get("save_samples", 1) <= 0:  # means "never" in InstructLab
-        del given["save_samples"]
     give_methods(values, given)
     give_sharding(values, args)
     give_validation(values, args)
@@ -141,14 +113,10 @@ def make_train_values(args: TrainingArgs) -> Values:
     callbacks = tuple(sent.path for sent in send_callbacks(list_callbacks(given.pop("callbacks", None))))
     if callbacks:
         given["callbacks"] = callbacks
-    if args.keep_last_checkpoint_only:
-        values.give("keep_exports", 1, by="keep_last_checkpoint_only")
-    if args.disable_flash_attn:
-        values.give("attention", "sdpa", by="disable_flash_attn")
     own = {option.name for option, _ in iterate_fields(TrainOptions)}
     for name, value in given.items():
-        if name in own or name in TRAIN_NAMES:
-            values.give(TRAIN_NAMES.get(name, name), value, by=name)
+        if name in own:
+            values.give(name, value, by=name)
     if not any(end in values for end in ENDS) and args.training_mode != TrainingMode.INFINITE:
         values.give("max_epochs", 1, by="the default of InstructLab")
     return values
@@ -179,7 +147,7 @@ def make_data_values(args: DataProcessArgs) -> Values:
             if value is None:
                 continue
             check_template(value)
-        values.give(DATA_NAMES.get(name, name), value, by=name)
+        values.give(find_option(name, DATA_TYPES) if name in DATA_NAMES else name, value, by=name)
     return values
 
 
@@ -271,9 +239,9 @@ def give_sharding(values: Values, args: TrainingArgs) -> None:
     fsdp, deepspeed = args.fsdp_options, args.deepspeed_options
     if fsdp is not None:
         strategy = to_plain(fsdp.sharding_strategy)
-        if strategy not in SHARDING_OPTIONS:
-            raise make_bad_input(f"sharding_strategy {strategy!r}: must be one of {', '.join(SHARDING_OPTIONS)}")
-        for name, value in SHARDING_OPTIONS[strategy].items():
+        if strategy not in SHARDING:
+            raise make_bad_input(f"sharding_strategy {strategy!r}: must be one of {', '.join(SHARDING)}")
+        for name, value in SHARDING[strategy].items():
             values.give(name, value, by="fsdp_options")
         if fsdp.cpu_offload_params:
             values.give("cpu_offload", True, by="fsdp_options")
@@ -289,15 +257,13 @@ def give_sharding(values: Values, args: TrainingArgs) -> None:
 
 
 def give_validation(values: Values, args: TrainingArgs) -> None:
-    """Converts the validation split and its frequency in steps."""
+    """Converts the validation split."""
     if args.validation_split and gives_rows(args):
         values.give("validation_share", args.validation_split, by="validation_split")
     elif args.validation_split and tokenizes_first(args):  # that of tokenized data: `api.tokenized`
         file = find_data_file(args)
         validation_file = file.with_name(f"{file.stem}.validation{file.suffix}")
         values.give("validation_data_path", (str(validation_file),), by="validation_split")
-    if args.validation_frequency is not None:
-        values.give("validate_every_steps", args.validation_frequency, by="validation_frequency")
 
 
 def give_trackers(values: Values, given: dict[str, Any]) -> None:

@@ -4,44 +4,25 @@ docs/reference/training_hub.md has the table of all its fields.
 """
 
 import math
+from enum import Enum
 from typing import Any
 
 from mini_trainer.api.arguments import NOTHING, TrainingArgs, TrainingMode
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.tokenized import names_tokenized
-from mini_trainer.options import OptimizationOptions
+from mini_trainer.options import OptimizationOptions, flag_name
+from mini_trainer.options.foreign_names import (
+    DTYPES,
+    SCHEDULE_ARGUMENTS,
+    SCHEDULES,
+    TRAIN_NAMES,
+    convert_schedule,
+    find_row,
+)
 
-NAMES = {  # theirs -> ours
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "eps": "adam_eps",
-    "save_best_val_loss": "export_best",
-    "resume_from_full_state_checkpoint": "resume",
-}
-DTYPES = {"train_dtype": "master_weights", "save_dtype": "export_dtype"}
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 VALIDATION_DATA = ("validation_data_path", "validation_split", "validation_share")
 ENDS = {"epoch": "max_epochs", "step": "max_steps", "token": "max_tokens", "infinite": None}
-ALWAYS = {
-    "on_demand_checkpointing": "every run saves its state when asked to stop (SIGTERM, SIGINT, SIGUSR1)",
-    "accelerate_full_state_at_epoch": "checkpoints hold the full state; checkpoint_every_steps and"
-    " checkpoint_every_minutes set when they are saved",
-    "validate_at_final": "validation data is measured after the last step, and before the first",
-}
-NO_COUNTERPART = {
-    "use_dolomite": "every transformers model is trained with packed sequences",
-    "use_legacy_tmpl": "name the template's Jinja file with chat_tmpl_path",
-    "osft_output_dtype": "exports have one data type, save_dtype",
-}
-SCHEDULES = {"cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}  # transformers' names of two
 LEARNING_RATE = OptimizationOptions().learning_rate
-RATES = {"min_lr", "lr_end"}  # of a schedule's arguments, those that are learning rates
-SCHEDULE_ARGUMENTS = {
-    "cosine_with_min_lr": {"min_lr": "min_lr_ratio", "min_lr_rate": "min_lr_ratio"},
-    "cosine_with_restarts": {"num_cycles": "lr_shape"},
-    "polynomial": {"power": "lr_shape", "lr_end": "min_lr_ratio"},
-    "warmup_stable_decay": {"num_decay_steps": "num_decay_steps", "min_lr_ratio": "min_lr_ratio"},
-}
 
 
 def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -49,22 +30,14 @@ def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
 
     BadInputError for values that have no meaning here.
     """
-    for name, reason in NO_COUNTERPART.items():
-        if given.pop(name, None):
-            raise make_bad_input(f"{name} has no counterpart here: {reason}")
     if given.get("save_best_val_loss") is False and not any(given.get(name) for name in VALIDATION_DATA):
         del given["save_best_val_loss"]  # their default; an option without effect would be refused
-    found = {ours: (name, given.pop(name)) for name, ours in NAMES.items() if name in given}
-    for name, ours in DTYPES.items():
-        if name in given:
-            found[ours] = (name, read_dtype(given.pop(name)))
+    found: dict[str, tuple[str, Any]] = {}
     precision = given.pop("osft_upcast_dtype", None)
-    if precision is not None and read_dtype(precision) not in ("float32", "float64"):
+    if precision is not None and DTYPES.get(name := to_name(precision), name) not in ("float32", "float64"):
         raise make_bad_input(
             f"osft_upcast_dtype {precision}: OSFT decomposes in float64 and computes in float32, always"
         )
-    for name in ALWAYS:
-        given.pop(name, None)
     threshold = given.pop("val_loss_improvement_threshold", None)
     if threshold:
         found["best_metric"] = ("val_loss_improvement_threshold", f"loss:{threshold}")
@@ -72,12 +45,32 @@ def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     if samples is not None:
         found["validate_every_steps"] = ("min_samples_per_validation", count_steps(samples, given))
     choose_end(given)
-    return found | convert_schedule(given)
+    for name in [name for name in TRAIN_NAMES if name in given]:
+        for option, value in convert_name(name, given.pop(name)).items():
+            if option in found:
+                raise make_bad_input(
+                    f"{found[option][0]} and {name} both set {flag_name(option)}: give only one of them"
+                )
+            found[option] = (name, value)
+    return found | convert_schedule_fields(given)
 
 
-def read_dtype(value: Any) -> str:
-    name = str(value).removeprefix("torch.")
-    return DTYPE_NAMES.get(name, name)
+def convert_name(name: str, value: Any) -> dict[str, Any]:
+    """Our options for a field, by the table of foreign names; none, if it has no effect."""
+    row = find_row(name)
+    if not row.options:
+        if row.decides and value:
+            raise make_bad_input(f"{name} has no counterpart here: {row.reason}")
+        return {}
+    value = to_name(value) if isinstance(value, Enum) or str(value).startswith("torch.") else value
+    try:
+        return row.convert(value, name=name)
+    except KeyError:
+        raise make_bad_input(f"{name} {value!r}: must be one of {', '.join(map(str, row.values))}") from None
+
+
+def to_name(value: Any) -> str:
+    return str(value.value if isinstance(value, Enum) else value).removeprefix("torch.")
 
 
 def count_steps(samples: int, given: dict[str, Any]) -> int:
@@ -119,28 +112,25 @@ def list_other_ends(mode: Any, given: dict[str, Any]) -> list[str]:
     return [name for name in ENDS.values() if name in given and name != ENDS[read_mode(mode)]]
 
 
-def convert_schedule(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     """Converts transformers' names and arguments of schedules, `lr_scheduler` and `lr_scheduler_kwargs`."""
     scheduler, values = str(given.get("lr_scheduler", "")), given.pop("lr_scheduler_kwargs", None) or {}
     if scheduler in SCHEDULES:
-        given["lr_scheduler"] = SCHEDULES[scheduler]
-    known = SCHEDULE_ARGUMENTS.get(scheduler, {})
-    unknown = [name for name in values if name not in known]
+        given["lr_scheduler"] = find_row("lr_scheduler").convert(scheduler, name="lr_scheduler")["lr_scheduler"]
+    found, unknown = convert_schedule(scheduler, values, given.get("learning_rate", LEARNING_RATE))
     if unknown:
-        allowed = ", ".join(known) or "none"
+        allowed = ", ".join(SCHEDULE_ARGUMENTS.get(scheduler, ())) or "none"
         raise make_bad_input(
             f"lr_scheduler_kwargs: {', '.join(unknown)}: allowed with {scheduler or 'the default'}: {allowed}"
         )
-    found = {known[name]: ("lr_scheduler_kwargs", value) for name, value in values.items() if value is not None}
-    for name in RATES & values.keys():
-        found["min_lr_ratio"] = ("lr_scheduler_kwargs", values[name] / given.get("learning_rate", LEARNING_RATE))
-    return found
+    return {option: ("lr_scheduler_kwargs", value) for option, value in found.items()}
 
 
 def list_notes(args: TrainingArgs) -> list[str]:
     """Fields that have no effect, and defaults of Red Hat's that apply, or do not."""
     given = {name: value for name, value in vars(args).items() if value is not NOTHING and value is not None}
-    notes = [f"{name} is always on: {reason}" for name, reason in ALWAYS.items() if name in given]
+    rows = {name: find_row(name) for name in TRAIN_NAMES if name in given}
+    notes = [f"{name} has no effect: {row.reason}" for name, row in rows.items() if not row.options]
     if "osft_upcast_dtype" in given:
         notes.append("osft_upcast_dtype has no effect: OSFT decomposes in float64 and computes in float32")
     if given.get("mock_data") and "data_path" in given:

@@ -14,17 +14,13 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from mini_trainer.api import arguments
-from mini_trainer.api.commands import DATA_NAMES, TRAIN_NAMES
-from mini_trainer.api.red_hat import NAMES
 from mini_trainer.options import TrainOptions
+from mini_trainer.options.foreign_names import find_option, find_row
 from mini_trainer.options.help import read_class_helps, read_helps
 from mini_trainer.options.tools import ProcessDataOptions
 
 STUB = Path(arguments.__file__).with_suffix(".pyi")
-GENERATED = {
-    arguments.TrainingArgs: (TrainOptions, TRAIN_NAMES | NAMES),
-    arguments.DataProcessArgs: (ProcessDataOptions, DATA_NAMES),
-}
+GENERATED = {arguments.TrainingArgs: TrainOptions, arguments.DataProcessArgs: ProcessDataOptions}
 WIDTH = 112  # of help texts
 HEADER = '''"""Made by `python -m mini_trainer.api.stub`: types of arguments.py for editors and type checkers."""
 
@@ -39,7 +35,7 @@ from mini_trainer.options import OSFTOptions'''
 def make_stub() -> str:
     """The text of arguments.pyi: that of arguments.py, with all fields in the classes that have the options'."""
     source = inspect.getsource(arguments)
-    generated = {args.__name__: (args, *rest) for args, rest in GENERATED.items()}
+    generated = {args.__name__: (args, options_class) for args, options_class in GENERATED.items()}
     parts = [HEADER]
     for node in ast.parse(source).body[1:]:
         if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
@@ -52,14 +48,19 @@ def make_stub() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render_class(node: ast.ClassDef, args: type, options_class: type, names: dict[str, str]) -> str:
+def render_class(node: ast.ClassDef, args: type, options_class: type) -> str:
     helps = read_helps(options_class)
     own = read_class_helps(node.body)
     lines = ["@dataclass(kw_only=True)", f"class {node.name}:", indent(quote(ast.get_docstring(node)))]
     for field in dataclasses.fields(args):
-        told = own.get(field.name) or helps.get(field.name) or f"`{names[field.name]}`: {helps[names[field.name]]}"
+        told = own.get(field.name) or helps.get(field.name) or describe_foreign(field.name, helps)
         lines += [f"    {field.name}: {render_type(field.type)} = ...", indent(quote(told))]
     return "\n".join(lines)
+
+
+def describe_foreign(name: str, helps: dict[str, str]) -> str:
+    option = find_option(name, helps)
+    return f"No effect, or refused: {find_row(name).reason}." if option is None else f"`{option}`: {helps[option]}"
 
 
 def render_type(kind: Any) -> str:

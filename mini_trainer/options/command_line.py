@@ -218,11 +218,13 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
     for name, values in iterate_flags(words):
         allowed = choices.get(name)
         if name not in known:
-            from mini_trainer.options.names_elsewhere import describe_unknown
+            from mini_trainer.options.answers import describe_unknown
 
             problems.append(f"unknown option {flag_name(name)}{describe_unknown(name, known, spell=flag_name)}")
         elif allowed and values and values[0] not in (*allowed, "None"):
-            hint = explain_removed(name, values[0]) or suggest(values[0], allowed)
+            from mini_trainer.options.answers import describe_value
+
+            hint = explain_removed(name, values[0]) or describe_value(name, values[0]) or suggest(values[0], allowed)
             problems.append(f"{flag_name(name)} {values[0]}: allowed: {', '.join(allowed)}{hint}")
     if problems:
         raise ValueError("\n  ".join(problems))

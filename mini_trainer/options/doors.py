@@ -153,8 +153,8 @@ SCORERS = Doors(
 # Trainers whose configurations can be imported.
 TRAINERS = Doors(
     {
-        "axolotl": "mini_trainer.tools.importers.axolotl",
-        "llama-factory": "mini_trainer.tools.importers.llama_factory",
+        "axolotl": "mini_trainer.tools.importers.axolotl:AXOLOTL",
+        "llama-factory": "mini_trainer.tools.importers.llama_factory:LLAMA_FACTORY",
         "trl": "mini_trainer.tools.importers.trl:SFT",
         "trl-dpo": "mini_trainer.tools.importers.trl:DPO",
         "trl-kto": "mini_trainer.tools.importers.trl:KTO",

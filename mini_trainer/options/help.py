@@ -17,8 +17,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 from mini_trainer.distributed.command import name_command
 from mini_trainer.distributed.ending import exit_with_message
 from mini_trainer.distributed.messages import print_as_is
+from mini_trainer.options.answers import describe_unknown
 from mini_trainer.options.fields import flag_name, iterate_fields, list_groups, list_types
-from mini_trainer.options.names_elsewhere import describe_unknown
 
 ALONE = "general"  # options of no group, as a topic
 MOST_WIDTH, INDENT = 100, " " * 6

@@ -148,7 +148,7 @@ def convert_known(given: Any, known: Collection[str], convert: Callable[[str, An
     def convert_one(name: str, value: Any) -> Any:
         if name in known:
             return convert(name, value)
-        from mini_trainer.options.names_elsewhere import describe_unknown
+        from mini_trainer.options.answers import describe_unknown
 
         answer = describe_unknown(name, known, spell=repr)
         if not answer and len(known) <= MOST_LISTED:

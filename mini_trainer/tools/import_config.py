@@ -2,8 +2,8 @@
 
     python -m mini_trainer import-config axolotl.yaml --output-dir configs --num-gpus 8
 
-Writes data.yaml (one per kind of rows) and train.yaml, and prints for every key the option that replaces it, or that
-none is needed, or that it has no counterpart, or how it differs. Configurations that do not fine-tune on answers are
+Writes data.yaml (one per kind of rows) and train.yaml, and prints for every key the option that replaces it, or why
+there is none, which is also written as a comment. Configurations that ask for training that is not supported are
 refused. If batches count packs, --tokenized-data measures how full these are, and so the batch that is equivalent.
 """
 
@@ -23,10 +23,8 @@ from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.choices import check_choices
-from mini_trainer.options.doors import TRAINERS
-from mini_trainer.tools.importers.conversion import convert, list_differences
-from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, recognize
-from mini_trainer.tools.importers.rules import Conversion
+from mini_trainer.tools.importers.conversion import Conversion, convert
+from mini_trainer.tools.importers.recognition import recognize
 
 
 def import_config(options: ImportConfigOptions) -> None:
@@ -34,9 +32,8 @@ def import_config(options: ImportConfigOptions) -> None:
     path, output_dir = Path(options.config_file), Path(options.output_dir)
     check_output_dir(output_dir)
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
-    known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     try:
-        trainer = options.trainer or recognize(given, known, path)
+        trainer = options.trainer or recognize(given, path)
         to = convert(given, trainer, num_gpus=options.num_gpus, lengths=read_lengths(options.tokenized_data))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -46,19 +43,11 @@ def import_config(options: ImportConfigOptions) -> None:
         to, output_dir, head=describe_comment(f"From {path.name} ({trainer}), by mini-trainer import-config.")
     )
     say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
-    print_outcomes(to)
-    say(f"wrote {' and '.join(map(str, outputs))}")
-
-
-def print_outcomes(to: Conversion) -> None:
-    """Prints a line per key, and how many keys keep their meaning."""
-    width = max(map(len, to.told))
+    width = max(map(len, to.told), default=0)
     for key, outcome in to.told.items():
         say(f"  {key:{width}}  {outcome}")
-    differing = list_differences(to)
-    names = ", ".join(line.partition(":")[0] for line in differing) or "none"
-    num_same = len(to.told) - len(differing)
-    say(f"{num_same} of {len(to.told)} keys mean the same here; without a counterpart, or different: {names}")
+    say(f"without a counterpart, or different: {', '.join(key for key in to.told if key in to.noted) or 'none'}")
+    say(f"wrote {' and '.join(map(str, outputs))}")
 
 
 def read_lengths(paths: tuple[str, ...]):  # numpy.ndarray | None
@@ -72,19 +61,14 @@ def read_lengths(paths: tuple[str, ...]):  # numpy.ndarray | None
     return np.concatenate([TokenizedData(path, option="--tokenized-data").lengths for path in paths])
 
 
-def name_data_files(to: Conversion) -> list[str]:
-    """Names of the data files: data.yaml, or data_1.yaml and so on, like the data sets that they produce."""
-    return [name.replace(".arrow", ".yaml") for name in to.list_outputs()]
-
-
 def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
     """Writes the option files and the files that they refer to; existing files must be identical."""
     texts = {output_dir / name: text for name, text in to.files.items()}
-    for name, source in zip(name_data_files(to), to.sources, strict=True):
+    for output, source in zip(to.list_outputs(), to.sources, strict=True):
         if source.get("chat_template") in to.files:
             source["chat_template"] = str(output_dir / source["chat_template"])
-        texts[output_dir / name] = describe_file(ProcessDataOptions, source, head)
-    notes = "".join(map(describe_comment, list_differences(to)))
+        texts[output_dir / output.replace(".arrow", ".yaml")] = describe_file(ProcessDataOptions, source, head)
+    notes = "".join(describe_comment(f"{key}: {told}") for key, told in to.told.items() if key in to.noted)
     texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
     there = [str(path) for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
     if there:

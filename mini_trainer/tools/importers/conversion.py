@@ -1,121 +1,475 @@
-"""Converts a whole configuration: every key by its rule, the peer's defaults, then what follows from several keys."""
+"""Converts a whole configuration: each key by its row in options/foreign_names.py, then what follows from several."""
 
-from collections.abc import Iterator
-from typing import Any
+import bisect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_origin
 
 import numpy as np
 
-from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.doors import TRAINERS
+from mini_trainer.options import LoRAOptions, RowOptions, TrainOptions, flag_name, group_options, list_facts, list_types
+from mini_trainer.options.doors import TRACKERS, TRAINERS
+from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, TRACKED, convert_schedule, find_row
+from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_wrong_options
+from mini_trainer.options.problems.training import LORA_ADAPTER_SAYS
 from mini_trainer.options.settings_files import parse_value
 from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.tools.importers.batches import count_batch, count_epochs
-from mini_trainer.tools.importers.recognition import OTHER_OBJECTIVES, PREFERENCES
-from mini_trainer.tools.importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
+
+TYPES = {options_class: list_types(options_class) for options_class in (TrainOptions, ProcessDataOptions)}
+ROWS, LORA = list_types(RowOptions), list_types(LoRAOptions)
+NAMES = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")  # names in one text, as LLaMA-Factory writes lists
+CADENCES = {
+    *("save_steps", "save_strategy", "saves_per_epoch", "eval_strategy", "evaluation_strategy", "evals_per_epoch"),
+    *("eval_steps", "early_stopping_patience"),
+}
+GOOD_WEIGHTS = ("desirable_weight", "kto_desirable_weight", "kto_chosen_weight")
+BAD_WEIGHTS = ("undesirable_weight", "kto_undesirable_weight", "kto_rejected_weight")
+COMPUTED = CADENCES | {
+    "gradient_accumulation_steps",
+    "max_steps",
+    "warmup_steps",
+    "warmup_ratio",
+    "lr_scheduler_kwargs",
+    *("use_rslora", "peft_use_rslora", *GOOD_WEIGHTS, *BAD_WEIGHTS),
+}
+# Options that a file of another trainer cannot set: what it names is of another kind, or on this machine.
+NOT_FROM_FILES = {
+    *("data_path", "input_file", "input_dataset", "validation_data_path", "output_file", "resume", "attention"),
+    *("export_best", "best_metric", "logging_level", "callbacks", "max_sample_num_tokens"),
+}
 
 
-def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:
+STAND_INS = {"model_name_or_path": "model"}  # for what the user has to give
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What is known of another trainer beside the table of names: its defaults, and the keys that count a step."""
+
+    batch: tuple[str, int]  # the key of the rows of one GPU's micro-batch, and its default
+    length: tuple[str, int]  # of the tokens of a row
+    epochs: tuple[str, int]
+    packing: tuple[str, ...]  # keys that make a row a pack of samples
+    data_keys: tuple[str, ...]
+    read_data: "Callable[[Conversion], None]"
+    prepare: "Callable[[Conversion], None]"  # settles keys that depend on others
+    defaults: Mapping[str, Any]  # by our names, where they differ from ours
+    objective: str = "causal-lm"
+    loss_defaults: Mapping[str, Any] = field(default_factory=dict)  # where answers are compared
+
+
+@dataclass
+class Conversion:
+    """The other trainer's keys, the resulting options, and what became of each key."""
+
+    given: dict[str, Any]
+    name: str
+    num_gpus: int
+    lengths: np.ndarray | None = None  # tokens of each of the user's samples, if tokenized
+    train: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # options of process_data.py that all data sets share
+    sources: list[dict[str, Any]] = field(default_factory=list)  # one entry per run of process_data.py
+    files: dict[str, str] = field(default_factory=dict)  # other files to write, by name
+    told: dict[str, str] = field(default_factory=dict)  # the outcome of every key
+    noted: set[str] = field(default_factory=set)  # the keys without a counterpart, or with a difference
+
+    @property
+    def trainer(self) -> Trainer:
+        return TRAINERS[self.name]
+
+    @property
+    def objective(self) -> str:
+        return self.train.get("objective", "causal-lm")
+
+    @property
+    def row_format(self) -> str | None:
+        """--format of the rows that the objective needs; None: any format of texts."""
+        return OBJECTIVES[self.objective].row_format
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Value of the first of these keys that the file has."""
+        return next((self.given[name] for name in names if self.given.get(name) is not None), default)
+
+    def get_number(self, *names: str, default: int) -> int | float:
+        """Value, as a number, of the first of these keys that the file has."""
+        name = next((name for name in names if self.given.get(name) is not None), None)
+        return default if name is None else read_number(name, self.given[name])
+
+    def tell(self, key: str, text: str) -> None:
+        self.told[key] = f"{self.told[key]}; {text}" if key in self.told else text
+
+    def note(self, key: str, text: str) -> None:
+        self.tell(key, text)
+        self.noted.add(key)
+
+    def set(self, key: str, **values: Any) -> None:
+        """Sets options for a key. ValueError for a value that one cannot have."""
+        for name, value in values.items():
+            if value is ...:  # another key has it
+                continue
+            types = [options_class for options_class, known in TYPES.items() if name in known]
+            parsed = check_option(name, value, types[0])
+            if name in ROWS or TrainOptions not in types:
+                self.data[name] = parsed
+            else:
+                for options, options_class in ((self.train, TrainOptions), (self.data, ProcessDataOptions)):
+                    options |= {name: parsed} if options_class in types else {}
+            self.tell(key, f"{name}: {describe(parsed)}")
+
+    def list_outputs(self, kind: str = "") -> list[str]:
+        """Names of the tokenized data sets: data.arrow, or data_1.arrow and so on."""
+        number = max(1, len(self.sources))
+        return [f"data.{kind}arrow"] if number == 1 else [f"data_{i + 1}.{kind}arrow" for i in range(number)]
+
+
+def read_number(key: str, value: Any) -> int | float:
+    """Reads a key's value as a number, even if YAML 1.1 reads it as text (1e-4); ValueError if it is not one."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{key} must be a number, given {value!r}")
+    return int(number) if number.is_integer() else number
+
+
+def read_names(key: str, value: Any) -> list[str]:
+    """Reads names from a list or a comma-separated string."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} must be a list of names, given {value!r}")
+    return names
+
+
+def describe(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def check_option(name: str, value: Any, options_class: type) -> Any:
+    """The value in the option's own type; ValueError if it cannot have it."""
+    if value is None:
+        return None
+    if get_origin(TYPES[options_class][name]) is tuple and isinstance(value, str) and NAMES.fullmatch(value):
+        value = read_names(name, value)
+    value = list(value) if isinstance(value, tuple) else value
+    parsed = () if value == [] else parse_value(name, value, options_class)
+    facts = list_facts(options_class)[name]
+    has_range = (facts.at_least, facts.above) != (None, None)
+    if has_range and isinstance(parsed, int | float) and not facts.allows(parsed):
+        raise ValueError(f"{name} {facts.describe_range(is_float=isinstance(parsed, float), turns_off=False)}")
+    return parsed
+
+
+def convert(given: Mapping[str, Any], name: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:
     """Options for every key. `lengths`: tokens of the user's samples, to measure packs and count epochs.
 
     Raises ValueError with all reasons where the file asks for something that cannot be trained here.
     """
-    peer = TRAINERS[trainer]
-    present = peer.normalize({key: value for key, value in given.items() if value is not None})
-    defaults = peer.list_defaults(present)
-    is_lora, objective = peer.trains_adapter(present), peer.find_objective(present)
-    to = Conversion(defaults | present, num_gpus, is_lora=is_lora, objective=objective, lengths=lengths)
-    set_objective(to)
-    others = OTHER_OBJECTIVES | PREFERENCES
-    refused = {key: why for key, why in others.items() if key not in peer.RULES and is_set(given.get(key))}
-    for key in dict.fromkeys((*given, *defaults, *present)):
-        if key in refused:
-            continue
-        try:
-            to.told[key] = follow_key(to, peer.RULES, key, is_default=key not in present and key in defaults)
-        except Refusal as refusal:
-            refused[key] = str(refusal)
+    to = Conversion({key: value for key, value in given.items() if value is not None}, name, num_gpus, lengths)
+    if to.trainer.objective != "causal-lm":
+        to.train["objective"] = to.trainer.objective
+    refused: list[str] = []
+    attempt(refused, to, to.trainer.prepare)
+    computed = COMPUTED | {to.trainer.batch[0], to.trainer.length[0], to.trainer.epochs[0], *to.trainer.data_keys}
+    for key, value in to.given.items():
+        if key not in computed:
+            attempt(refused, to, lambda to, key=key, value=value: follow_row(to, key, value), key)
+    attempt(refused, to, set_defaults)
+    for rule in (
+        convert_lengths,
+        count_batch,
+        convert_end,
+        convert_rates,
+        convert_warmup,
+        convert_alpha,
+        convert_weights,
+        convert_cadences,
+    ):
+        attempt(refused, to, rule)
+    attempt(refused, to, to.trainer.read_data, to.trainer.data_keys[0])
     if refused:
-        raise ValueError("; ".join(f"{key}: {reason}" for key, reason in refused.items()))
-    count_batch(to, peer.describe_batch)
-    count_epochs(to)
+        raise ValueError("; ".join(refused))
+    drop_idle(to)
     finish_options(to)
     return to
 
 
-def set_objective(to: Conversion) -> None:
-    """Sets the objective, and the format of its rows, if it is not that of both scripts."""
-    if not to.reads_texts:
-        to.train["objective"], to.data["format"] = to.objective, to.row_format
-        to.told["objective"] = f"objective: {to.objective}, format: {to.row_format} (of process_data.py)"
+def attempt(refused: list[str], to: Conversion, step: Callable[[Conversion], None], key: str | None = None) -> None:
+    """Takes a step, and adds its error, with the key, to what is refused."""
+    try:
+        step(to)
+    except ValueError as error:
+        refused.append(f"{key}: {error}" if key else str(error))
+    except (AttributeError, TypeError, KeyError):  # a list, a mapping or a text in the place of something else
+        refused.append(f"{key or 'the file'}: has another form than that trainer reads")
+
+
+def follow_row(to: Conversion, key: str, value: Any) -> None:
+    """What the table says of one key. ValueError if it decides what is learned, and has no counterpart."""
+    row = find_row(key, to.name)
+    is_set = value not in (False, 0, "", [], {})
+    if row is None:
+        elsewhere = find_row(key)
+        if is_set and elsewhere is not None and elsewhere.decides:
+            raise ValueError(f"a key of {elsewhere.of.split()[0]}'s files, not of {to.name}'s: --trainer names another")
+        if is_set and elsewhere is None and DECIDING.search(key):
+            raise ValueError("decides what is learned, and is not known here")
+        if is_set:
+            to.note(key, "no counterpart" if elsewhere is None else elsewhere.reason or "no counterpart")
+        return
+    if not is_set and not row.values and (not row.options or (value is not False and value != 0)):
+        return
+    options = row.list_options(key)
+    try:
+        if not options and not row.values:
+            raise KeyError(value)
+        ours = row.convert(value, name=key)
+    except KeyError:
+        if row.decides:
+            raise ValueError(f"{value!r}: {row.reason}" if options or row.values else row.reason) from None
+        tracker = key.partition("_")[0]
+        if is_set and tracker in TRACKERS and row.reason == TRACKED:
+            to.set(key, track=sorted({*to.train.get("track", ()), tracker}))
+        to.note(key, row.reason)
+        return
+    set_converted(to, key, ours, is_set=is_set, decides=row.decides)
+    if options and row.reason and not row.decides and ours:
+        to.note(key, row.reason)
+    if isinstance(value, str) and value.endswith("4bit"):
+        to.note(key, DIFFERENCES[value])
+
+
+def set_converted(to: Conversion, key: str, ours: dict[str, Any], *, is_set: bool, decides: bool) -> None:
+    """Sets the options of a key; a value that an option cannot have becomes a comment, unless it decides."""
+    elsewhere = [flag_name(name) for name in ours if name in NOT_FROM_FILES]
+    if elsewhere and is_set:
+        to.note(key, f"not taken from a file: {elsewhere[0]}")
+    if elsewhere or not ours:
+        return
+    if "track" in ours:
+        names = [ours["track"]] if isinstance(ours["track"], str) else ours["track"]
+        ours["track"] = sorted({*to.train.get("track", ()), *names})
+    try:
+        to.set(key, **ours)
+    except (ValueError, TypeError) as error:
+        if decides:
+            raise ValueError(str(error)) from None
+        if is_set:
+            to.note(key, str(error))
+
+
+def set_defaults(to: Conversion) -> None:
+    """The other trainer's values for what the file leaves out, where ours differ."""
+    compares = to.row_format is not None and to.objective != "reward"
+    defaults = to.trainer.defaults | (to.trainer.loss_defaults if compares else {})
+    if to.train.get("preference_loss") == "simpo":
+        has_likelihood = to.name != "llama-factory" and "cpo_alpha" not in to.given
+        defaults |= {"preference_gamma": 0.5} | ({"preference_nll_weight": 1.0} if has_likelihood else {})
+    for name, value in defaults.items():
+        if name not in to.train:
+            to.set(f"default of {name}", **{name: value})
+    if "default of lora_target_modules" in to.told and to.train.get("lora"):
+        to.note("default of lora_target_modules", "peft chooses by the architecture, for most of them these")
+    if to.train.get("preference_nll_weight") == 0:
+        del to.train["preference_nll_weight"]
+    if to.row_format is not None:
+        to.set("objective", format=to.row_format)
+    is_without = to.name.startswith("trl-") and to.get("disable_dropout", default=True)
+    if is_without or (to.name == "llama-factory" and compares):
+        to.train.pop("lora_dropout", None)
+
+
+def convert_lengths(to: Conversion) -> None:
+    """The longest sample, or a document's block, and the tokens of one GPU's micro-batch. A sample of a pair has two
+    sequences; KTO's are the answer, and an unrelated one to the same prompt."""
+    (key, default), (batch_key, rows) = to.trainer.length, to.trainer.batch
+    length = to.get_number(key, default=default)
+    is_pair, drops = to.row_format is not None, to.name in ("axolotl", "trl-reward")
+    longest = 2 * length if is_pair else length
+    to.set(key, max_tokens_per_gpu=longest * to.get_number(batch_key, default=rows))
+    if to.get("pretraining_dataset") or to.data.get("format") == "document":
+        to.set(key, block_size=length)
+        return
+    to.set(key, max_sample_num_tokens=longest)
+    if is_pair:
+        there = f"if one is longer than {length}" if drops else f"each is cut to {length}"
+        to.note(key, f"dropped if its two sequences are longer together, there {there}")
+    elif not drops:
+        to.note(key, "longer ones are dropped, there cut")
+
+
+def count_batch(to: Conversion) -> None:
+    """Sets `batch_size` to the rows of a step: devices x micro-batch x accumulation. If rows are packs of samples, sets
+    `batch_tokens` to as many tokens as these have on average, with tokenized data, else to as many as they hold."""
+    batch_key, default = to.trainer.batch
+    a_gpu = to.get_number(batch_key, default=default)
+    total = to.get_number("batch_size", default=0) if to.name == "axolotl" else 0
+    accumulated = to.get_number("gradient_accumulation_steps", default=int(total // max(1, a_gpu)) or 1)
+    shared = to.get_number("context_parallel_size", default=1) * to.get_number("tensor_parallel_size", default=1)
+    num_gpus = max(1, to.num_gpus // int(max(1, shared if to.name == "axolotl" else 1)))
+    rows, product = int(a_gpu * accumulated * num_gpus), f"{a_gpu} x {accumulated} x {num_gpus} GPUs"
+    for key in {batch_key, "gradient_accumulation_steps", "batch_size"} & to.given.keys():
+        to.tell(key, "included in the batch")
+    is_packed = any(map(to.get, to.trainer.packing)) and to.row_format is None
+    if not is_packed or "block_size" in to.data:
+        to.set("batch_size", batch_size=rows)
+        to.tell("batch_size", product)
+        return
+    length = to.get_number(to.trainer.length[0], default=to.trainer.length[1])
+    packs = f"{rows} packs of {length:,} tokens ({product})"
+    tokens, how_full = rows * length, "all of them full; --tokenized-data measures how full they are"
+    if to.lengths is not None:
+        fill, longest = measure_packs(to.lengths, int(length))
+        tokens = max(longest, round(tokens * fill))
+        how_full = f"which are {fill:.1%} full on the tokenized data, by best-fit packing"
+    to.set("batch_tokens", batch_tokens=tokens)
+    to.note("batch_tokens", f"samples with as many tokens as {packs}, {how_full}")
+
+
+MOST_LENGTHS = 20_000  # maximum number of samples to pack; with more, the share no longer changes
+
+
+def measure_packs(lengths: np.ndarray, pack_length: int) -> tuple[float, int]:
+    """Share of tokens in the packs that best-fit decreasing fills with the samples no longer than a pack (at most
+    MOST_LENGTHS of them), and the longest of these."""
+    fitting = lengths[lengths <= pack_length]
+    if len(fitting) == 0:
+        raise ValueError(f"no sample of the tokenized data fits a pack of {pack_length:,} tokens")
+    longest = int(fitting.max())
+    if len(fitting) > MOST_LENGTHS:
+        fitting = np.random.default_rng(0).choice(fitting, MOST_LENGTHS, replace=False)
+    room: list[int] = []  # tokens left in each pack, ascending
+    for length in sorted(fitting.tolist(), reverse=True):
+        place = bisect.bisect_left(room, length)
+        left = room.pop(place) if place < len(room) else pack_length
+        bisect.insort(room, left - length)
+    return int(fitting.sum()) / (len(room) * pack_length), longest
+
+
+def convert_end(to: Conversion) -> None:
+    """The run's end: steps, or epochs, or for fractional epochs samples, if there is tokenized data."""
+    key, default = to.trainer.epochs
+    if (steps := to.get_number("max_steps", default=-1)) > 0:
+        to.set("max_steps", max_steps=steps)
+        return
+    epochs = to.get_number(key, default=default)
+    if epochs == int(epochs):
+        to.set(key, max_epochs=epochs)
+    elif to.lengths is not None:
+        to.set(key, max_samples=max(1, round(epochs * len(to.lengths))))
+    else:
+        to.set(key, max_epochs=math.ceil(epochs))
+        to.note(key, f"given {epochs}; with --tokenized-data it becomes max_samples")
+
+
+def convert_rates(to: Conversion) -> None:
+    """The arguments of the schedule."""
+    scheduler, key = str(to.get("lr_scheduler_type", "lr_scheduler")), "lr_scheduler_kwargs"
+    values = {name: read_number(name, value) for name, value in to.get(key, default={}).items()}
+    found, unknown = convert_schedule(scheduler, values, to.train["learning_rate"]) if values else ({}, [])
+    to.set(key, **found)
+    if unknown:
+        to.note(key, f"no counterpart: {', '.join(unknown)}")
+
+
+def convert_warmup(to: Conversion) -> None:
+    """Warm-up in steps, or as a share of the steps, which steps below 1 are in transformers; steps override it."""
+    steps, share = to.get_number("warmup_steps", default=0), to.get_number("warmup_ratio", default=0)
+    keys = [key for key in ("warmup_steps", "warmup_ratio") if key in to.given]
+    if to.train.get("lr_scheduler") == "constant":
+        for key in keys:
+            to.tell(key, "none: the constant schedule has no warm-up")
+    elif steps >= 1:
+        to.set("warmup_steps", num_warmup_steps=steps)
+    elif share or steps:
+        to.set(keys[-1], num_warmup_steps=share or steps)
+    elif to.name == "axolotl" and not keys:  # there min(3 % of the steps, 100), and never a single one
+        if max_steps := to.train.get("max_steps"):
+            to.set("default of warmup", num_warmup_steps={1: 2}.get(part := min(int(0.03 * max_steps), 100), part))
+        else:
+            to.set("default of warmup", num_warmup_steps=0.03)
+            to.note("warmup", "3 % of the steps, there at most 100 steps")
+
+
+def convert_alpha(to: Conversion) -> None:
+    """The alpha with the scale of a rank-stabilized adapter: alpha / sqrt(rank), here alpha / rank."""
+    key = next((name for name in ("use_rslora", "peft_use_rslora") if to.given.get(name)), None)
+    if key is not None:
+        rank = to.train.get("lora_rank", LoRAOptions().lora_rank)
+        to.set(key, lora_alpha=to.train.get("lora_alpha", 2 * rank) * math.sqrt(rank))
+
+
+def convert_weights(to: Conversion) -> None:
+    """The ratio of the weights of KTO's good and bad answers."""
+    keys = [key for key in (*GOOD_WEIGHTS, *BAD_WEIGHTS) if key in to.given]
+    good, bad = (to.get_number(*names, default=1) for names in (GOOD_WEIGHTS, BAD_WEIGHTS))
+    if keys and good != bad:
+        if bad <= 0:
+            raise ValueError(f"{keys[-1]}: must be above 0: --kto-weight-ratio is a ratio")
+        to.set(keys[0], kto_weight_ratio=good / bad)
+
+
+def convert_cadences(to: Conversion) -> None:
+    """When checkpoints are saved, and, if rows are held out, the run is validated: by steps or by epoch."""
+    strategy = to.get("save_strategy", default="steps")
+    if strategy == "epoch" or to.get("saves_per_epoch") == 1:
+        to.set("save_strategy" if strategy == "epoch" else "saves_per_epoch", checkpoint_at_epoch=True)
+    elif strategy == "steps" and to.get_number("save_steps", default=0) >= 1:
+        to.set("save_steps", checkpoint_every_steps=to.get("save_steps"))
+    strategy, holds_out = to.get("eval_strategy", "evaluation_strategy"), "validation_share" in to.data
+    if holds_out and "early_stopping_patience" in to.given:
+        to.set("early_stopping_patience", early_stopping_patience=to.given["early_stopping_patience"])
+    if holds_out and (strategy == "epoch" or to.get("evals_per_epoch") == 1):
+        to.set("eval_strategy" if strategy == "epoch" else "evals_per_epoch", validate_at_epoch=True)
+    elif holds_out and to.get_number("eval_steps", default=0) >= 1:
+        to.set("eval_steps", validate_every_steps=to.get("eval_steps"))
+    for key in CADENCES & to.given.keys() - to.told.keys():
+        if to.given[key] not in (False, 0, "no", "none"):
+            row = find_row(key)
+            to.note(key, row.reason or f"no effect here: {flag_name(row.list_options(key)[0])}")
+
+
+def drop_idle(to: Conversion) -> None:
+    """Leaves out options that have no effect on this objective, with this loss or without adapters."""
+    idle = {name for facts in OBJECTIVES.values() for name in facts.options} - {*OBJECTIVES[to.objective].options}
+    if not to.train.get("lora"):
+        idle |= LORA.keys()
+    elif "lora_adapter" in to.train:
+        idle |= {f"lora_{name}" for name in LORA_ADAPTER_SAYS}
+    loss = to.train.get("preference_loss")
+    for name, facts in list_facts(TrainOptions).items():
+        if facts.only_with is not None and facts.only_with[0] == "preference_loss" and loss not in facts.only_with[1]:
+            idle.add(name)
+    for name in ("objective", "preference_loss"):
+        if to.train.get(name) in DIFFERENCES and name not in idle:
+            to.note(name, DIFFERENCES[to.train[name]])
+    for name in idle & to.train.keys():
+        value = f"{name}: {describe(to.train.pop(name))}"
+        for key in [key for key, told in to.told.items() if value in told]:
+            del to.told[key]
+            if not key.startswith("default of "):
+                to.note(key, "no effect on this training")
 
 
 def finish_options(to: Conversion) -> None:
-    """Adds the tokenized data's files and gives all options their types. ValueError if they contradict each other."""
-    to.train.setdefault("data_path", to.list_outputs())
+    """Adds the tokenized data's files, and the options of each run of process_data.py. ValueError if they contradict
+    each other."""
+    outputs = zip(to.list_outputs(), to.sources or [{}], strict=True)
+    sources = [{"output_file": output} | to.data | source for output, source in outputs]
+    to.sources = [
+        {name: check_option(name, value, ProcessDataOptions) for name, value in source.items() if value is not None}
+        for source in sources
+    ]
+    to.train.setdefault("data_path", tuple(to.list_outputs()))
     if "validation_share" in to.data:
-        to.train["validation_data_path"] = to.list_outputs("validation.")
-    to.train = parse_said(to.train, {}, TrainOptions)
-    sources = [{name: value for name, value in source.items() if value is not None} for source in to.list_sources()]
-    to.sources = [parse_said(source, {}, ProcessDataOptions) for source in sources]
-    problems = [problem for options in make_options(to) for problem in find_wrong_options(options)]
-    if problems:
-        raise ValueError(f"its options cannot be used together: {'; '.join(problems)}")
-
-
-def make_options(to: Conversion) -> Iterator[TrainOptions | ProcessDataOptions]:
-    """The options as the scripts take them, with stand-ins for those that the user has to give."""
-    given = {"output_dir": "run", "model_name_or_path": "model"}
-    yield group_options(TrainOptions, **(given | to.train))
+        to.train["validation_data_path"] = tuple(to.list_outputs("validation."))
+    options = [group_options(TrainOptions, **(STAND_INS | {"output_dir": "run"} | to.train))]
     for source in to.sources:
         place = {} if {"input_file", "input_dataset"} & source.keys() else {"input_file": ("rows.jsonl",)}
-        yield group_options(ProcessDataOptions, **({"model_name_or_path": "model"} | place | source))
-
-
-def is_set(value: Any) -> bool:
-    return value not in (None, False, "", [], {})
-
-
-def follow_key(to: Conversion, rules: dict[str, Rule], key: str, *, is_default: bool) -> str:
-    """The outcome of one key; `is_default`: its value is the peer's default."""
-    if key not in rules:
-        return f"{MISSING}: not known here"
-    if key not in to.given:
-        return f"{NEEDLESS}: empty"
-    told = follow(rules[key], to, key, to.given[key])
-    return f"{told} (the trainer's default)" if is_default else told
-
-
-def follow(rule: Rule, to: Conversion, key: str, value: Any) -> str:
-    """Applies a rule; a value that the option cannot have changes nothing and is reported as without counterpart."""
-    before = dict(to.train), dict(to.data), list(to.sources)
-    try:
-        told = rule(to, key, value)
-        to.train = parse_said(to.train, before[0], TrainOptions)
-        to.data = parse_said(to.data, before[1], ProcessDataOptions)
-        for source in to.sources:
-            parse_said(source, {}, ProcessDataOptions)
-        return told
-    except ValueError as error:
-        reason = str(error)
-    except TypeError:  # a list, a mapping or a number in the place of something else
-        reason = f"{key} cannot be {value!r}"
-    to.train, to.data, to.sources = before
-    return f"{MISSING}: {reason}"
-
-
-def parse_said(values: dict[str, Any], before: dict[str, Any], options_class: type) -> dict[str, Any]:
-    """The options in their own types; those unchanged since `before` are left. ValueError for a wrong type."""
-    return {
-        name: value if is_parsed(name, value, before) else parse_value(name, value, options_class)
-        for name, value in values.items()
-    }
-
-
-def is_parsed(name: str, value: Any, before: dict[str, Any]) -> bool:
-    return value is None or isinstance(value, tuple) or (name in before and value is before[name])
-
-
-def list_differences(to: Conversion) -> list[str]:
-    """The keys whose meaning changes, each with the difference."""
-    return [f"{key}: {told}" for key, told in to.told.items() if MISSING in told or DIFFERS in told]
+        options.append(group_options(ProcessDataOptions, **(STAND_INS | place | source)))
+    problems = [problem for each in options for problem in find_wrong_options(each)]
+    if problems:
+        raise ValueError(f"its options cannot be used together: {'; '.join(problems)}")

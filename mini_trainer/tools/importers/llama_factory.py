@@ -1,176 +1,175 @@
-"""LLaMA-Factory's keys, its defaults (its hparams), and how it counts a step."""
+"""LLaMA-Factory: its keys that depend on others, its defaults (its hparams), and its list of data sets."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from mini_trainer.tools.importers.batches import PeerBatch, describe_device_batch
-from mini_trainer.tools.importers.llama_factory_data import convert_datasets, convert_freezing, is_pretraining
-from mini_trainer.tools.importers.preferences import (
-    ADAPTER_DROPOUT,
-    LLAMA_FACTORY_OBJECTIVES,
-    LLAMA_FACTORY_RULES,
-    STAGES,
-    convert_adapter,
-    convert_lengths,
-)
-from mini_trainer.tools.importers.rules import (
-    DIFFERS,
-    NEEDLESS,
-    Conversion,
-    Rule,
-    allow,
-    by_value,
-    differs,
-    if_set,
-    missing,
-    needless,
-    of_lora,
-    of_new_lora,
-    read_number,
-    refuse,
-    refuse_any,
-    say,
-    set_data_option,
-    set_if_true,
-    set_in_both,
-    set_option,
-    unless,
-    with_names,
-)
-from mini_trainer.tools.importers.shared_keys import (
-    convert_bits,
-    convert_entropy_weighting,
-    convert_epochs,
-    convert_lora,
-    convert_share,
-    convert_targets,
-)
-from mini_trainer.tools.importers.training_arguments import ATTENTION, PACKED, SPEED, TRAINING_ARGUMENTS
-
-TEMPLATE = (
-    f"{DIFFERS}: the model's own chat template is used; where LLaMA-Factory's is another, give a Jinja file as"
-    " chat_template"
+from mini_trainer.tools.importers.conversion import Conversion, Trainer, read_names, read_number
+from mini_trainer.tools.importers.sources import (
+    IMAGES,
+    add_sources,
+    find_message_format,
+    join_columns,
+    name_columns,
+    name_hub_rows,
 )
 
-
-def normalize(given: dict[str, Any]) -> dict[str, Any]:
-    return given
-
-
-def trains_adapter(given: dict[str, Any]) -> bool:
-    return given.get("finetuning_type", "lora") == "lora"
-
-
-def find_objective(given: dict[str, Any]) -> str:
-    return LLAMA_FACTORY_OBJECTIVES.get(str(given.get("stage")), "causal-lm")
+ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
+                  "history": "history", "tools": "tools"}  # fmt: skip
+# Parts of a vision-language model, and whether they are frozen by default.
+PARTS = {"vision_tower": ("vision", True), "multi_modal_projector": ("projector", True),
+         "language_model": ("language", False)}  # fmt: skip
+FORMATTINGS = ("alpaca", "sharegpt", "openai")
+TEMPLATE = "the model's own chat template is used; where LLaMA-Factory's is another, give a Jinja file as chat_template"
 
 
-def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """LLaMA-Factory's values for keys that are left out, where this trainer's default differs."""
-    defaults = {"finetuning_type": "lora", "cutoff_len": 2048, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
-                "num_train_epochs": 3, "per_device_train_batch_size": 8, "adam_beta2": 0.999}  # fmt: skip
-    objective = find_objective(given)
-    defaults |= {"pref_beta": 0.1} if objective in ("preference", "kto") else {}
-    defaults |= {"pref_loss": "sigmoid"} if objective == "preference" else {}
-    defaults |= {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
-    return defaults | ({"lora_rank": 8} if trains_adapter(given) else {})
+def prepare(to: Conversion) -> None:
+    stage, given = to.get("stage"), to.given
+    if stage == "dpo":
+        given.setdefault("pref_loss", "sigmoid")
+    weight = read_number("pref_ftx", given.pop("pref_ftx", 0))
+    if weight and stage == "kto":
+        raise ValueError("pref_ftx: a likelihood in addition to KTO's loss is not supported")
+    if weight and stage == "dpo":
+        to.set("pref_ftx", preference_nll_weight=weight + (given["pref_loss"] == "orpo"))
+        to.note("pref_ftx", "a mean over all chosen tokens of the batch, there the mean of each answer's mean")
+    if "adapter_name_or_path" in given and stage in ("dpo", "kto") and "ref_model" not in given:
+        to.note("adapter_name_or_path", "the reference is the model with this adapter, there without it")
+    if any(f"freeze_{name}" in given for name in PARTS):
+        frozen = [part for name, (part, default) in PARTS.items() if given.pop(f"freeze_{name}", default)]
+        if to.get("finetuning_type", default="lora") == "lora":
+            to.note("freeze_vision_tower", "adapters are in the language part alone")
+        else:
+            to.set("freeze_vision_tower", freeze=frozen or ["nothing"])
+    if to.get("template") not in (None, "empty"):
+        to.note("template", TEMPLATE)
+        del given["template"]
 
 
-def convert_documents(to: Conversion, key: str, value: Any) -> str:
-    to.data["format"] = "document"
-    return f"format: document (of process_data.py); {DIFFERS}: texts are trained on as a whole, without a chat template"
+def read_data(to: Conversion) -> None:
+    """Data sets by name, from the list that lies beside their files."""
+    if "dataset" not in to.given:
+        return
+    info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
+    listed, names = read_list(info), read_names("dataset", to.given["dataset"])
+    if not isinstance(listed, dict):
+        raise ValueError(f"{info}: not a mapping of names to data sets")
+    absent = [name for name in names if name not in listed]
+    if absent:
+        to.note("dataset", f"give its file as input_file in data.yaml ({', '.join(absent)} not in {info})")
+        return
+    add_sources(to, "dataset", [read_entry(to, name, listed[name], info) for name in names])
 
 
-def convert_length(to: Conversion, key: str, value: Any) -> str:
-    """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
-    length, rows = read_number(key, value), to.get_number("per_device_train_batch_size", default=8)
-    if not is_pretraining(to):
-        return convert_lengths(to, length, rows, there="cut" if to.reads_texts else f"each is cut to {length}")
-    to.data["block_size"], to.train["max_tokens_per_gpu"] = length, length * rows
-    return f"block_size: {length} (of process_data.py); max_tokens_per_gpu: {length * rows}"
+def read_list(path: Path) -> dict[str, dict[str, Any]]:
+    """The list of data sets, empty without a file."""
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def convert_subset(to: Conversion, key: str, value: Any) -> str:
-    """The first rows of each data set there; as many rows drawn at random here."""
-    to.train["subset"] = str(read_number(key, value))
-    return (
-        f"subset: {value}; {DIFFERS}: drawn at random after tokenizing, there the first rows; also of validation data"
+def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
+    """Options of process_data.py for one data set."""
+    columns = {what: column for what, column in entry.get("columns", {}).items() if column is not None}
+    kind = entry.get("formatting", "alpaca")
+    if to.row_format is None and (entry.get("ranking") or "kto_tag" in columns):
+        raise ValueError(f"{name} holds preferences: stage {to.get('stage', default='sft')} does not learn from them")
+    if {"images", "videos", "audios"} & columns.keys():
+        raise ValueError(f"{name}: {IMAGES}")
+    if kind not in FORMATTINGS:
+        raise ValueError(f"{name}: formatting {kind!r} is not known here: {', '.join(FORMATTINGS)} are")
+    source = read_place(name, entry, info)
+    if entry.get("num_samples"):
+        to.note("dataset", f"all rows of {name} are used, given num_samples {entry['num_samples']}")
+    if to.data.get("format") == "document":
+        return source | name_columns(text=(columns.get("prompt", "instruction"), ("text", "document")))
+    tags = entry.get("tags", {})
+    default = ("role", "content") if kind == "openai" and not tags else ("from", "value")
+    keys = tags.get("role_tag", default[0]), tags.get("content_tag", default[1])
+    data_format, own = find_message_format(*keys)
+    if to.row_format is not None:
+        return source | read_preferences(to, name, entry, columns)
+    if kind == "alpaca":
+        return source | read_alpaca(name, columns)
+    return source | {"format": data_format} | name_columns(messages=(columns.get("messages", "conversations"), (own,)))
+
+
+def read_place(name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
+    """The option for the rows' place: a file beside the list, or a data set of the hub."""
+    if "hf_hub_url" in entry:
+        return name_hub_rows(entry["hf_hub_url"], entry.get("subset"), split=entry.get("split"))
+    if entry.get("file_name") is None:
+        raise ValueError(f"{name} of {info} has no file_name: rows are read from files or Hugging Face's hub")
+    return {"input_file": [str(info.parent / entry["file_name"])]}
+
+
+def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
+    """Alpaca's columns, or a prompt and its answer under names of their own."""
+    used = {what: column for what, column in columns.items() if what in ALPACA_COLUMNS}
+    has_query = not columns or "query" in used  # columns that are not listed are not read there
+    if has_query and all(ALPACA_COLUMNS[what] == column for what, column in used.items()):
+        return {"format": "alpaca"}
+    if used.keys() <= {"prompt", "response"}:
+        named = name_columns(
+            prompt=(used.get("prompt", "instruction"), ()), completion=(used.get("response", "output"), ())
+        )
+        return {"format": "completion"} | named
+    given = ", ".join(f"{what}: {column}" for what, column in used.items() if ALPACA_COLUMNS[what] != column)
+    raise ValueError(f"{name}: columns of other names ({given}) can be read for prompt and response alone; rename them")
+
+
+def read_preferences(to: Conversion, name: str, entry: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """Options of process_data.py for one data set of preferences or of feedback."""
+    unread = [what for what in ("system", "tools") if columns.get(what, what) != what]
+    unread += ["history"] if "history" in columns else []
+    if to.objective == "kto" and "kto_tag" not in columns:
+        raise ValueError(f"{name} has no kto_tag, which says what answers are good")
+    if to.objective != "kto" and not (entry.get("ranking") and {"chosen", "rejected"} <= columns.keys()):
+        raise ValueError(f"{name} has no ranking with the columns chosen and rejected")
+    if unread:
+        raise ValueError(f"{name}: columns for {', '.join(unread)} are not read with answers that are preferred")
+    read_prompt = read_text_prompt if entry.get("formatting", "alpaca") == "alpaca" else read_chat_prompt
+    source = read_prompt(to, name, columns)
+    if to.objective == "kto":
+        return join_columns(source, name_columns(label=(columns["kto_tag"], ("label", "kto_tag"))))
+    named = name_columns(
+        chosen=(columns["chosen"], ("chosen", "chosen_response")),
+        rejected=(columns["rejected"], ("rejected", "rejected_response")),
     )
+    return join_columns(source, named)
 
 
-def describe_batch(to: Conversion) -> PeerBatch:
-    """Rows of a step, which are packs if samples are packed."""
-    packs = (to.get("packing") or to.get("neat_packing")) and not is_pretraining(to) and to.reads_texts
-    length = to.get_number("cutoff_len", default=2048)
-    return describe_device_batch(to, pack_length=length if packs else None)
+def read_text_prompt(to: Conversion, name: str, columns: dict[str, str]) -> dict[str, Any]:
+    """The columns of Alpaca's prompt and, for feedback, of its answer."""
+    prompt, query = columns.get("prompt", "prompt"), columns.get("query", "input")
+    if prompt not in ("question", "instruction") or query != "input":
+        raise ValueError(
+            f"{name}: texts in the columns {prompt} and {query} would be continued without a chat template; rename them"
+            " to question and input"
+        )
+    there = "after one line break" if "query" in columns else "nowhere"
+    to.note("dataset", f"a row's input follows its prompt after a blank line, there {there}")
+    answer = columns.get("response", "output")
+    return name_columns(completion=(answer, ("completion",))) if to.objective == "kto" else {}
 
 
-OTHER_TRAINING = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro",
-                  "mixture_of_depths", "loraplus_lr_ratio", "pissa_init", "use_kt", "use_mca", "use_megatron_bridge",
-                  "use_hyper_parallel", "shift_attn", "rope_scaling")  # fmt: skip
-MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-            "sequence_parallel")  # fmt: skip
-# Arguments of methods that their switch refuses or accepts.
-BESIDE = ("apollo_layerwise", "apollo_target", "apollo_rank", "apollo_scale", "apollo_scale_type", "galore_layerwise",
-          "galore_target", "galore_rank", "galore_scale", "badam_mode", "badam_switch_mode", "badam_switch_interval",
-          "badam_verbose", "asft_alpha", "freeze_trainable_layers", "freeze_trainable_modules", "oft_block_size",
-          "oft_target", "pissa_iter", "pissa_convert", "eaft_alpha", "kt_config", "kt_cpu_activation", "kt_weight_path",
-          "kt_non_expert_weight_path", "fp8_backend", "fp8_enable_fsdp_float8_all_gather")  # fmt: skip
-RULES: dict[str, Rule] = TRAINING_ARGUMENTS | LLAMA_FACTORY_RULES | {
-    "model_name_or_path": set_in_both("model_name_or_path"),
-    "model_revision": set_in_both("model_revision"),
-    "num_train_epochs": convert_epochs,
-    "stage": by_value(
-        {"sft": say(NEEDLESS), "pt": convert_documents} | STAGES,
-        other=refuse_any("{value!r} has no objective here: sft, pt, dpo, kto and rm are read"),
-    ),
-    "finetuning_type": convert_lora,
-    "lora_rank": of_new_lora(set_option("lora_rank")),
-    "lora_dropout": of_new_lora(ADAPTER_DROPOUT),
-    "lora_target": of_new_lora(with_names(convert_targets)),
-    "additional_target": of_new_lora(if_set(with_names(set_option("lora_modules_to_save")))),
-    "adapter_name_or_path": of_lora(convert_adapter),
-    "quantization_bit": of_lora(convert_bits),
-    "quantization_method": of_lora(allow("bnb", "bitsandbytes", reason="the base is quantized by bitsandbytes (nf4)")),
-    "quantization_type": of_lora(allow("nf4", reason="the base is held in nf4")),
-    "double_quantization": of_lora(needless("the base is held in nf4")),
-    "dataset": convert_datasets,
-    "dataset_dir": needless("input_file is a path"),
-    "eval_dataset": missing("tokenize it, and give validation_data_path"),
-    "val_size": convert_share,
-    "template": unless("empty", rule=say(TEMPLATE)),
-    "cutoff_len": convert_length,
-    "max_samples": convert_subset,
-    "preprocessing_num_workers": set_data_option("num_proc"),
-    **dict.fromkeys(("overwrite_cache", "tokenized_path"),
-                    needless("process_data.py writes to the file of output_file")),
-    **dict.fromkeys(("packing", "neat_packing"), PACKED),
-    "train_on_prompt": refuse("prompts are never trained here"),
-    "mask_history": refuse("every turn of the assistant is trained on; a row's messages can have train: false"),
-    "default_system": differs("a system message is the row's own, or the template's"),
-    "enable_thinking": differs("prompts with and without thinking are the template's and the rows' own"),
-    "tool_format": differs("tools are written by the model's own template"),
-    **dict.fromkeys(("image_max_pixels", "image_min_pixels"), differs("the model's own processor sizes images")),
-    **dict.fromkeys(("video_max_pixels", "video_fps", "video_maxlen"), needless("rows with videos are refused")),
-    **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), convert_freezing),
-    "flash_attn": ATTENTION,
-    "enable_liger_kernel": set_if_true(use_liger_kernels=True),
-    "disable_gradient_checkpointing": set_if_true(activation_checkpointing="none"),
-    "pure_bf16": needless("weights stay in float32; --master-weights bfloat16 holds them in 16 bits"),
-    "use_dft_loss": set_if_true(loss_weighting="dft"),
-    "use_eaft_loss": if_set(convert_entropy_weighting),
-    "plot_loss": needless("mini-trainer plot-metrics draws every metric"),
-    "compute_accuracy": needless("validations report token accuracy"),
-    "interleave_probs": with_names(set_option("data_weights")),
-    "mix_strategy": unless(
-        "concat", rule=say(f"{DIFFERS}: data_weights draw samples; a data set that runs out starts over")
-    ),
-    "disable_shuffling": differs("the order is always random"),
-    **dict.fromkeys(("streaming", "buffer_size", "use_v1_kernels", "use_unsloth", "ray_num_workers"), SPEED),
-    "resize_vocab": needless("the vocabulary grows as tokens are added"),
-    **dict.fromkeys(("add_special_tokens", "add_tokens"), with_names(set_data_option("add_special_tokens"))),
-    "new_special_tokens_config": refuse("descriptions of tokens are not read: add_special_tokens names them"),
-    "init_special_tokens": refuse("new tokens begin as the mean of the others"),
-    **dict.fromkeys(OTHER_TRAINING, refuse("changes training, and has no counterpart")),
-    **dict.fromkeys(MEGATRON, refuse("files for Megatron are not translated")),
-    **dict.fromkeys(BESIDE, needless("it is an argument of a method that has its own switch")),
-}  # fmt: skip
+def read_chat_prompt(to: Conversion, name: str, columns: dict[str, str]) -> dict[str, Any]:
+    """The column of a prompt's messages or, for feedback, of the whole chat's."""
+    messages = columns.get("messages", "conversations")
+    if to.objective == "kto" and messages not in ("messages", "conversations"):
+        raise ValueError(f"{name}: whole chats in the column {messages} are not read; rename it to messages")
+    return name_columns(prompt=(messages, ("messages", "conversations")))
+
+
+LLAMA_FACTORY = Trainer(
+    batch=("per_device_train_batch_size", 8),
+    length=("cutoff_len", 2048),
+    epochs=("num_train_epochs", 3),
+    packing=("packing", "neat_packing"),
+    data_keys=("dataset", "dataset_dir"),
+    read_data=read_data,
+    prepare=prepare,
+    defaults={"lora": True, "lora_rank": 8, "lr_scheduler": "linear", "learning_rate": 5e-5, "adam_beta2": 0.999},
+    loss_defaults={"preference_beta": 0.1},
+)

@@ -1,12 +1,11 @@
-"""Conversion of a configuration's data sets to runs of process_data.py."""
+"""Data sets of other trainers' files as runs of process_data.py."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.rows.files import data_ending
-from mini_trainer.tools.importers.rules import Conversion, Refusal
+from mini_trainer.tools.importers.conversion import Conversion, describe
 
+IMAGES = "rows with images are not translated: --images reads them, and --freeze chooses what trains"
 # Keys of a message, with the format that has them, and the column that it reads.
 MESSAGE_KEYS = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
 
@@ -29,48 +28,33 @@ def join_columns(*named: dict[str, list[str]]) -> dict[str, list[str]]:
     return {"columns": columns} if columns else {}
 
 
-def take_images(source: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """The option for rows with images, which are read beside files."""
-    if "input_dataset" in source:
-        raise Refusal(f"images of {name}: are read from the folder of a file of rows; download it, and name its files")
-    return {"images": True}
+def find_message_format(role: str, content: str) -> tuple[str, str]:
+    """The format of messages with these keys, and the column that it reads."""
+    if (role, content) not in MESSAGE_KEYS:
+        raise ValueError(f"messages have role and content, or from and value, given {role} and {content}")
+    return MESSAGE_KEYS[role, content]
 
 
-def is_file(path: str, endings: tuple[str, ...]) -> bool:
-    """Whether a data set's path is a file of rows, possibly compressed."""
-    return data_ending(Path(path)) in endings
-
-
-def add_sources(to: Conversion, sources: list[dict[str, Any]], notes: list[str]) -> str:
-    """Adds data sets: files with the same options share a run, all others get separate runs. Returns the outcome, with
-    the differences in `notes`."""
+def add_sources(to: Conversion, key: str, sources: list[dict[str, Any]]) -> None:
+    """Adds data sets: files with the same options share a run, all others get separate runs."""
     for source in sources:
-        same = (earlier for earlier in to.sources if "input_file" in source and differ_in_files(earlier, source))
+        to.tell(key, ", ".join(f"{name}: {describe(value)}" for name, value in source.items()))
+        files = source.get("input_file")
+        same = (other for other in to.sources if files and other | {"input_file": files} == source)
         earlier = next(same, None)
         if earlier is None:
-            to.sources = [*to.sources, dict(source)]
+            to.sources.append(dict(source))
         else:
-            earlier["input_file"] = [*earlier["input_file"], *source["input_file"]]
-    texts = [", ".join(f"{name}: {describe(value)}" for name, value in source.items()) for source in sources]
-    return "; ".join([f"{' | '.join(texts)} (of process_data.py)", *dict.fromkeys(notes)])
+            earlier["input_file"] = [*earlier["input_file"], *files]
 
 
-def differ_in_files(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether two runs have the same options apart from their files."""
-    return first | {"input_file": None} == second | {"input_file": None} and "input_file" in first
-
-
-def describe(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def convert_template_text(to: Conversion, key: str, value: Any) -> str:
-    """Sets the chat template, given as a file, or as text, which is written to a file."""
+def set_template(to: Conversion, key: str) -> None:
+    """Sets the chat template of a key, given as a file, or as text, which is written to a file."""
+    value = to.get(key)
+    if value is None:
+        return
     if not isinstance(value, str):
         raise ValueError(f"{key} must be a file or a text, given {value!r}")
-    if "{" not in value:
-        to.data["chat_template"] = value
-        return f"chat_template: {value} (of process_data.py)"
-    to.files["chat_template.jinja"] = value
-    to.data["chat_template"] = "chat_template.jinja"
-    return "chat_template: chat_template.jinja, written to the same directory (of process_data.py)"
+    if "{" in value:
+        to.files["chat_template.jinja"], value = value, "chat_template.jinja"
+    to.set(key, chat_template=value)

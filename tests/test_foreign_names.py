@@ -5,14 +5,15 @@ import importlib
 import re
 from typing import get_origin
 
+import names_table
 import pytest
 from refusals import refuse
 
 from mini_trainer import TrainingArgs
 from mini_trainer.options import TrainOptions, flag_name, list_types
+from mini_trainer.options.answers import RENAMED, describe_unknown, describe_value
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.doors import TRAINERS
-from mini_trainer.options.names_elsewhere import EXPLAINED, NAMES_ELSEWHERE, RENAMED, describe_unknown
+from mini_trainer.options.foreign_names import DATA_NAMES, TABLE, TRAIN_NAMES, find_option, find_row
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
 
 TRAIN, DATA = list_types(TrainOptions), list_types(ProcessDataOptions)
@@ -46,18 +47,28 @@ def answer(name: str) -> str:
     return describe_unknown(name, KNOWN, spell=flag_name)
 
 
-def test_the_tables_name_options_that_exist_and_none_of_our_own():
-    assert not (NAMES_ELSEWHERE.keys() | EXPLAINED.keys()) & TRAIN.keys()
-    assert not NAMES_ELSEWHERE.keys() & EXPLAINED.keys()
-    for name, meant in NAMES_ELSEWHERE.items():
-        assert set(meant) <= TRAIN.keys() | DATA.keys() | GENERATE.keys(), name
-    for name, reason in EXPLAINED.items():
-        assert list_flags(reason) <= TRAIN.keys() | DATA.keys() | TORCHRUN, name
+def test_the_table_names_options_that_exist():
+    options, given = TRAIN.keys() | DATA.keys() | GENERATE.keys(), TRAIN.keys() | DATA.keys()
+    for row in TABLE:
+        values = [name for ours in row.values.values() if isinstance(ours, dict) for name in ours]
+        named = [option for name in row.list_names() for option in row.list_options(name)]
+        assert {*named} <= options and {*values} <= given, row
+        assert list_flags(row.reason) <= given | TORCHRUN, row
+        assert row.options or row.reason, row
+
+
+def test_the_python_api_s_names_have_an_option_or_a_reason():
+    for names, known in ((TRAIN_NAMES, TRAIN), (DATA_NAMES, DATA)):
+        assert [name for name in names if find_option(name, known) is None and not find_row(name).reason] == []
+
+
+def test_the_page_has_the_table_s_names():
+    text = names_table.PAGE.read_text()
+    assert names_table.replace_table(text) == text, "python docs/site/names_table.py writes the table"
 
 
 def find_unanswered(names: list[str]) -> list[str]:
-    tables = (TRAIN, NAMES_ELSEWHERE, EXPLAINED)
-    return [name for name in names if not any(name in table for table in tables)]
+    return [name for name in names if name not in TRAIN and find_row(name) is None]
 
 
 @pytest.mark.parametrize("place", CONFIGS)
@@ -73,11 +84,48 @@ def test_every_name_of_the_first_mini_trainer_and_of_instructlab_has_an_answer(n
     assert find_unanswered(names.split()) == []
 
 
-def test_every_key_of_files_that_can_be_imported_has_an_answer():
-    keys = {key for peer in TRAINERS.values() for key in peer.RULES} - TRAIN.keys()
-    assert len(keys) > 400
-    assert [key for key in keys if not answer(key)] == []
-    assert answer("galore_rank").startswith(": a key of llama-factory's files")  # not --lora-rank
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("compile_model", "--compile?"),
+        ("serialized_callbacks", "--callbacks?"),
+        ("osft_output_dtype", "--export-dtype"),
+        ("osft_memory_efficient_init", "one block's matrices"),
+        ("fsdp_sharding_strategy", "--sharding?"),
+        ("eval_file", "--validation-data-path?"),
+        ("use_xformers", "--attention?"),
+        ("hf_name", "--input-dataset?"),
+        ("column_name", "--columns text=COLUMN"),
+        ("accelerator", "CUDA_VISIBLE_DEVICES"),
+        ("devices", "torchrun"),
+        ("random_state", "--seed?"),
+        ("galore_rank", "a method that is not here"),
+        ("use_muon", "--optimizer muon?"),
+        ("load_in_4bit", "--base-quantization nf4?"),
+    ],
+)
+def test_names_of_red_hat_and_of_supertrainer_are_answered(name, told):
+    assert told in answer(name)
+
+
+def test_a_tokenizer_s_path_is_answered_where_rows_are_tokenized():
+    assert describe_unknown("tokenizer_path", DATA, spell=flag_name) == (
+        ": read from the model's own config and tokenizer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "meant"),
+    [
+        ("lr_scheduler", "cosine_with_min_lr", "; did you mean cosine with --min-lr-ratio?"),
+        ("lr_scheduler", "warmup_stable_decay", "; did you mean wsd?"),
+        ("optimizer", "adamw_bnb_8bit", "; did you mean adamw8bit?"),
+        ("optimizer", "lion", ""),
+    ],
+)
+def test_values_of_other_trainers_are_answered(option, value, meant, capfd):
+    assert describe_value(option, value) == meant
+    assert meant in refuse([*REQUIRED, flag_name(option), value], capfd)
 
 
 @pytest.mark.parametrize(
