@@ -6,7 +6,6 @@ Only the output directory and its checkpoints have to be shared: data sets and m
 
 import errno
 import os
-import re
 import secrets
 import socket
 import time
@@ -110,7 +109,7 @@ def describe_mount(directory: Path) -> str:
 SECONDS_TO_APPEAR = 75.0  # an NFS client may cache a directory's content for 60 s (acdirmax)
 SECONDS_BETWEEN_LOOKS, SECONDS_UNTIL_NOTICE = 0.2, 5.0
 TOKEN, PARTS = "token", "parts"  # the file that every node leaves, and its directory
-MOST_RUNS = 16  # of hosts in a row that are printed
+MOST_SHOWN = 16  # nodes that are printed
 
 
 @dataclass(frozen=True)
@@ -242,35 +241,6 @@ def appears(path: Path, token: str, deadline: float) -> bool:
 
 
 def describe_nodes(nodes: Sequence[Node]) -> str:
-    """Hosts with their ranks, those with consecutive numbers together: "n[01-64] (ranks 0-511)"."""
-    runs: list[list[Node]] = []
-    for node in nodes:
-        if runs and follows(node, runs[-1][-1]):
-            runs[-1].append(node)
-        else:
-            runs.append([node])
-    shown = [describe_run(run) for run in runs[:MOST_RUNS]]
-    num_more = sum(map(len, runs[MOST_RUNS:]))
-    return ", ".join(shown) + (f" and {num_more} more" if num_more else "")
-
-
-def describe_run(run: Sequence[Node]) -> str:
-    first, last = run[0], run[-1]
-    if len(run) == 1:
-        return str(first)
-    (begin, low, end), (_, high, _) = split_host(first.host), split_host(last.host)
-    ranks = describe_ranks(range(first.ranks.start, last.ranks.stop))
-    return f"{begin}[{low}-{high}]{end} ({ranks}, {len(first.ranks)} each)"
-
-
-def follows(node: Node, before: Node) -> bool:
-    """Whether the host's number is the next one, with as many ranks."""
-    (begin, number, end), (old_begin, old_number, old_end) = split_host(node.host), split_host(before.host)
-    are_alike = (begin, end, len(node.ranks)) == (old_begin, old_end, len(before.ranks))
-    return are_alike and number != "" and old_number != "" and number == str(int(old_number) + 1).zfill(len(old_number))
-
-
-def split_host(host: str) -> tuple[str, str, str]:
-    """Splits a name at its last number: the text before it, the number, the text after it."""
-    found = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
-    return (host, "", "") if found is None else (found[1], found[2], found[3])
+    """Hosts with their ranks: "n01 (ranks 0-7), n02 (ranks 8-15)"."""
+    num_more = len(nodes) - MOST_SHOWN
+    return ", ".join(map(str, nodes[:MOST_SHOWN])) + (f" and {num_more} more" if num_more > 0 else "")
