@@ -88,7 +88,7 @@ assistant_only_loss: true
 @pytest.fixture(autouse=True)
 def every_package_is_installed(monkeypatch):
     """For the scripts that read what was written; the importer itself asks for none."""
-    monkeypatch.setattr("mini_trainer.options.problems.packages.is_installed", lambda module: True)
+    monkeypatch.setattr("mini_trainer.options.problems.finding.is_installed", lambda module: True)
 
 
 def run_import(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess:

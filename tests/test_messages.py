@@ -28,7 +28,7 @@ from processes import ENV, ROOT
 from pyarrow.feather import write_feather
 
 from mini_trainer.api.errors import BadInputError
-from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompt
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed import compilation, lifeline, lock, meeting
 from mini_trainer.distributed.agreement import Account, describe_differences
@@ -214,8 +214,8 @@ FORMATS = (
 PREPARED = [
     ("rows of no format", {"in.jsonl": [UNKNOWN, NAN, UNKNOWN]}, {},
      f"3 of 3 rows cannot be used:\n  in.jsonl:1: unrecognised format: its keys are ['dialog', 'tools'], {FORMATS};"
-     " other names: --messages-field, or for a chat of a question and an answer --format alpaca --prompt-field question"
-     " --completion-field answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
+     " other names: --columns messages=, or for a chat of a question and an answer --format alpaca --columns"
+     " prompt=question completion=answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
      f" number{FIX}"),
     ("chats that would be cut", {"in.jsonl": [{"messages": [USER | {"role": "pretrain"}]}, ROW]}, {"block_size": 8},
      f"1 of 2 rows cannot be used:\n  in.jsonl:2: not a document: --block-size cuts only documents{FIX}"),
@@ -224,8 +224,8 @@ PREPARED = [
      "--chat-template own.jinja cannot be used: the chat template writes no end-of-turn token after an assistant"
      " turn: '\\n' within a conversation, '\\n' at its end; if a token that begins the next turn ends generation, the"
      " model's generation_config.json has to name it as eos_token_id; to append a stop token to conversations, pass"
-     " --append-stop-token; to train without, which does not teach the model to stop, pass"
-     " --allow-missing-stop-token; tried with [{'role': 'user', 'content': 'What is 2 + 2?'}, {'role': 'assistant',"
+     " --missing-stop-token append; to train without, which does not teach the model to stop, pass"
+     " --missing-stop-token allow; tried with [{'role': 'user', 'content': 'What is 2 + 2?'}, {'role': 'assistant',"
      " 'content': 'It is 4.'}]"),
 ]  # fmt: skip
 
@@ -349,8 +349,6 @@ OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] 
      "--batch-size 8: fewer samples a step than the 16 ranks: some of them will be idle\n"
      "--no-save-final-checkpoint: the trained model will not be exported\n"
      "--num-warmup-steps 9: the run of 5 steps ends before its peak learning rate"),
-    ("a field of a prompt", lambda path, patch: read_prompt({"prompt": "Hi", "source_text": 3}, None),
-     "'source_text' is 3, expected text"),
     ("no template",
      lambda path, patch: encode_prompt(
          Prompt(row={}, place="rows.jsonl:1", messages=[USER]), SimpleNamespace(chat_template=None)
@@ -358,7 +356,7 @@ OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] 
      "rows.jsonl:1: a chat, but the tokenizer has no chat template: give prompts as text, or use a chat model"),
     ("metric", lambda path, patch: choose_measures(["blue"], [("1",)]),
      "--metrics blue: is not one of exact_match, first_line, normalised_match, contains, number, token_f1, "
-     "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity, sari"),
+     "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity"),
     ("no run to evaluate", lambda path, patch: list_models((), str(path / "gone")),
      "--run DIR/gone: there is no such directory: name the --output-dir of a run that has exported its model"),
     ("no exports", lambda path, patch: list_models((), str(path)),

@@ -156,7 +156,7 @@ def test_a_run_that_was_deleted_at_mlflow_is_replaced(tracked, monkeypatch, tmp_
 @pytest.mark.slow
 def test_trackio_has_every_step_once(tracked):
     known = tracked.ids["trackio"]
-    assert known["name"].startswith("run-")
+    assert known["name"].startswith(f"{tracked.root.parent.name}_{tracked.root.name}-")
     (database,) = (tracked.root / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", [known["name"]]).fetchall()

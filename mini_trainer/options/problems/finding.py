@@ -43,7 +43,7 @@ def check_value(
     if has_range and isinstance(value, int | float) and not facts.allows(value):
         turns_off = option.default is not None and type(None) in get_args(option.type)
         yield f"{flag} {value}: {facts.describe_range(is_float=isinstance(value, float), turns_off=turns_off)}"
-    for given in () if facts.parse is None or value is None else value if isinstance(value, tuple) else (value,):
+    for given in () if facts.parse is None or value is None else value if isinstance(value, tuple | list) else (value,):
         try:
             facts.parse(given)
         except ValueError as error:
