@@ -120,13 +120,13 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert "axolotl" in done.stdout and " 8 GPUs" in done.stdout
     assert all(f"  {key} " in done.stdout for key, value in yaml.safe_load(AXOLOTL).items() if value)
-    assert ": lora_target_linear, mystery, evals_per_epoch\n" in done.stdout
+    assert ": lora_target_linear, wandb_project, mystery, evals_per_epoch\n" in done.stdout
     assert "\n# mystery: no counterpart\n" in (tmp_path / "train.yaml").read_text()
     train, data = read_options(tmp_path)
     assert train.items() >= dict(
         model_name_or_path="meta-llama/Llama-3.2-1B", lora=True, base_quantization="nf4", lora_rank=32, lora_alpha=16,
         lora_target_modules=(), batch_size=64, max_tokens_per_gpu=4096, max_epochs=1, optimizer="adamw8bit",
-        learning_rate=2e-4, warmup_ratio=0.1, checkpoint_at_epoch=True, track=("wandb",), track_project="mine",
+        learning_rate=2e-4, num_warmup_steps=0.1, checkpoint_at_epoch=True, track=("wandb",),
         validation_data_path=("data.validation.arrow",), adam_beta2=0.999,
     ).items()  # fmt: skip
     assert data.items() >= dict(input_file=("chats.jsonl",), max_sample_num_tokens=2048, validation_share=0.05).items()
@@ -232,13 +232,13 @@ def test_noise_and_smoothing_have_counterparts_and_0_is_none(trainer):
 @pytest.mark.parametrize(
     ("trainer", "given", "train", "data"),
     [
-        ("trl", dict(warmup_steps=0.03), dict(warmup_ratio=0.03), {}),
+        ("trl", dict(warmup_steps=0.03), dict(num_warmup_steps=0.03), {}),
         ("trl", dict(warmup_steps=3), dict(num_warmup_steps=3), {}),
         ("trl", dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}),
          dict(lr_scheduler="cosine", min_lr_ratio=0.1), {}),
         ("trl", dict(learning_rate=1e-3, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-4}),
          dict(min_lr_ratio=0.1), {}),
-        ("llama-factory", dict(dataset="chats, more"), {}, dict(messages_field="turns")),
+        ("llama-factory", dict(dataset="chats, more"), {}, dict(columns=("messages=turns",))),
     ],
 )  # fmt: skip
 def test_values_that_their_examples_have(trainer, given, train, data, tmp_path, monkeypatch):
@@ -267,7 +267,7 @@ def test_a_list_of_data_sets_that_is_none_is_told(content, tmp_path):
     ("columns", "expected"),
     [
         ({"prompt": "question", "response": "answer"},
-         dict(format="completion", prompt_field="question", completion_field="answer")),
+         dict(format="completion", columns=("prompt=question", "completion=answer"))),
         ({"prompt": "instruction", "query": "input", "response": "output"}, dict(format="alpaca")),
     ],
 )  # fmt: skip
@@ -403,7 +403,7 @@ def test_what_cannot_be_trained_as_it_is_asked_is_refused_by_its_key(trainer, gi
         ("axolotl", dict(optimizer="paged_adamw_32bit"), dict(optimizer="adamw")),
         ("axolotl", dict(max_steps=100), dict(num_warmup_steps=3, max_steps=100)),
         ("axolotl", dict(max_steps=40), dict(num_warmup_steps=2)),
-        ("axolotl", {}, dict(warmup_ratio=0.03, max_tokens_per_gpu=512)),
+        ("axolotl", {}, dict(num_warmup_steps=0.03, max_tokens_per_gpu=512)),
         ("axolotl", dict(context_parallel_size=2, micro_batch_size=3), dict(batch_size=12)),
         ("axolotl", dict(batch_size=8, micro_batch_size=2), dict(batch_size=64)),
         ("axolotl", dict(adapter="lora", lora_model_dir="a", lora_r=8, lora_alpha=4), dict(lora_adapter="a")),
@@ -430,9 +430,9 @@ def test_every_data_set_keeps_its_type_its_split_and_its_place():
     to = convert(dict(base_model="m", datasets=sets, sequence_len=256), "axolotl", num_gpus=1)
     assert to.train["data_path"] == ("data_1.arrow", "data_2.arrow", "data_3.arrow", "data_4.arrow")
     expected = [
-        dict(input_dataset="a/chats", split="train[:10%]", format="messages", messages_field="turns"),
+        dict(input_dataset="a/chats", split="train[:10%]", format="messages", columns=("messages=turns",)),
         dict(input_dataset="b/shared", format="sharegpt"),
-        dict(input_file=("books.jsonl",), format="document", text_field="body", block_size=256),
+        dict(input_file=("books.jsonl",), format="document", columns=("text=body",), block_size=256),
         dict(input_file=("c.jsonl", "d.jsonl"), format="alpaca", max_sample_num_tokens=256),
     ]
     for source, values in zip(to.sources, expected, strict=True):
@@ -505,7 +505,7 @@ DPO = dict(rl="dpo", rl_beta=0.2)
          dict(preference_loss="dpo", preference_nll_weight=0.2)),
         ("trl-dpo", dict(loss_type="ipo", rpo_alpha=0.5), dict(preference_loss="ipo", preference_nll_weight=0.5)),
         ("trl-kto", dict(desirable_weight=2, undesirable_weight=0.5),
-         dict(objective="kto", preference_beta=0.1, desirable_weight=2, undesirable_weight=0.5)),
+         dict(objective="kto", preference_beta=0.1, kto_weight_ratio=4.0)),
         ("trl-orpo", {}, PAIRS | dict(preference_loss="orpo", learning_rate=1e-6)),
         ("trl-cpo", dict(loss_type="simpo"),
          PAIRS | dict(preference_loss="simpo", preference_gamma=0.5, preference_nll_weight=1)),
@@ -522,7 +522,7 @@ DPO = dict(rl="dpo", rl_beta=0.2)
         ("axolotl", dict(rl="simpo", rl_beta=2, simpo_gamma=1),
          dict(preference_loss="simpo", preference_beta=2, preference_gamma=1, preference_nll_weight=1)),
         ("axolotl", dict(rl="simpo", cpo_alpha=0), dict(preference_loss="simpo", preference_gamma=0.5)),
-        ("axolotl", dict(rl="kto", kto_desirable_weight=0.2), dict(objective="kto", desirable_weight=0.2)),
+        ("axolotl", dict(rl="kto", kto_desirable_weight=0.2), dict(objective="kto", kto_weight_ratio=0.2)),
         ("axolotl", DPO | dict(cpo_alpha=1, simpo_gamma=2, orpo_alpha=3, kto_desirable_weight=4),
          dict(preference_beta=0.2)),
         ("axolotl", dict(reward_model=True, center_rewards_coefficient=0.1),
@@ -531,16 +531,16 @@ DPO = dict(rl="dpo", rl_beta=0.2)
         ("llama-factory", dict(stage="dpo", pref_loss="simpo"), PAIRS | dict(preference_gamma=0.5)),
         ("llama-factory", dict(stage="dpo", pref_loss="orpo", pref_ftx=0.5), dict(preference_nll_weight=1.5)),
         ("llama-factory", dict(stage="dpo", dpo_label_smoothing=0.1, ref_model="m"),
-         dict(preference_label_smoothing=0.1, reference_model="m")),
+         dict(label_smoothing=0.1, reference_model="m")),
         ("llama-factory", dict(stage="kto", pref_beta=0.2, kto_rejected_weight=3),
-         dict(objective="kto", preference_beta=0.2, undesirable_weight=3)),
+         dict(objective="kto", preference_beta=0.2, kto_weight_ratio=1 / 3)),
         ("llama-factory", dict(stage="rm", lora_dropout=0.1), dict(objective="reward", lora_dropout=0.1)),
     ],
 )  # fmt: skip
 def test_preferences_have_their_loss_and_its_numbers(trainer, given, train):
     to = convert(given, trainer, num_gpus=1)
     assert to.train.items() >= train.items()
-    only_asked = {"preference_nll_weight", "preference_gamma", "preference_label_smoothing", "desirable_weight"}
+    only_asked = {"preference_nll_weight", "preference_gamma", "label_smoothing", "kto_weight_ratio"}
     assert not (only_asked - train.keys()) & to.train.keys()
     assert to.sources[0]["format"] == ("feedback" if to.objective == "kto" else "preference")
 
@@ -628,7 +628,7 @@ def test_losses_that_are_not_here_are_refused_by_their_key(trainer, given, reaso
     ("rl", "kind", "expected"),
     [
         ("dpo", dict(type="chat_template.default", field_messages="turns", field_chosen="good"),
-         dict(prompt_field="turns", chosen_field="good")),
+         dict(columns=("chosen=good", "prompt=turns"))),
         ("dpo", dict(type="chat_template.argilla_chat", chat_template="chatml"), dict(chat_template="chatml")),
         ("orpo", dict(type="chat_template.argilla"), {}),
         ("dpo", dict(type="chatml.intel"), dict(chat_template="chatml")),
@@ -652,7 +652,7 @@ def test_axolotls_types_of_preferences(rl, kind, expected):
             convert(given, "axolotl", num_gpus=1)
         return
     (source,) = convert(given, "axolotl", num_gpus=1).sources
-    fields = {name: value for name, value in source.items() if name.endswith("_field") or name == "chat_template"}
+    fields = {name: value for name, value in source.items() if name in ("columns", "chat_template")}
     assert fields == expected and source["input_file"] == ("a.jsonl",)
 
 
@@ -665,12 +665,12 @@ ANSWERS = dict(chosen="chosen", rejected="rejected")
     [
         ("dpo", SHARED_TURNS | dict(columns=ANSWERS | dict(messages="conversations")), {}),
         ("rm", SHARED_TURNS | dict(columns=dict(messages="turns", chosen="good", rejected="rejected")),
-         dict(prompt_field="turns", chosen_field="good")),
+         dict(columns=("prompt=turns", "chosen=good"))),
         ("dpo", dict(ranking=True, columns=ANSWERS | dict(prompt="question", system="system")), {}),
         ("kto", dict(formatting="sharegpt", columns=dict(messages="messages", kto_tag="good"),
-                     tags=dict(role_tag="role", content_tag="content")), dict(label_field="good")),
+                     tags=dict(role_tag="role", content_tag="content")), dict(columns=("label=good",))),
         ("kto", dict(columns=dict(prompt="instruction", response="output", kto_tag="kto_tag")),
-         dict(completion_field="output")),
+         dict(columns=("completion=output",))),
         ("dpo", dict(columns=dict(prompt="instruction")), "a has no ranking "),
         ("dpo", dict(ranking=True, columns=ANSWERS | dict(prompt="text")), "columns text and input"),
         ("dpo", SHARED_TURNS | dict(columns=ANSWERS | dict(messages="m", images="images")), "a: rows with images"),
@@ -688,7 +688,7 @@ def test_llama_factorys_columns_of_preferences(stage, entry, expected, tmp_path)
             convert(given, "llama-factory", num_gpus=1)
         return
     (source,) = convert(given, "llama-factory", num_gpus=1).sources
-    assert {name: value for name, value in source.items() if name.endswith("_field")} == expected
+    assert {name: value for name, value in source.items() if name == "columns"} == expected
 
 
 IN_COMMON = dict(model_name_or_path="m", dataset_name="d", output_dir="o", max_length=64, learning_rate=1e-6)

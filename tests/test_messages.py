@@ -214,7 +214,7 @@ FORMATS = (
 PREPARED = [
     ("rows of no format", {"in.jsonl": [UNKNOWN, NAN, UNKNOWN]}, {},
      f"3 of 3 rows cannot be used:\n  in.jsonl:1: unrecognised format: its keys are ['dialog', 'tools'], {FORMATS};"
-     " other names: --columns messages=, or for a chat of a question and an answer --format alpaca --columns"
+     " other names: --columns messages=NAME, or for a chat of a question and an answer --format alpaca --columns"
      " prompt=question completion=answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
      f" number{FIX}"),
     ("chats that would be cut", {"in.jsonl": [{"messages": [USER | {"role": "pretrain"}]}, ROW]}, {"block_size": 8},

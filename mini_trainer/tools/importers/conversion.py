@@ -33,7 +33,7 @@ COMPUTED = CADENCES | {
     "warmup_steps",
     "warmup_ratio",
     "lr_scheduler_kwargs",
-    *("use_rslora", "peft_use_rslora", *GOOD_WEIGHTS, *BAD_WEIGHTS),
+    *("use_rslora", "peft_use_rslora", "label_smoothing_factor", *GOOD_WEIGHTS, *BAD_WEIGHTS),
 }
 # Options that a file of another trainer cannot set: what it names is of another kind, or on this machine.
 NOT_FROM_FILES = {
@@ -185,6 +185,7 @@ def convert(given: Mapping[str, Any], name: str, *, num_gpus: int, lengths: np.n
         convert_rates,
         convert_warmup,
         convert_alpha,
+        convert_smoothing,
         convert_weights,
         convert_cadences,
     ):
@@ -400,6 +401,15 @@ def convert_alpha(to: Conversion) -> None:
     if key is not None:
         rank = to.train.get("lora_rank", LoRAOptions().lora_rank)
         to.set(key, lora_alpha=to.train.get("lora_alpha", 2 * rank) * math.sqrt(rank))
+
+
+def convert_smoothing(to: Conversion) -> None:
+    """transformers' smoothing of tokens, which the losses of preferences there ignore."""
+    key = "label_smoothing_factor"
+    if to.get(key) and to.row_format is None:
+        to.set(key, label_smoothing=to.get_number(key, default=0))
+    elif to.get(key):
+        to.note(key, "no effect on this training")
 
 
 def convert_weights(to: Conversion) -> None:
