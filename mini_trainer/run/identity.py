@@ -34,6 +34,7 @@ from mini_trainer.options import (
     list_identifying_options,
 )
 from mini_trainer.options.urls import is_url
+from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.file_names import NOTES_FILE, PARAMS_FILE
 from mini_trainer.run.inputs import RunInputs
 
@@ -47,19 +48,17 @@ def to_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def check_unused(
-    output_dir: Path, resume: str, identity: dict[str, Any], *, data_paths: Sequence[str], cache_dir: str
-) -> None:
+def check_unused(output_dir: Path, resume: str, identity: dict[str, Any], own_paths: Sequence[str]) -> None:
     """ValueError if a new run would write into another run's directory.
 
     A start of this run that ended before its first checkpoint does not count as another run (unless --resume is none).
-    Neither does the run's data, which may be there, nor OSFT's `cache_dir`.
+    Neither do the run's own data and cache, `own_paths`, which may be there.
     """
-    data = list_data_in(output_dir, data_paths, cache_dir=cache_dir)
+    own = list_own_entries(output_dir, own_paths)
     entries = [
         entry
         for entry in (output_dir.iterdir() if output_dir.exists() else ())
-        if not is_own_file(entry) and not any(entry.name == name or entry.name.startswith(f"{name}.") for name in data)
+        if not is_own_file(entry) and not any(entry.name == name or entry.name.startswith(f"{name}.") for name in own)
     ]
     if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
         return
@@ -87,13 +86,13 @@ def read_params(output_dir: Path) -> dict[str, Any]:
     return read_fields(output_dir / PARAMS_FILE, kinds, written_by="train.py")
 
 
-def list_data_in(output_dir: Path, data_paths: Sequence[str], *, cache_dir: str) -> set[str]:
+def list_own_entries(output_dir: Path, own_paths: Sequence[str]) -> set[str]:
     """Names of entries of `output_dir` that are the run's data sets and OSFT's cache, or directories that hold them.
 
     Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
     """
     root = output_dir.absolute()
-    inside = [Path(path).expanduser().absolute() for path in (cache_dir, *data_paths) if not is_url(path)]
+    inside = [Path(path).expanduser().absolute() for path in own_paths if not is_url(path)]
     cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
     return {*cached, *(path.relative_to(root).parts[0] for path in inside if root in path.parents)}
 
@@ -148,6 +147,20 @@ def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str,
             f"--continue-from {checkpoint}: was made with other {', '.join(fixed)}: a run with its weights and"
             f" optimizer state needs the same ones: give them, or start from an export (--model-name-or-path)"
         )
+
+
+def check_checkpoints(
+    inputs: RunInputs, checkpoint: Checkpoint | None, identity: dict[str, Any], *, allow_changes: bool
+) -> list[str]:
+    """`check_same_run` with the checkpoint to resume from, and `check_continues` with that of --continue-from."""
+    changes, needs_model, origin = [], not inputs.method.saves_frozen, inputs.origin
+    if checkpoint is not None:
+        changes = check_same_run(
+            checkpoint.path, checkpoint.state, identity, allow_changes=allow_changes, needs_model=needs_model
+        )
+    if origin is not None:
+        check_continues(origin.path, origin.state, identity, needs_model=needs_model)
+    return changes
 
 
 def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bool) -> list[str]:

@@ -28,8 +28,7 @@ from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
 from mini_trainer.run.identity import (
-    check_continues,
-    check_same_run,
+    check_checkpoints,
     check_unused,
     describe_start,
     identify_run,
@@ -104,26 +103,14 @@ class RunDirectory:
         self.values = inputs.values
         self.identity = call_on_rank0(self.world, lambda: identify_run(inputs, optimization))
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
-            call_on_rank0(self.world, lambda: self._check_unused(inputs))
+            resume, own_paths = self.options.resume, inputs.own_paths
+            call_on_rank0(self.world, lambda: check_unused(self.path, resume, self.identity, own_paths))
             self.control.own(self.path)
-        if self.checkpoint is not None:
-            self.changes = check_same_run(
-                self.checkpoint.path,
-                self.checkpoint.state,
-                self.identity,
-                allow_changes=self.options.allow_changed_options,
-                needs_model=not inputs.method.saves_frozen,
-            )
-        if self.origin is not None:
-            needs_model = not inputs.method.saves_frozen
-            check_continues(self.origin.path, self.origin.state, self.identity, needs_model=needs_model)
+        allow_changes = self.options.allow_changed_options
+        self.changes = check_checkpoints(inputs, self.checkpoint, self.identity, allow_changes=allow_changes)
         if self._starts_with_origin(inputs):
             self.checkpointer.verify_origin(self.origin)
         call_on_rank0(self.world, lambda: remove_leftovers(self.path / EXPORTS_DIR))
-
-    def _check_unused(self, inputs: RunInputs) -> None:
-        data, cache_dir = inputs.data_paths, self.values["osft_cache_dir"]
-        check_unused(self.path, self.options.resume, self.identity, data_paths=data, cache_dir=cache_dir)
 
     def load_start(self, model: PackedModel, inputs: RunInputs) -> None:
         """Fills the weights of the checkpoint that the run continues from, unless a resume makes them useless."""

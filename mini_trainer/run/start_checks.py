@@ -29,7 +29,7 @@ from mini_trainer.options import (
     ValidationOptions,
     list_differing_options,
 )
-from mini_trainer.run.inputs import OpenedData, RunInputs
+from mini_trainer.run.inputs import RunInputs
 
 # Learning rates by the method's option: of published runs (docs/tasks/learning_rate.md); OSFT's as measured in
 # docs/reference/osft.md.
@@ -41,11 +41,13 @@ USUAL_RATES = {
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
 
 
-def check_validation(data: OpenedData, objective: Objective | None, *, best_metric: str) -> None:
+def check_validation(
+    data: Mixture, validation: Mixture | None, objective: Objective | None, *, best_metric: str
+) -> None:
     """ValueError if the validation data is for a different task, or cannot measure --best-metric."""
-    if data.validation is not None:
+    if validation is not None:
         advice = ": tokenize one of them again with --labels-from the other"
-        check_task(data.training, data.validation, option="--validation-data-path", advice=advice)
+        check_task(data, validation, option="--validation-data-path", advice=advice)
     if objective is not None and best_metric not in objective.metrics:
         raise ValueError(
             f"--best-metric {best_metric}: validations of this objective and data have {', '.join(objective.metrics)}"

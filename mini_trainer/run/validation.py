@@ -57,8 +57,6 @@ def start_progress(data: Mixture, previous: dict[str, Any] | None, *, metric: st
     digests = [
         fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept) for source in data.sources
     ]
-    if previous is not None and "best_loss" in previous:  # in old checkpoints, the loss was the only metric
-        previous = {("best_value" if name == "best_loss" else name): value for name, value in previous.items()}
     known = None if previous is None else Progress(**previous)
     fresh = Progress(data=hash_json(digests), metric=metric)
     if known is None or (known.data, known.metric) == (fresh.data, fresh.metric):

@@ -9,7 +9,6 @@ otherwise from FLOPs.
 import functools
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,9 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
-from mini_trainer.run.checkpointing import check_state
+from mini_trainer.run.checkpointing import Checkpoint, check_state
 from mini_trainer.run.choosing import choose_method
-from mini_trainer.run.identity import check_continues, check_same_run, check_unused, identify_run, is_checkpoint_of
+from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.memory import Findings, PlannedRun, Target, plan_memory, simulated_compute
 from mini_trainer.run.plan.simulation import Ranks, lay_out_model
@@ -177,7 +176,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
     output_dir, resume, origin_path = Path(options.output_dir), asked.resume, asked.continue_from
     checkpoint = findings.problems.attempt(lambda: find_checkpoint(output_dir, resume)) if resume != "none" else None
-    start = checkpoint.position if checkpoint else RunPosition()
+    start = RunPosition(**checkpoint.state["position"]) if checkpoint else RunPosition()
     origin = None  # its tensors are not verified
     if origin_path is not None:
         origin = findings.problems.attempt(lambda: read_origin(Path(origin_path), output_dir))
@@ -202,48 +201,25 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     return PlannedRun(inputs, start, make_method, model, reference, teacher)
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint that has not been verified."""
-
-    path: Path
-    state: dict[str, Any]
-
-    @property
-    def position(self) -> RunPosition:
-        return RunPosition(**self.state["position"])
-
-
-def find_checkpoint(output_dir: Path, resume: str) -> FoundCheckpoint | None:
-    """The checkpoint that --resume would most likely use."""
+def find_checkpoint(output_dir: Path, resume: str) -> Checkpoint | None:
+    """The checkpoint that --resume would most likely use, not verified, and without its manifest."""
     is_path = resume not in ("auto", "strict")
     paths = [Path(resume)] if is_path else find_checkpoints(output_dir / "checkpoints")
     if not paths:
         return None
     state = read_json(paths[0] / STATE)
     check_state(state, paths[0].name)
-    return FoundCheckpoint(paths[0], state)
+    return Checkpoint(paths[0], "", {}, state)
 
 
 def check_identity(
-    asked: CheckpointOptions, optimization: OptimizationOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs
+    asked: CheckpointOptions, optimization: OptimizationOptions, checkpoint: Checkpoint | None, inputs: RunInputs
 ) -> None:
     """ValueError if the output directory or the checkpoint is another run's."""
-    identity, origin, values = identify_run(inputs, optimization), inputs.origin, inputs.values
-    output_dir, needs_model = Path(values["output_dir"]), not inputs.method.saves_frozen
+    identity, output_dir = identify_run(inputs, optimization), Path(inputs.values["output_dir"])
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
-        data, cache_dir = inputs.data_paths, values["osft_cache_dir"]
-        check_unused(output_dir, asked.resume, identity, data_paths=data, cache_dir=cache_dir)
-    if checkpoint is not None:
-        check_same_run(
-            checkpoint.path,
-            checkpoint.state,
-            identity,
-            allow_changes=asked.allow_changed_options,
-            needs_model=needs_model,
-        )
-    if origin is not None:
-        check_continues(origin.path, origin.state, identity, needs_model=needs_model)
+        check_unused(output_dir, asked.resume, identity, inputs.own_paths)
+    check_checkpoints(inputs, checkpoint, identity, allow_changes=asked.allow_changed_options)
 
 
 def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOptions, findings: Findings) -> None:
