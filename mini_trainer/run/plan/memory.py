@@ -26,7 +26,7 @@ from mini_trainer.model.sharding import (
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import ComputeOptions, flag_name, replace_options
 from mini_trainer.options.doors import CHECKPOINTING
-from mini_trainer.run.auto_choice import (
+from mini_trainer.run.auto_settings import (
     NUM_BATCHES,
     Probe,
     Room,
