@@ -195,7 +195,7 @@ TAKE_ALL_OPTIONS = {
     "run.raw_rows": {"find_data", "make_data_local", "find_local_data"},
     "run.choosing": {"choose_objective", "choose_settings", "choose_method"},
     "run.identity": {"flatten_with_urls", "unwrap"},
-    "run.plan.planner": {"plan_run", "look_at_run", "choose_step_options", "list_paths"},
+    "run.plan.planner": {"plan_run", "look_at_run", "choose_step_options", "list_changes"},
 }
 
 

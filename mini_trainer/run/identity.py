@@ -312,11 +312,18 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
     data, has_own_end = inputs.data, optimization.needs_end and optimization.schedule_steps is None
     values = inputs.values | {"batch_size": inputs.data_options.samples_per_step}
     digests = [
-        fingerprint_data(
-            source.path, source=sidecar and sidecar.get("source"), lengths=source.lengths, kept=source.kept
-        )
+        fingerprint_data(source, source=sidecar and sidecar.get("source"))
         for source, sidecar in zip(data.sources, inputs.sidecars, strict=True)
     ]
+    reference = teacher = None
+    if inputs.objective.reference is not None:
+        from mini_trainer.run.references import identify_reference
+
+        reference = identify_reference(inputs)
+    if inputs.objective.teacher is not None:
+        from mini_trainer.run.teachers import identify_teacher
+
+        teacher = identify_teacher(inputs)
     return {
         "data": digests[0] if len(digests) == 1 else hash_json(digests),
         "tokenizer": fingerprint_tokenizer(inputs.tokenizer),
@@ -325,27 +332,9 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
         ORDER: name_rule([len(kept) for kept in data.kept_of]),
         "compute-dtype": str(inputs.compute_dtype).removeprefix("torch."),
         "number of steps": inputs.num_steps if has_own_end else None,
-        REFERENCE: find_reference(inputs),
-        TEACHER: find_teacher(inputs),
+        REFERENCE: reference,
+        TEACHER: teacher,
         OF_METHOD: inputs.method.list_data_hashes(),
         ORIGIN: None if inputs.origin is None else inputs.origin.digest,
         **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
     }
-
-
-def find_reference(inputs: RunInputs) -> str | None:
-    """A hash of everything but the data that affects the reference's numbers; None without a reference."""
-    if inputs.objective.reference is None:
-        return None
-    from mini_trainer.run.references import identify_reference
-
-    return identify_reference(inputs)
-
-
-def find_teacher(inputs: RunInputs) -> str | None:
-    """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
-    if inputs.objective.teacher is None:
-        return None
-    from mini_trainer.run.teachers import identify_teacher
-
-    return identify_teacher(inputs)

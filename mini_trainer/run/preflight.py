@@ -124,9 +124,11 @@ class Node:
         return f"{self.host} ({describe_ranks(self.ranks)})"
 
 
-def check_nodes(world: World, output_dir: Path) -> None:
-    """Prints hosts and ranks; the same RunError on every rank if a node has another disk in place of rank 0's, or
-    cannot write there as a run does. All ranks call this, rank 0 after it has made the directory."""
+def check_disks(world: World, output_dir: Path) -> None:
+    """Prints the hosts and ranks of several nodes; the same RunError on every rank if a node has another disk in place
+    of rank 0's, or cannot write there as a run does. All ranks call this, rank 0 after it has made the directory."""
+    if count_local_ranks() >= world.world_size:
+        return call_on_rank0(world, lambda: check_disk(output_dir))
     check_launch()
     check_directory(world, output_dir, shows_nodes=True)
     checkpoints = output_dir / "checkpoints"

@@ -13,7 +13,6 @@ from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, Flag, log
 from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.distributed.monitor import RunControl
-from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import (
@@ -37,9 +36,9 @@ from mini_trainer.run.identity import (
     record_start,
 )
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.preflight import check_disk
+from mini_trainer.run.preflight import check_disks
 from mini_trainer.run.step import TrainState
-from mini_trainer.run.training_log import Console, MetricsFile, Sink, TimeLeft, TrainingLog
+from mini_trainer.run.training_log import Console, LiveLine, MetricsFile, Sink, TimeLeft, TrainingLog
 from mini_trainer.sampler import Batch, RunPosition
 
 if TYPE_CHECKING:
@@ -257,21 +256,9 @@ class RunDirectory:
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
 
 
-def check_disks(world: World, output_dir: Path) -> None:
-    """RunError on every rank if a node cannot write to the directory as a run does. All ranks call this."""
-    if count_local_ranks() < world.world_size:
-        from mini_trainer.run.preflight import check_nodes
-
-        check_nodes(world, output_dir)
-    else:
-        call_on_rank0(world, lambda: check_disk(output_dir))
-
-
 def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None) -> Sink:
     """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
     if shows_progress() and log.isEnabledFor(logging.INFO):
-        from mini_trainer.run.training_log import LiveLine
-
         return LiveLine(time_left, shown=shown)
     return Console(time_left, shown=shown, max_epochs=max_epochs)
 

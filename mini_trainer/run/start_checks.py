@@ -152,16 +152,12 @@ UNREAD_KEYS = ("versions", "sources", "options", "split", "file", "sha256")
 def describe_start(values: Mapping[str, Any], world: World) -> Groups:
     """Everything to compare before files are read: options by name, code, libraries, device type, environment."""
     groups = describe_program(values, world, may_differ=list_differing_options())
-    own = {
-        "--resume": describe_resume(values["resume"]),
+    resume = values["resume"]
+    own = {  # a checkpoint's path can differ between ranks
+        "--resume": resume if resume in ("auto", "strict", "none") else "a checkpoint",
         "--continue-from": "no" if values["continue_from"] is None else "a checkpoint",
     }
     return groups | {"options": groups["options"] | own}
-
-
-def describe_resume(resume: str) -> str:
-    """The value of --resume, without a checkpoint's path, which can differ between ranks."""
-    return resume if resume in ("auto", "strict", "none") else "a checkpoint"
 
 
 def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
@@ -204,13 +200,12 @@ def describe_data(data: TokenizedData, *, is_verified: bool) -> Items:
     sidecar = data.sidecar or {}
     known = {key: value for key, value in sidecar.items() if key not in UNREAD_KEYS}
     known["tokenizer_dir"] = sidecar.get("tokenizer_dir") is not None  # its name follows the data set's
-    found = fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.kept)
     return {
         "samples": f"{len(data.kept):,} of {len(data.lengths):,}",
         "size": f"{data.path.stat().st_size:,} bytes",
         "SHA-256": hash_once(data.path)[:DIGITS] if is_verified else "skipped",
         "SHA-256 in the sidecar": str(find_recorded_file(sidecar).get("sha256", "not recorded"))[:DIGITS],
-        "SHA-256 of sampled blocks": found[:DIGITS],
+        "SHA-256 of sampled blocks": fingerprint_data(data)[:DIGITS],
         "other keys of the sidecar": hash_json(known)[:DIGITS] if sidecar else "no sidecar",
     }
 

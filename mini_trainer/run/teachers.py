@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.model_files import find_model, name_model
@@ -52,7 +51,8 @@ class StartWeights:
 
     def __init__(self, model: PackedModel):
         self.model = model
-        self.trained = [get_local(param) for param in model.parameters() if param.requires_grad]
+        # This rank's shards, which share the parameters' memory.
+        self.trained = [param.detach().to_local() for param in model.parameters() if param.requires_grad]
         self.start = [shard.clone() for shard in self.trained]
         self.trains_head = any(param.requires_grad for param in model.model.get_output_embeddings().parameters())
 
@@ -91,11 +91,6 @@ def read_by(model: PackedModel, micro_batch: MicroBatch, predict: Predict, *, co
         return replace(tokens, weight=tokens.weight.clone(), bias=bias)
 
     return model.predict(micro_batch, read)
-
-
-def get_local(param: Tensor) -> Tensor:
-    """This rank's shard, which shares the parameter's memory."""
-    return param.detach().to_local()
 
 
 def open_teacher_data(data: Mixture, paths: Sequence[str]) -> Mixture:
@@ -172,11 +167,7 @@ def identify_teacher(inputs: RunInputs) -> str | None:
     teacher = inputs.teacher if other is None else fingerprint_model(other.directory)
     if inputs.teacher_data is None:
         return teacher
-    read = [
-        fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
-        for source in inputs.teacher_data.sources
-    ]
-    return hash_json([teacher, *read])
+    return hash_json([teacher, *map(fingerprint_data, inputs.teacher_data.sources)])
 
 
 def open_other_models(names: Mapping[str, str | None], inputs: RunInputs) -> dict[str, ModelSource]:

@@ -96,7 +96,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
             world = init_world(start_timeout=SLOW_LIMIT)  # rank 0 comes last, when it has made the rest of the plan
             compare_ranks(world, lambda: describe_start(flatten_options(given), world))
             world = divide_world(world, options.sharding)
-            changes = call_on_rank0(world, lambda: list_settled(settled) | list_paths(options))
+            changes = call_on_rank0(world, lambda: list_changes(settled, options))
             options = replace_options(options, **changes)
             if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
                 inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=RunPosition())
@@ -118,17 +118,11 @@ def choose_step_options(options: TrainOptions) -> StepOptions:
     return StepOptions(options.data, options.compute, options.sharding, options.optimization)
 
 
-def list_settled(options: StepOptions) -> dict[str, Any]:
-    """The values of options that may have been auto."""
-    mode = options.compute.activation_checkpointing
-    values = dict(activation_checkpointing=mode, max_tokens_per_gpu=options.data.max_tokens_per_gpu)
-    return values | list_resharding(options.sharding)
-
-
-def list_paths(options: TrainOptions) -> dict[str, Any]:
-    """The data sets, with local paths in place of rows and URLs."""
-    values = flatten_options(options)
-    return {name: values[name] for name in list_data_sets(options)}
+def list_changes(settled: StepOptions, options: TrainOptions) -> dict[str, Any]:
+    """The values of options that may have been auto, and local paths of data sets in place of rows and URLs."""
+    mode, values = settled.compute.activation_checkpointing, flatten_options(options)
+    numbers = dict(activation_checkpointing=mode, max_tokens_per_gpu=settled.data.max_tokens_per_gpu)
+    return numbers | list_resharding(settled.sharding) | {name: values[name] for name in list_data_sets(options)}
 
 
 def find_target(

@@ -141,7 +141,7 @@ def measure_sets(
     for name, data in data_sets.items():
         objective, kept = open_objective(data, found), choose_measure(data, found).kept
         (source,) = data.sources
-        digest = fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
+        digest = fingerprint_data(source)
         path, made_by = folder / f"{name}.{kept.FILE}", identity | {"data": digest}
         if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
             trust = found.trust_remote_code
