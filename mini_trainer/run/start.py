@@ -5,23 +5,24 @@ Errors are collected, so that all of them are reported at once.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.base import COLUMNS, DataTask
+from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, VISION, DataTask
 from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope, choose_tokenizer, load_config, load_generation_config
+from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import Objective, ObjectiveSettings
@@ -34,14 +35,17 @@ from mini_trainer.options import (
     TeacherOptions,
     TrainOptions,
     ValidationOptions,
+    VisionOptions,
+    flag_name,
     list_data_sets,
     list_validation_data,
     names_raw_data,
     parse_subset,
 )
 from mini_trainer.options.choices import check_choices
+from mini_trainer.options.doors import METHODS
+from mini_trainer.options.objectives import TAUGHT
 from mini_trainer.run.checkpointing import Checkpoint
-from mini_trainer.run.choosing import choose_method, choose_objective, choose_settings
 from mini_trainer.run.identity import flatten_with_urls
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, Errors, RunInputs
 from mini_trainer.run.run_model import describe_data, describe_schedule
@@ -106,6 +110,66 @@ def open_inputs(
     num_rows = world_size // num_sharing
     find_oddities(inputs, o.optimization, o.end, o.validation, o.exports, num_rows=num_rows)
     return inputs
+
+
+def choose_objective(options: TrainOptions) -> str:
+    """Name of the objective: --objective; for language modelling it also depends on images and teachers."""
+    name = options.classification.objective
+    if name == CAUSAL_LM and has_images(options.data):
+        if options.sharding.context_parallel is not None:
+            raise ValueError(
+                "--context-parallel: not supported with images, whose tokens cannot be split over ranks; remove the"
+                " option, or tokenize the data without process_data.py --images"
+            )
+        if options.teacher.teacher_weight:
+            raise ValueError(
+                "--teacher-weight cannot be used with images, which score-data does not read; leave it out"
+            )
+        return VISION
+    default = VisionOptions()
+    if name == CAUSAL_LM and options.vision != default:
+        given = [key for key, value in asdict(options.vision).items() if value != getattr(default, key)]
+        raise ValueError(
+            f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
+        )
+    return TAUGHT if options.teacher.teacher_weight else name
+
+
+def choose_settings(options: TrainOptions) -> ObjectiveSettings:
+    """The options of objectives and model families."""
+    seed, noise = options.data.seed, None
+    if options.optimization.neftune_alpha is not None:
+        from mini_trainer.objectives.objective import EmbeddingNoise
+
+        noise = EmbeddingNoise(options.optimization.neftune_alpha, seed=seed)
+    return ObjectiveSettings(
+        options.classification,
+        options.vision,
+        options.preference,
+        options.teacher,
+        options.optimization.router_aux_loss,
+        options.optimization.router_loss_over,
+        noise,
+        head_seed=seed,
+    )
+
+
+def has_images(options: DataOptions) -> bool:
+    """Whether the data was made for vision-language models; an unreadable sidecar is reported when data is opened."""
+    try:
+        sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
+    except ValueError:
+        return False
+    return sidecar is not None and sidecar.get("objective") == VISION
+
+
+def choose_method(options: TrainOptions) -> Method:
+    """Makes the method that the options select."""
+    for name in METHODS:
+        group = getattr(options, name)
+        if getattr(group, name):
+            return METHODS[name].make(group, seed=options.data.seed)
+    return Full()
 
 
 def make_data_local(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:

@@ -53,7 +53,6 @@ from mini_trainer.options import (
 )
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state
-from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.memory import Findings, PlannedRun, Target, plan_memory, simulated_compute
@@ -62,7 +61,7 @@ from mini_trainer.run.plan.speed import measure_speed, plan_reference, plan_teac
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.run_directory import read_origin
 from mini_trainer.run.run_model import describe_schedule, keeps_to_budget, weigh_images
-from mini_trainer.run.start import open_inputs
+from mini_trainer.run.start import choose_method, open_inputs
 from mini_trainer.run.start_checks import describe_start
 from mini_trainer.run.step import StepOptions
 from mini_trainer.sampler import Batching, RunPosition

@@ -31,7 +31,7 @@ from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.rewards import REWARD
 from mini_trainer.objectives.specs import ObjectiveSettings, make_family, make_objective
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
-from mini_trainer.run.choosing import choose_adapter_method
+from mini_trainer.options.doors import METHODS
 from mini_trainer.use.evaluation import classes, losses, pairs
 from mini_trainer.use.evaluation.results import Measured, is_made_by, write_made
 from mini_trainer.use.inference.loading import FoundModel
@@ -160,7 +160,7 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
     """Builds the model as for a run's validation. All ranks call this."""
     if dtype == "float16":
         raise ValueError("--dtype float16: --data is computed in bfloat16 or float32, as in a run")
-    method = Full() if found.adapter is None else choose_adapter_method(found.adapter, flag="--model")
+    method = Full() if found.adapter is None else METHODS["lora"].from_adapter(found.adapter, flag="--model")
     model = build_model(
         ModelSource(found.directory, found.config, found.trust_remote_code, name=found.base_name),
         ComputeOptions(compute_dtype=dtype, activation_checkpointing="none"),
