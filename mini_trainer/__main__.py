@@ -142,7 +142,8 @@ def main() -> None:
     num_processes = torchrun_options.pop("nproc-per-node", None)
     if num_processes is None:
         num_processes = str(max(1, count_gpus())) if word == "train" else "1"
-    check_num_processes(num_processes)
+    if num_processes not in ("gpu", "cpu", "auto") and not (num_processes.isdecimal() and int(num_processes) > 0):
+        refuse(f"--nproc-per-node {num_processes}: must be a number of at least 1, or gpu, cpu or auto")
     if num_processes == "1" and not torchrun_options:
         become_program(word, argv)
     sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
@@ -214,11 +215,6 @@ def split_options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             refuse(f"--{name} needs a value: {TORCHRUN_OPTIONS[name]}")
         torchrun_options[name] = value
     return torchrun_options, others
-
-
-def check_num_processes(given: str) -> None:
-    if given not in ("gpu", "cpu", "auto") and not (given.isdecimal() and int(given) > 0):
-        refuse(f"--nproc-per-node {given}: must be a number of at least 1, or gpu, cpu or auto")
 
 
 def count_gpus() -> int:

@@ -199,11 +199,23 @@ def name_in_identity(option: str) -> str:
     return option.replace("_", "-")
 
 
-def record_start(output_dir: Path, values: Mapping[str, Any], identity: dict[str, Any], start: dict[str, Any]) -> None:
+def record_start(
+    output_dir: Path, values: Mapping[str, Any], identity: dict[str, Any], facts: dict[str, Any], world: World
+) -> None:
     """Writes training_params.json: the options' `values` of this start, and each start.
 
-    `start` is the result of `describe_start`; without `resumed_from`, earlier starts belong to another run.
+    `facts` of this start, as JSON: its `first_step`, the checkpoint that it is `resumed_from` (without one, earlier
+    starts belong to another run), and others. Time and hardware are added.
     """
+    start = {
+        "started": timestamp(),
+        **facts,
+        "world_size": world.world_size,
+        "device": describe_device(world.device),
+        "versions": read_versions(),
+        "git_commit": read_git_commit(),
+        "command": hide_in(sys.argv),
+    }
     starts = []
     if start["resumed_from"] and (output_dir / PARAMS_FILE).exists():  # else the checkpoint is from another directory
         try:
@@ -211,43 +223,8 @@ def record_start(output_dir: Path, values: Mapping[str, Any], identity: dict[str
         except ValueError as error:
             log.warning(f"warning: {error}; writing a new one, without the earlier starts")
     starts.append(start)
-    write_params(
-        output_dir,
-        {
-            "options": hide_in(values),
-            "identity": identity,
-            "finished": None,
-            **start,
-            "starts": starts,
-        },
-    )
-
-
-def describe_start(
-    world: World,
-    *,
-    first_step: int,
-    resumed_from: Path | None,
-    continued_from: Path | None,
-    changes: list[str],
-    auto_settings: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Time, checkpoint and hardware of a start, as JSON. `auto_settings`: the values chosen for auto options, and their
-    measurements.
-    """
-    return {
-        "started": timestamp(),
-        "first_step": first_step,
-        "resumed_from": str(resumed_from) if resumed_from else None,
-        "continued_from": str(continued_from) if continued_from else None,
-        "changed_options": changes,
-        "auto_settings": auto_settings,
-        "world_size": world.world_size,
-        "device": describe_device(world.device),
-        "versions": read_versions(),
-        "git_commit": read_git_commit(),
-        "command": hide_in(sys.argv),
-    }
+    params = {"options": hide_in(values), "identity": identity, "finished": None, **start, "starts": starts}
+    write_params(output_dir, params)
 
 
 def record_end(output_dir: Path) -> None:

@@ -29,7 +29,6 @@ from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
 from mini_trainer.run.identity import (
     check_checkpoints,
     check_unused,
-    describe_start,
     identify_run,
     is_checkpoint_of,
     record_end,
@@ -58,7 +57,7 @@ class RunDirectory:
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
         self.path, self.options, self.world, self.control = Path(path), options, world, control
         call_on_rank0(world, lambda: check_output_dir(self.path))
-        call_on_rank0(world, lambda: control.lock(self.path))
+        call_on_rank0(world, lambda: control.files.lock_directory(self.path))
         check_disks(world, self.path)
         self.checkpointer = Checkpointer(
             self.path / "checkpoints",
@@ -68,7 +67,7 @@ class RunDirectory:
             committed=lambda path: self.log.write_checkpoint(path),
         )
         if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
-            control.own(self.path)
+            control.files.own(self.path)
         self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.resume)
         origin = options.continue_from
         self.origin: Checkpoint | None = None
@@ -104,7 +103,7 @@ class RunDirectory:
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
             resume, own_paths = self.options.resume, inputs.own_paths
             call_on_rank0(self.world, lambda: check_unused(self.path, resume, self.identity, own_paths))
-            self.control.own(self.path)
+            self.control.files.own(self.path)
         allow_changes = self.options.allow_changed_options
         self.changes = check_checkpoints(inputs, self.checkpoint, self.identity, allow_changes=allow_changes)
         if self._starts_with_origin(inputs):
@@ -128,15 +127,14 @@ class RunDirectory:
             self.checkpointer.load(self.checkpoint, state)
         elif self.origin is not None:
             self.checkpointer.load_optimizer(self.origin, state)
-        start = describe_start(
-            self.world,
-            first_step=self.start.step,
-            resumed_from=self.checkpoint and self.checkpoint.path,
-            continued_from=self.origin and self.origin.path,
-            changes=self.changes,
-            auto_settings=self.auto_settings,
-        )
-        call_on_rank0(self.world, lambda: record_start(self.path, self.values, self.identity, start))
+        facts = {
+            "first_step": self.start.step,
+            "resumed_from": self.checkpoint and str(self.checkpoint.path),
+            "continued_from": self.origin and str(self.origin.path),
+            "changed_options": self.changes,
+            "auto_settings": self.auto_settings,  # the values chosen for auto options, and their measurements
+        }
+        call_on_rank0(self.world, lambda: record_start(self.path, self.values, self.identity, facts, self.world))
 
     def open_log(
         self,

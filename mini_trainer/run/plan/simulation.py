@@ -69,7 +69,8 @@ class KnownValues(TorchDispatchMode):
         if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded in function.tags:
             return function(*args, **kwargs)
         given = list_tensors((*args, *kwargs.values()))
-        is_known = all(tensor in self.values or is_real(tensor) for tensor in given)
+        is_real = [not (isinstance(tensor, FakeTensor) or tensor.is_meta) for tensor in given]
+        is_known = all(real or tensor in self.values for real, tensor in zip(is_real, given, strict=True))
         try:
             result = function(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -114,10 +115,6 @@ def list_tensors(values: Sequence[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += list_tensors(value)
     return found
-
-
-def is_real(tensor: Tensor) -> bool:
-    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
 def is_kept(tensor: Tensor, *, is_new: bool) -> bool:
