@@ -71,7 +71,7 @@ def open_inputs(
     `origin`: the checkpoint of --continue-from.
     """
     check_choices(options)
-    name, settings, o = choose_objective(options), choose_settings(options), options
+    name, settings = choose_objective(options), choose_settings(options)
     inputs = RunInputs(
         family=make_family(name, settings),
         method=choose_method(options),
@@ -107,7 +107,7 @@ def open_inputs(
         describe_data(inputs, num_dropped=num_dropped, start=start)
         for line in describe_schedule(inputs, options.optimization, start=start):
             log.info(line)
-    num_rows = world_size // num_sharing
+    o, num_rows = options, world_size // num_sharing
     find_oddities(inputs, o.optimization, o.end, o.validation, o.exports, num_rows=num_rows)
     return inputs
 
