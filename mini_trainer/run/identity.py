@@ -135,31 +135,24 @@ def check_same_run(
     return list(changes.values())
 
 
-def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, needs_model: bool) -> None:
-    """ValueError if a run that starts with the checkpoint's weights and optimizer state would misuse them;
-    `needs_model`: see `check_same_run`."""
-    changes = find_changes(state["identity"], identity)
-    fixed = choose_changes(
-        changes, [OF_METHOD, "tokenizer", *list_deciding_options("method", "state")], needs_model=needs_model
-    )
-    if fixed:
-        raise ValueError(
-            f"--continue-from {checkpoint}: was made with other {', '.join(fixed)}: a run with its weights and"
-            f" optimizer state needs the same ones: give them, or start from an export (--model-name-or-path)"
-        )
-
-
 def check_checkpoints(
     inputs: RunInputs, checkpoint: Checkpoint | None, identity: dict[str, Any], *, allow_changes: bool
 ) -> list[str]:
-    """`check_same_run` with the checkpoint to resume from, and `check_continues` with that of --continue-from."""
+    """`check_same_run` with the checkpoint to resume from; ValueError if a run that starts with the weights and the
+    optimizer state of --continue-from would misuse them."""
     changes, needs_model, origin = [], not inputs.method.saves_frozen, inputs.origin
     if checkpoint is not None:
         changes = check_same_run(
             checkpoint.path, checkpoint.state, identity, allow_changes=allow_changes, needs_model=needs_model
         )
     if origin is not None:
-        check_continues(origin.path, origin.state, identity, needs_model=needs_model)
+        names = [OF_METHOD, "tokenizer", *list_deciding_options("method", "state")]
+        fixed = choose_changes(find_changes(origin.state["identity"], identity), names, needs_model=needs_model)
+        if fixed:
+            raise ValueError(
+                f"--continue-from {origin.path}: was made with other {', '.join(fixed)}: a run with its weights and"
+                f" optimizer state needs the same ones: give them, or start from an export (--model-name-or-path)"
+            )
     return changes
 
 

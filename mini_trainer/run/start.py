@@ -4,7 +4,6 @@ Errors are collected, so that all of them are reported at once.
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +52,6 @@ from mini_trainer.run.start_checks import check_placeholders, check_schedule, ch
 from mini_trainer.sampler import RunPosition, choose_batching, count_steps
 
 if TYPE_CHECKING:
-    from mini_trainer.run.callbacks import Classes
     from mini_trainer.run.samples import Samples
 
 
@@ -83,7 +81,10 @@ def open_inputs(
         origin=origin,
     )
     errors, num_sharing = inputs.errors, options.sharding.context_parallel or 1
-    inputs.callbacks = open_callbacks(options.callbacks.callbacks, errors)
+    if options.callbacks.callbacks:
+        from mini_trainer.run.callbacks import load_callbacks
+
+        inputs.callbacks = errors.attempt(lambda: load_callbacks(options.callbacks.callbacks)) or {}
     if options.compute.offload_activations:
         from mini_trainer.model.offloading import check_offloading
 
@@ -180,15 +181,6 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
     from mini_trainer.run import raw_rows
 
     return raw_rows.make_data_local(options, world, control)
-
-
-def open_callbacks(names: Sequence[str], errors: Errors) -> "Classes":
-    """The classes of --callbacks, which are imported."""
-    if not names:
-        return {}
-    from mini_trainer.run.callbacks import load_callbacks
-
-    return errors.attempt(lambda: load_callbacks(names)) or {}
 
 
 def open_sample_prompts(path: str | None, inputs: RunInputs) -> "Samples | None":
