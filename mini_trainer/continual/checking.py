@@ -100,7 +100,7 @@ def find_train_problems(
     findings = Findings()
     options = group_options(TrainOptions, **choose_options(settings, task, prepared, known))
     step_options = choose_step_options(options)
-    target = find_target(options.plan, step_options, settings.num_processes, findings, is_here=False)
+    target = find_target(None, step_options, settings.num_processes, findings, is_here=False)
     look_at_run(options, target, findings)
     return [f"train: {problem}" for problem in findings.problems]
 
