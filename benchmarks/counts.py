@@ -37,8 +37,8 @@ from op_recording import OpRecorder, WaitRecorder
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model import attention
 from mini_trainer.options import TrainOptions
-from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.plan.planner import choose_step_options
+from mini_trainer.run.start import choose_method
 from mini_trainer.run.step import TrainState, train_step
 
 NUM_RANKS, NUM_TOKENS, LORA_RANK, RESULTS = 2, 64, 8, ROOT / "benchmarks/results/counts.txt"

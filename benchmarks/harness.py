@@ -29,8 +29,8 @@ from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.specs import make_family, make_objective
 from mini_trainer.options import TrainOptions, group_options, replace_options
-from mini_trainer.run.choosing import choose_objective, choose_settings
 from mini_trainer.run.export_left_out import StoredTensor
+from mini_trainer.run.start import choose_objective, choose_settings
 from mini_trainer.run.step import TrainState
 from mini_trainer.sampler import Batch
 

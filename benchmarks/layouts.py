@@ -37,11 +37,11 @@ from mini_trainer.model.context_parallel import count_key_heads
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import SHARDED, Load, PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.plan.simulation import simulate_step as plan_step
+from mini_trainer.run.start import choose_method
 
 SPARE = 0.1  # of a GPU's memory, for what no plan sees
 COLUMNS = (

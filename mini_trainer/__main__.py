@@ -24,79 +24,47 @@ class Program(NamedTuple):
     """What a word starts."""
 
     module: str  # in this package
-    options: str  # the class of its options: "module:name"
+    options: str  # the class of its options: "module:name", in options/
     purpose: str
 
     def read_options(self) -> type:
         from mini_trainer.options.doors import open_door
 
-        return open_door(self.options)
+        return open_door(f"mini_trainer.options.{self.options}")
 
 
 PROGRAMS = {
-    "train": Program(
-        "train", "mini_trainer.options:TrainOptions", "fine-tune a model; one process per GPU of this machine"
-    ),
-    "process-data": Program(
-        "process_data", "mini_trainer.options.tools:ProcessDataOptions", "tokenize chats, completions or documents"
-    ),
-    "chat": Program("generate", "mini_trainer.options.tools:GenerateOptions", "chat with a model in the terminal"),
-    "serve": Program(
-        "tools.serve", "mini_trainer.options.tools:ServeOptions", "serve a model with an OpenAI-compatible API"
-    ),
-    "generate": Program(
-        "generate", "mini_trainer.options.tools:GenerateOptions", "generate answers to prompts from files"
-    ),
+    "train": Program("train", "training:TrainOptions", "fine-tune a model; one process per GPU of this machine"),
+    "process-data": Program("process_data", "tools:ProcessDataOptions", "tokenize chats, completions or documents"),
+    "chat": Program("generate", "tools:GenerateOptions", "chat with a model in the terminal"),
+    "serve": Program("tools.serve", "tools:ServeOptions", "serve a model with an OpenAI-compatible API"),
+    "generate": Program("generate", "tools:GenerateOptions", "generate answers to prompts from files"),
     "evaluate": Program(
-        "evaluate_model",
-        "mini_trainer.options.tools:EvaluateOptions",
-        "evaluate and compare models: losses, tasks, a page of samples",
+        "evaluate_model", "tools:EvaluateOptions", "evaluate and compare models: losses, tasks, a page of samples"
     ),
     "export": Program(
-        "tools.export_run",
-        "mini_trainer.options.tools:ExportRunOptions",
-        "export a model from a stopped run's newest checkpoint",
+        "tools.export_run", "tools:ExportRunOptions", "export a model from a stopped run's newest checkpoint"
     ),
     "export-gguf": Program(
-        "tools.export_gguf",
-        "mini_trainer.options.tools:ExportGgufOptions",
-        "convert a model to GGUF for llama.cpp and Ollama",
+        "tools.export_gguf", "tools:ExportGgufOptions", "convert a model to GGUF for llama.cpp and Ollama"
     ),
     "merge-adapter": Program(
-        "tools.merge_adapter",
-        "mini_trainer.options.tools:MergeAdapterOptions",
-        "merge a LoRA adapter into its base model",
+        "tools.merge_adapter", "tools:MergeAdapterOptions", "merge a LoRA adapter into its base model"
     ),
-    "recipe": Program(
-        "tools.recipe", "mini_trainer.options.tools:RecipeOptions", "options for a known model and machine"
-    ),
+    "recipe": Program("tools.recipe", "tools:RecipeOptions", "options for a known model and machine"),
     "import-config": Program(
-        "tools.import_config",
-        "mini_trainer.options.tools:ImportConfigOptions",
-        "convert a configuration of Axolotl, LLaMA-Factory or TRL",
+        "tools.import_config", "tools:ImportConfigOptions", "convert a configuration of Axolotl, LLaMA-Factory or TRL"
     ),
-    "sweep": Program("tools.sweep.__main__", "mini_trainer.options.tools:SweepOptions", "search hyperparameters"),
+    "sweep": Program("tools.sweep.__main__", "tools:SweepOptions", "search hyperparameters"),
     "continual": Program(
-        "tools.continual",
-        "mini_trainer.options.tools:ContinualOptions",
-        "train on tasks in a row, and measure what is forgotten",
+        "tools.continual", "tools:ContinualOptions", "train on tasks in a row, and measure what is forgotten"
     ),
     "score-data": Program(
-        "tools.score_data",
-        "mini_trainer.options.tools:ScoreDataOptions",
-        "save a teacher's top-k tokens for distillation",
+        "tools.score_data", "tools:ScoreDataOptions", "save a teacher's top-k tokens for distillation"
     ),
-    "board": Program(
-        "tools.board",
-        "mini_trainer.options.tools:BoardOptions",
-        "a live table of all runs in a directory, in the browser",
-    ),
-    "plot-metrics": Program(
-        "tools.plot_metrics", "mini_trainer.options.tools:PlotOptions", "plot the curves of runs: a page or a picture"
-    ),
-    "verify": Program(
-        "tools.verify", "mini_trainer.options.tools:VerifyOptions", "compare stored files to their recorded hashes"
-    ),
+    "board": Program("tools.board", "tools:BoardOptions", "a live table of all runs in a directory, in the browser"),
+    "plot-metrics": Program("tools.plot_metrics", "tools:PlotOptions", "plot the curves of runs: a page or a picture"),
+    "verify": Program("tools.verify", "tools:VerifyOptions", "compare stored files to their recorded hashes"),
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
 CHAT = "chat"  # generate.py, with the model as its first word
@@ -148,7 +116,9 @@ def main() -> None:
         tell(describe_words())
         return
     if word == "--version":
-        print_version()
+        from mini_trainer.distributed.command import describe_version
+
+        tell(describe_version())
         return
     if word in GONE:
         refuse(f"{word!r} is not one of mini-trainer's commands: {GONE[word]}")
@@ -172,7 +142,8 @@ def main() -> None:
     num_processes = torchrun_options.pop("nproc-per-node", None)
     if num_processes is None:
         num_processes = str(max(1, count_gpus())) if word == "train" else "1"
-    check_num_processes(num_processes)
+    if num_processes not in ("gpu", "cpu", "auto") and not (num_processes.isdecimal() and int(num_processes) > 0):
+        refuse(f"--nproc-per-node {num_processes}: must be a number of at least 1, or gpu, cpu or auto")
     if num_processes == "1" and not torchrun_options:
         become_program(word, argv)
     sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
@@ -187,12 +158,6 @@ def describe_words() -> str:
     lines = [f"  {word:15}{purpose}" for word, (_, _, purpose) in PROGRAMS.items()]
     last = "mini-trainer WORD --help lists options, mini-trainer --version says which version this is."
     return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", last])
-
-
-def print_version() -> None:
-    from mini_trainer.distributed.command import describe_version
-
-    tell(describe_version())
 
 
 def describe_torchrun_options() -> str:
@@ -250,11 +215,6 @@ def split_options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             refuse(f"--{name} needs a value: {TORCHRUN_OPTIONS[name]}")
         torchrun_options[name] = value
     return torchrun_options, others
-
-
-def check_num_processes(given: str) -> None:
-    if given not in ("gpu", "cpu", "auto") and not (given.isdecimal() and int(given) > 0):
-        refuse(f"--nproc-per-node {given}: must be a number of at least 1, or gpu, cpu or auto")
 
 
 def count_gpus() -> int:

@@ -21,7 +21,7 @@ from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.run.choosing import choose_method
+from mini_trainer.run.start import choose_method
 
 MODES = ("none", "selective", "full")
 COSTLY = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention_for_cpu"}

@@ -19,7 +19,7 @@ from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions
 from mini_trainer.options.doors import CHECKPOINTING
-from mini_trainer.run.auto_choice import (
+from mini_trainer.run.auto_settings import (
     TOKEN_MULTIPLE,
     Probe,
     Room,

@@ -26,10 +26,10 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, lay_out_model, simulate_step
+from mini_trainer.run.start import choose_method
 
 pytestmark = pytest.mark.slow
 

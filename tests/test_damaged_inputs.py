@@ -33,7 +33,7 @@ from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.class_scores import choose_class_weights
 from mini_trainer.options.option_files import read_yaml
 from mini_trainer.run.checkpoint_files import chunk_range, find_shards
-from mini_trainer.run.checkpoint_tensors import group_state
+from mini_trainer.run.checkpointing import group_state
 from mini_trainer.use.evaluation.harness import read_config
 
 HOST = socket.gethostname()

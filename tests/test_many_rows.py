@@ -114,7 +114,7 @@ def test_rows_that_are_not_held_are_indexed_like_arrays():
 
 def describe(data: TokenizedData) -> list:
     rows = [{name: np.asarray(value).tolist() for name, value in data.read(i).items()} for i in range(len(data.kept))]
-    digest = fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.kept)
+    digest = fingerprint_data(data)
     return [rows, data.lengths.tolist(), data.num_loss_tokens.tolist(), sorted(data.columns), digest]
 
 

@@ -290,7 +290,7 @@ def cache_in_a_file(path: Path, patch: pytest.MonkeyPatch) -> None:
 def use_directory(path: Path, patch: pytest.MonkeyPatch) -> None:
     params = dict(options={}, identity=BEFORE, starts=[], versions={}, finished=None)
     (path / "training_params.json").write_text(json.dumps(params))
-    check_unused(path, "auto", NOW, data_paths=(), cache_dir="elsewhere")
+    check_unused(path, "auto", NOW, ["elsewhere"])
 
 
 def fill_schedule(path: Path, patch: pytest.MonkeyPatch) -> None:

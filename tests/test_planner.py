@@ -34,13 +34,13 @@ from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
-from mini_trainer.run.choosing import choose_method, choose_settings
 from mini_trainer.run.export import ExportParts
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan import memory
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, cut_first, lay_out_model, simulate_step
+from mini_trainer.run.start import choose_method, choose_settings
 from mini_trainer.run.step import TrainState, run_backward
 
 pytestmark = pytest.mark.slow

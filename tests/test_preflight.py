@@ -13,10 +13,10 @@ from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from refusals import read_refusal
 
+from mini_trainer.distributed.meeting import MOST_NODES
 from mini_trainer.distributed.process import check_tasks
 from mini_trainer.run.preflight import (
     MADE,
-    MOST_NODES,
     Node,
     check_disk,
     check_launch,

@@ -47,15 +47,12 @@ def refuse_unknown(cls: type, *args: Any, **given: Any) -> Any:
 def make_fields(name: str, options_class: type, foreign: list[str]) -> type:
     """Makes a dataclass with a field for every option of every group, and for foreign names; all are optional."""
     types = list_types(options_class)
-    types |= {each: bool if True in find_row(each).values else find_type(each, types) for each in foreign}
+    types |= {
+        each: bool if True in find_row(each).values else types.get(find_option(each, types), Any) for each in foreign
+    }
     fields = [(each, kind if kind is Any else kind | Given, field(default=NOTHING)) for each, kind in types.items()]
     namespace = {"model_fields": FieldsByName(), "__new__": refuse_unknown}
     return dataclasses.make_dataclass(name, fields, kw_only=True, namespace=namespace)
-
-
-def find_type(name: str, types: dict[str, Any]) -> Any:
-    """The type of the option that a foreign name stands for; any, if there is none."""
-    return types.get(find_option(name, types), Any)
 
 
 class DistributedBackend(Enum):

@@ -32,6 +32,7 @@ from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ def run_training(
     reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
     if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
         raise make_error(code, name_arguments(reason, training_args, values), log_file)
-    return TrainingResult(output_dir, code, reason, list_exports(output_dir), read_last_metrics(output_dir), log_file)
+    rows = (row for _, _, row in read_metrics(output_dir / METRICS_FILE) if row is not None)  # without damaged ones
+    last_metrics = next(iter(deque(rows, maxlen=1)), None)
+    return TrainingResult(output_dir, code, reason, list_exports(output_dir), last_metrics, log_file)
 
 
 @contextmanager
@@ -142,12 +145,6 @@ def choose_one(first: Any, second: Any, names: str) -> Any:
 
 def list_exports(output_dir: Path) -> list[Path]:
     """Complete exports, oldest first; unfinished ones have hidden names."""
-    paths = (output_dir / "hf_format").glob("[!.]*")
+    paths = (output_dir / EXPORTS_DIR).glob("[!.]*")
     exports = [path for path in paths if path.is_dir() and not is_link_beside(path)]
     return sorted(exports, key=lambda path: path.stat().st_mtime_ns)
-
-
-def read_last_metrics(output_dir: Path) -> dict[str, Any] | None:
-    """The metrics file's last line that is not damaged."""
-    rows = (row for _, _, row in read_metrics(output_dir / "training_metrics_0.jsonl") if row is not None)
-    return next(iter(deque(rows, maxlen=1)), None)

@@ -65,7 +65,8 @@ def send_callback(callback: Any, number: int) -> SentCallback:
         return SentCallback(f"{kind.__module__}:{kind.__qualname__}")
     add_part(kind, name, parts)
     if is_theirs or kind is not callback:
-        state = None if kind is callback else pickle_state(callback, name)
+        own = {} if kind is callback else vars(callback)
+        state = None if kind is callback else pickle_all(own, lambda used: f"{name}: its attribute {used}")
         base, taken = (
             ("AsCallback", "super().__init__(restored)") if is_theirs else (name, "vars(self).update(vars(restored))")
         )
@@ -113,10 +114,6 @@ def is_importable(value: Any) -> bool:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     is_named = isinstance(module, str) and isinstance(name, str) and module != "__main__"
     return is_named and getattr(sys.modules.get(module), name, None) is value
-
-
-def pickle_state(callback: Any, name: str) -> str:
-    return pickle_all(vars(callback), lambda attribute: f"{name}: its attribute {attribute}")
 
 
 def pickle_all(values: dict[str, Any], describe: Callable[[str], str]) -> str:

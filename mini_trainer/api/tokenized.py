@@ -212,16 +212,13 @@ def write_sides(path: Path, share: float, targets: list[Path]) -> list[int]:
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_file(str(target), schema)) for target in targets]
         for batch in batches:
-            sides = [falls_below(ids.values.to_numpy().tobytes(), share) for ids in batch.column(TOKENS_COLUMN)]
+            digests = [hashlib.sha256(ids.values.to_numpy().tobytes()).digest() for ids in batch.column(TOKENS_COLUMN)]
+            sides = [int.from_bytes(one[:HASH_BYTES], "big") < share * 256**HASH_BYTES for one in digests]
             for side, writer in enumerate(writers):
                 part = batch.filter(pa.array([found == side for found in sides]))
                 counts[side] += part.num_rows
                 writer.write_batch(part)
     return counts
-
-
-def falls_below(row: bytes, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(row).digest()[:HASH_BYTES], "big") < share * 256**HASH_BYTES
 
 
 def cut_documents(path: Path, block_size: int, folder: Path) -> Path:

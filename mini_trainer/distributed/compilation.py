@@ -52,18 +52,15 @@ class Compiled:
         outputs = self.compiled(*args, **kwargs)
         if mode in self.modes and find_last_compilation() is not last and self.name not in self.warned:
             self.warned.add(self.name)
-            self.report()
+            last = find_last_compilation()
+            reason = str(last.recompile_reason).splitlines()[0]
+            log.warning(
+                f"warning: --compile: {self.name} was compiled again after its first micro-batch, which took"
+                f" {last.entire_frame_compile_time_s or 0:.1f} s: {reason}; only the first time is reported,"
+                " TORCH_LOGS=recompiles_verbose prints all"
+            )
         self.modes.add(mode)
         return outputs
-
-    def report(self) -> None:
-        last = find_last_compilation()
-        reason = str(last.recompile_reason).splitlines()[0]
-        log.warning(
-            f"warning: --compile: {self.name} was compiled again after its first micro-batch, which took"
-            f" {last.entire_frame_compile_time_s or 0:.1f} s: {reason}; only the first time is reported,"
-            " TORCH_LOGS=recompiles_verbose prints all"
-        )
 
 
 def find_last_compilation() -> Any:

@@ -90,14 +90,14 @@ class RunFiles:
         self.lock: RunLock | None = None  # rank 0's
 
     def lock_directory(self, output_dir: Path) -> None:
-        """Rank 0; RunError if the directory is in use or cannot be written."""
+        """Rank 0: locks the directory for this run; RunError if it is in use or cannot be written."""
         try:
             self.lock = RunLock(output_dir)
         except OSError as error:
             raise RunError(ExitCode.IO, f"--output-dir {output_dir}: cannot be written: {error}") from None
 
     def own(self, output_dir: Path) -> None:
-        """Makes the checked directory this run's, without the earlier run's exit.json."""
+        """Makes the checked directory this run's: from now on exit.json says how this run ended, not an earlier one."""
         if self.lock is not None:
             (output_dir / EXIT_FILE).unlink(missing_ok=True)
         self.output_dir = output_dir

@@ -22,15 +22,10 @@ def print_as_is(text: str, stream: TextIO) -> None:
     """Prints `text` at once. If nobody reads the stream any more, it is lost, and no error ends the work."""
     try:
         print(text, end="", file=stream, flush=True)
-    except BrokenPipeError:
-        leave_unread(stream)
-
-
-def leave_unread(stream: TextIO) -> None:
-    """Sends the stream's buffer, and everything after it, to the null device."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
+    except BrokenPipeError:  # the stream's buffer, and everything after it, goes to the null device
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 # Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from mini_trainer.distributed.ending import SIGNALS, ExitCode, Flag, RanksDiffer, RunError, describe_error, wait_forever
@@ -40,14 +39,6 @@ class RunControl:
         threading.Thread(target=self.watch.run, name="watch", daemon=True).start()
         if self.watch.rank == 0:
             threading.Thread(target=self.watch.watch_files, name="files", daemon=True).start()
-
-    def lock(self, output_dir: Path) -> None:
-        """Rank 0: locks the directory for this run, or raises RunError without changing anything in it."""
-        self.files.lock_directory(output_dir)
-
-    def own(self, output_dir: Path) -> None:
-        """Takes ownership of the checked directory: from now on exit.json says how this run ended."""
-        self.files.own(output_dir)
 
     def check_directory(self) -> None:
         """RunError if the output directory was moved or removed."""

@@ -175,7 +175,10 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
     memory = memory_limit(None, device) if device.type == "cuda" else None
     mesh = make_mesh(device.type, world_size, world_size)
     world = World(rank, world_size, device, mesh, timeout=timeout, memory=memory)
-    connect_to_rank0(world)
+    # Makes the connections that `gather_on_rank0` and `call_on_rank0` use. From now on the death of a rank closes one,
+    # on which the others wait until the lifeline is connected; a first connection to a rank that is gone would be tried
+    # until the timeout.
+    gather_on_rank0(world, None)
     return world
 
 
@@ -223,15 +226,6 @@ def make_mesh(
     ranks = torch.arange(world_size).view(-1, num_shards)
     groups = [make_own_group(rows.tolist(), timeout) for rows in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def connect_to_rank0(world: World) -> None:
-    """Makes the connections that `gather_on_rank0` and `call_on_rank0` use.
-
-    From now on the death of a rank closes a connection, on which the others wait until the lifeline is connected. A
-    first connection to a rank that is gone would be tried until the timeout.
-    """
-    gather_on_rank0(world, None)
 
 
 def connect_lifeline(world: World, control: RunControl) -> None:

@@ -49,12 +49,13 @@ def fingerprint_tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def fingerprint_data(path: Path, *, source: Any, lengths: np.ndarray, kept: Rows) -> str:
-    """SHA-256 of a tokenized data set: its file (`fingerprint_file`), its samples' `lengths` (samples,), those `kept`.
+def fingerprint_data(data: "TokenizedData", *, source: Any = None, kept: Rows | None = None) -> str:
+    """SHA-256 of a tokenized data set: its file (`fingerprint_file`), the lengths of its samples, those that are kept.
 
-    `source` is the sidecar's record of the file that it was made from.
+    `source` is the sidecar's record of the file that it was made from; `kept` takes the place of the data's own.
     """
-    return hash_json([source, hash_rows(lengths), hash_rows(kept), fingerprint_file(path)])
+    kept = data.kept if kept is None else kept
+    return hash_json([source, hash_rows(data.lengths), hash_rows(kept), fingerprint_file(data.path)])
 
 
 def hash_rows(values: Rows) -> str:
@@ -74,4 +75,4 @@ hash_range = functools.lru_cache(hash_chunks)  # of most data sets all rows are 
 
 def digest_data(data: "TokenizedData") -> str:
     """A digest of all rows, whichever of them are kept."""
-    return fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.lengths[:0])
+    return fingerprint_data(data, kept=data.lengths[:0])

@@ -40,7 +40,8 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
         model = models[0][0]
         lines += describe_trial(exports.shortest_path_of(position) if model == last_model else model, exports)
     if last:
-        lines.append(describe_curves(output_dir))
+        curves = quote(output_dir / "curves.html")
+        lines.append(f"curves: {name_program('plot-metrics')} {quote(output_dir)} --output {curves}")
     return "\n".join(lines)
 
 
@@ -69,11 +70,6 @@ def describe_trial(model: Path, exports: Exports) -> list[str]:
     target = exports.output_dir / "evaluation"
     command = name_program("evaluate")
     return [f"try it: {command} --model {quote(model)} --data {quote(data)} --output-dir {quote(target)}"]
-
-
-def describe_curves(output_dir: Path) -> str:
-    command = name_program("plot-metrics")
-    return f"curves: {command} {quote(output_dir)} --output {quote(output_dir / 'curves.html')}"
 
 
 def describe_continuing(resume: str, output_dir: str) -> str:

@@ -216,10 +216,10 @@ def write_export(
         groups = [groups[i] for i in order] if groups else []
         for group in show_progress(groups, "exporting", unit="tensor"):
             if world.rank == 0:
-                writer.make_room(group)
+                writer.pool.make_room(sum(shape.nbytes for shape in group.shapes.values()))
             tensors = group.gather()
             if world.rank == 0:
-                writer.add(tensors)
+                writer.stream.add(tensors)  # write errors surface in `commit`, since the other ranks are gathering now
         call_on_rank0(world, writer.commit)
     finally:
         writer.clean_up()
@@ -293,14 +293,6 @@ class ExportWriter:
         config = copy.deepcopy(self.parts.generation_config)
         follow_tokenizer(config, self.parts.tokenizer, vocab_size=vocab_size)
         config.to_json_file(self.aside / GENERATION, keys_to_pop=["compile_config"])
-
-    def make_room(self, group: WeightGroup) -> None:
-        """Waits until the group's tensors fit into memory."""
-        self.pool.make_room(sum(shape.nbytes for shape in group.shapes.values()))
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        """Starts writing tensors. Write errors surface in `commit`, since the other ranks are gathering now."""
-        self.stream.add(tensors)
 
     def commit(self) -> None:
         """Writes the rest, and renames the directory."""

@@ -70,13 +70,10 @@ class Exports:
 
     def find(self, position: RunPosition) -> bool:
         """Whether the export for `position` is there; if so it is the latest, also after a kill before its link."""
-        if has_export := self.has(position):
-            self.link(self.path_of(position))
+        export_dir = self.path_of(position)
+        if has_export := export_dir.exists():
+            self.link(export_dir)
         return has_export
-
-    def has(self, position: RunPosition) -> bool:
-        """Whether the export for `position` exists."""
-        return self.path_of(position).exists()
 
     def link(self, export_dir: Path) -> None:
         """Makes `latest` a link to an export; a note where the file system has no links."""

@@ -34,6 +34,7 @@ from mini_trainer.options import (
     list_identifying_options,
 )
 from mini_trainer.options.urls import is_url
+from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.file_names import NOTES_FILE, PARAMS_FILE
 from mini_trainer.run.inputs import RunInputs
 
@@ -47,19 +48,17 @@ def to_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def check_unused(
-    output_dir: Path, resume: str, identity: dict[str, Any], *, data_paths: Sequence[str], cache_dir: str
-) -> None:
+def check_unused(output_dir: Path, resume: str, identity: dict[str, Any], own_paths: Sequence[str]) -> None:
     """ValueError if a new run would write into another run's directory.
 
     A start of this run that ended before its first checkpoint does not count as another run (unless --resume is none).
-    Neither does the run's data, which may be there, nor OSFT's `cache_dir`.
+    Neither do the run's own data and cache, `own_paths`, which may be there.
     """
-    data = list_data_in(output_dir, data_paths, cache_dir=cache_dir)
+    own = list_own_entries(output_dir, own_paths)
     entries = [
         entry
         for entry in (output_dir.iterdir() if output_dir.exists() else ())
-        if not is_own_file(entry) and not any(entry.name == name or entry.name.startswith(f"{name}.") for name in data)
+        if not is_own_file(entry) and not any(entry.name == name or entry.name.startswith(f"{name}.") for name in own)
     ]
     if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
         return
@@ -87,13 +86,13 @@ def read_params(output_dir: Path) -> dict[str, Any]:
     return read_fields(output_dir / PARAMS_FILE, kinds, written_by="train.py")
 
 
-def list_data_in(output_dir: Path, data_paths: Sequence[str], *, cache_dir: str) -> set[str]:
+def list_own_entries(output_dir: Path, own_paths: Sequence[str]) -> set[str]:
     """Names of entries of `output_dir` that are the run's data sets and OSFT's cache, or directories that hold them.
 
     Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
     """
     root = output_dir.absolute()
-    inside = [Path(path).expanduser().absolute() for path in (cache_dir, *data_paths) if not is_url(path)]
+    inside = [Path(path).expanduser().absolute() for path in own_paths if not is_url(path)]
     cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
     return {*cached, *(path.relative_to(root).parts[0] for path in inside if root in path.parents)}
 
@@ -136,18 +135,25 @@ def check_same_run(
     return list(changes.values())
 
 
-def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, needs_model: bool) -> None:
-    """ValueError if a run that starts with the checkpoint's weights and optimizer state would misuse them;
-    `needs_model`: see `check_same_run`."""
-    changes = find_changes(state["identity"], identity)
-    fixed = choose_changes(
-        changes, [OF_METHOD, "tokenizer", *list_deciding_options("method", "state")], needs_model=needs_model
-    )
-    if fixed:
-        raise ValueError(
-            f"--continue-from {checkpoint}: was made with other {', '.join(fixed)}: a run with its weights and"
-            f" optimizer state needs the same ones: give them, or start from an export (--model-name-or-path)"
+def check_checkpoints(
+    inputs: RunInputs, checkpoint: Checkpoint | None, identity: dict[str, Any], *, allow_changes: bool
+) -> list[str]:
+    """`check_same_run` with the checkpoint to resume from; ValueError if a run that starts with the weights and the
+    optimizer state of --continue-from would misuse them."""
+    changes, needs_model, origin = [], not inputs.method.saves_frozen, inputs.origin
+    if checkpoint is not None:
+        changes = check_same_run(
+            checkpoint.path, checkpoint.state, identity, allow_changes=allow_changes, needs_model=needs_model
         )
+    if origin is not None:
+        names = [OF_METHOD, "tokenizer", *list_deciding_options("method", "state")]
+        fixed = choose_changes(find_changes(origin.state["identity"], identity), names, needs_model=needs_model)
+        if fixed:
+            raise ValueError(
+                f"--continue-from {origin.path}: was made with other {', '.join(fixed)}: a run with its weights and"
+                f" optimizer state needs the same ones: give them, or start from an export (--model-name-or-path)"
+            )
+    return changes
 
 
 def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bool) -> list[str]:
@@ -186,11 +192,23 @@ def name_in_identity(option: str) -> str:
     return option.replace("_", "-")
 
 
-def record_start(output_dir: Path, values: Mapping[str, Any], identity: dict[str, Any], start: dict[str, Any]) -> None:
+def record_start(
+    output_dir: Path, values: Mapping[str, Any], identity: dict[str, Any], facts: dict[str, Any], world: World
+) -> None:
     """Writes training_params.json: the options' `values` of this start, and each start.
 
-    `start` is the result of `describe_start`; without `resumed_from`, earlier starts belong to another run.
+    `facts` of this start, as JSON: its `first_step`, the checkpoint that it is `resumed_from` (without one, earlier
+    starts belong to another run), and others. Time and hardware are added.
     """
+    start = {
+        "started": timestamp(),
+        **facts,
+        "world_size": world.world_size,
+        "device": describe_device(world.device),
+        "versions": read_versions(),
+        "git_commit": read_git_commit(),
+        "command": hide_in(sys.argv),
+    }
     starts = []
     if start["resumed_from"] and (output_dir / PARAMS_FILE).exists():  # else the checkpoint is from another directory
         try:
@@ -198,43 +216,8 @@ def record_start(output_dir: Path, values: Mapping[str, Any], identity: dict[str
         except ValueError as error:
             log.warning(f"warning: {error}; writing a new one, without the earlier starts")
     starts.append(start)
-    write_params(
-        output_dir,
-        {
-            "options": hide_in(values),
-            "identity": identity,
-            "finished": None,
-            **start,
-            "starts": starts,
-        },
-    )
-
-
-def describe_start(
-    world: World,
-    *,
-    first_step: int,
-    resumed_from: Path | None,
-    continued_from: Path | None,
-    changes: list[str],
-    auto_settings: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Time, checkpoint and hardware of a start, as JSON. `auto_settings`: the values chosen for auto options, and their
-    measurements.
-    """
-    return {
-        "started": timestamp(),
-        "first_step": first_step,
-        "resumed_from": str(resumed_from) if resumed_from else None,
-        "continued_from": str(continued_from) if continued_from else None,
-        "changed_options": changes,
-        "auto_settings": auto_settings,
-        "world_size": world.world_size,
-        "device": describe_device(world.device),
-        "versions": read_versions(),
-        "git_commit": read_git_commit(),
-        "command": hide_in(sys.argv),
-    }
+    params = {"options": hide_in(values), "identity": identity, "finished": None, **start, "starts": starts}
+    write_params(output_dir, params)
 
 
 def record_end(output_dir: Path) -> None:
@@ -299,11 +282,18 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
     data, has_own_end = inputs.data, optimization.needs_end and optimization.schedule_steps is None
     values = inputs.values | {"batch_size": inputs.data_options.samples_per_step}
     digests = [
-        fingerprint_data(
-            source.path, source=sidecar and sidecar.get("source"), lengths=source.lengths, kept=source.kept
-        )
+        fingerprint_data(source, source=sidecar and sidecar.get("source"))
         for source, sidecar in zip(data.sources, inputs.sidecars, strict=True)
     ]
+    reference = teacher = None
+    if inputs.objective.reference is not None:
+        from mini_trainer.run.references import identify_reference
+
+        reference = identify_reference(inputs)
+    if inputs.objective.teacher is not None:
+        from mini_trainer.run.teachers import identify_teacher
+
+        teacher = identify_teacher(inputs)
     return {
         "data": digests[0] if len(digests) == 1 else hash_json(digests),
         "tokenizer": fingerprint_tokenizer(inputs.tokenizer),
@@ -312,27 +302,9 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
         ORDER: name_rule([len(kept) for kept in data.kept_of]),
         "compute-dtype": str(inputs.compute_dtype).removeprefix("torch."),
         "number of steps": inputs.num_steps if has_own_end else None,
-        REFERENCE: find_reference(inputs),
-        TEACHER: find_teacher(inputs),
+        REFERENCE: reference,
+        TEACHER: teacher,
         OF_METHOD: inputs.method.list_data_hashes(),
         ORIGIN: None if inputs.origin is None else inputs.origin.digest,
         **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
     }
-
-
-def find_reference(inputs: RunInputs) -> str | None:
-    """A hash of everything but the data that affects the reference's numbers; None without a reference."""
-    if inputs.objective.reference is None:
-        return None
-    from mini_trainer.run.references import identify_reference
-
-    return identify_reference(inputs)
-
-
-def find_teacher(inputs: RunInputs) -> str | None:
-    """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
-    if inputs.objective.teacher is None:
-        return None
-    from mini_trainer.run.teachers import identify_teacher
-
-    return identify_teacher(inputs)

@@ -8,18 +8,17 @@ import numpy as np
 
 from mini_trainer.data.tokenized.index import CountPatches, SampleImages, count_row_images
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.options import DataOptions, VisionOptions
-from mini_trainer.run.inputs import OpenedData, OpenedModel
+from mini_trainer.options import VisionOptions
+from mini_trainer.run.inputs import RunInputs
 
 
-def count_images(
-    data: OpenedData, model: OpenedModel, vision: VisionOptions, o: DataOptions
-) -> tuple[OpenedModel, int]:
-    """Counts the patches of the data's images; returns the model with a family that knows the largest image, and the
-    number of samples with too many patches."""
-    cap, training, held_out = vision.max_image_tokens_per_gpu, data.training, data.validation
-    count_patches = functools.cache(model.family.vision_inputs.count_patches)
-    num_dropped = count_set_images(training, count_patches, cap=cap, drop_overlong=o.drop_overlong)
+def count_images(inputs: RunInputs, vision: VisionOptions) -> int:
+    """Counts the patches of the data's images, and tells the family the largest one; returns the number of samples with
+    too many patches."""
+    cap, training, held_out = vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
+    count_patches = functools.cache(inputs.family.vision_inputs.count_patches)
+    drop_overlong = inputs.data_options.drop_overlong
+    num_dropped = count_set_images(training, count_patches, cap=cap, drop_overlong=drop_overlong)
     if held_out is not None:
         count_set_images(held_out, count_patches, cap=None, drop_overlong=False)
         most = None if cap is None else max(cap, int(held_out.images.patches.max()))
@@ -28,7 +27,8 @@ def count_images(
         tuple(size) for source in training.sources for size in np.unique(source.image_sizes.sizes, axis=0).tolist()
     ]
     largest = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
-    return replace(model, family=replace(model.family, largest_image=largest)), num_dropped
+    inputs.family = replace(inputs.family, largest_image=largest)
+    return num_dropped
 
 
 def count_set_images(data: Mixture, count_patches: CountPatches, *, cap: int | None, drop_overlong: bool) -> int:

@@ -52,106 +52,36 @@ class Errors(list[ValueError | OSError]):
             raise ValueError(f"{len(self)} problems:{listed}")
 
 
-@dataclass(frozen=True)
-class OpenedData:
-    """A run's data sets; None for those that cannot be read."""
-
-    options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", the longest sample's
-    training: Mixture | None = None
-    validation: Mixture | None = None  # None also if no validation is requested
-    read_by_teacher: Mixture | None = None  # None: the data itself
-    sidecars: list[dict[str, Any] | None] = field(default_factory=list)  # of each training set, if it has one
-    num_dropped: int = 0  # training samples that are too long
-
-    @property
-    def mixtures(self) -> list[Mixture]:
-        """All open data sets."""
-        return [data for data in (self.training, self.validation, self.read_by_teacher) if data is not None]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest training or validation sequence."""
-        return max(data.longest_sequence for data in (self.training, self.validation) if data is not None)
-
-    @property
-    def longest_taught(self) -> int:
-        """Tokens of the longest training sequence that a teacher reads."""
-        return find_longest_taught(self.training, self.read_by_teacher)
-
-
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model's files, without its weights; None for those that cannot be read."""
-
-    family: Family  # complete once there is a tokenizer
-    directory: str | None = None
-    config: PreTrainedConfig | None = None
-    generation_config: GenerationConfig | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class OpenedObjective:
-    """The objective, and the models and scores that it reads besides the data."""
-
-    objective: Objective | None
-    other_models: dict[str, ModelSource] = field(default_factory=dict)  # models that it reads, by option
-    teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
-    scores: "list[ScoreFile]" = field(default_factory=list)  # those of a teacher that the run reads
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The steps of a run."""
-
-    batching: Batching | None = None  # None without data, or if a sample is longer than a batch
-    num_steps: int | None = None  # None: no end
-    schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end
-
-
-def find_longest_taught(data: Mixture, read_by_teacher: Mixture | None) -> int:
-    read = data if read_by_teacher is None else read_by_teacher
-    return int(read.lengths[find_top_row(read.lengths, data.kept)])
-
-
-def list_roles(sidecars: list[dict[str, Any] | None]) -> set[str]:
-    """The roles whose messages are trained on, as far as the data's sidecars say."""
-    return {role for sidecar in sidecars if sidecar for role in sidecar.get("num_trained_by_role") or ()}
-
-
 @dataclass
 class RunInputs:
     """A run's inputs that are read before anything large is loaded; None for those that cannot be read.
 
-    The values are those of `OpenedData`, `OpenedModel`, `OpenedObjective` and `Schedule`.
-
     Invariant: `errors` explains everything that is None or does not fit. A run starts only without errors.
     """
 
-    family: Family
+    family: Family  # complete once there is a tokenizer
     method: Method
-    data_options: DataOptions
+    data_options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", the longest sample's
     model_options: ModelOptions
     compute_dtype: torch.dtype
     values: dict[str, Any] = field(default_factory=dict)  # all options by name, as they are recorded
-    data_paths: Sequence[str] = ()  # local ones of all data sets that the options name
+    own_paths: Sequence[str] = ()  # local ones of all data sets that the options name, and of OSFT's cache
     data: Mixture | None = None
-    sidecars: list[dict[str, Any] | None] = field(default_factory=list)
-    validation_data: Mixture | None = None
-    teacher_data: Mixture | None = None
+    sidecars: list[dict[str, Any] | None] = field(default_factory=list)  # of each training set, if it has one
+    validation_data: Mixture | None = None  # None also if no validation is requested
+    teacher_data: Mixture | None = None  # None: a teacher reads the data itself
     model_dir: str | None = None
     config: PreTrainedConfig | None = None
     generation_config: GenerationConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     objective: Objective | None = None
-    other_models: dict[str, ModelSource] = field(default_factory=dict)
-    teacher: str | None = None
-    scores: "list[ScoreFile]" = field(default_factory=list)
-    batching: Batching | None = None
-    num_steps: int | None = None
+    other_models: dict[str, ModelSource] = field(default_factory=dict)  # that the objective reads, by option
+    teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
+    scores: "list[ScoreFile]" = field(default_factory=list)  # those of a teacher that the run reads
+    batching: Batching | None = None  # None without data, or if a sample is longer than a batch
+    num_steps: int | None = None  # None: no end
     origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
-    schedule_steps: int | None = None
+    schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end
     callbacks: "Classes" = field(default_factory=dict)
     samples: "Samples | None" = None  # None without --sample-prompts
     errors: Errors = field(default_factory=Errors)
@@ -192,7 +122,7 @@ class RunInputs:
     @property
     def roles(self) -> set[str]:
         """The roles whose messages are trained on, as far as the data's sidecars say."""
-        return list_roles(self.sidecars)
+        return {role for sidecar in self.sidecars if sidecar for role in sidecar.get("num_trained_by_role") or ()}
 
     @property
     def data_sets(self) -> dict[str, Mixture]:
@@ -207,7 +137,8 @@ class RunInputs:
     @property
     def longest_taught(self) -> int:
         """Tokens of the longest training sequence that a teacher reads."""
-        return find_longest_taught(self.data, self.teacher_data)
+        read = self.data if self.teacher_data is None else self.teacher_data
+        return int(read.lengths[find_top_row(read.lengths, self.data.kept)])
 
     def draw_batches(self, start: RunPosition) -> Iterator[np.ndarray]:
         """Yields the rows of each global batch, endlessly, from `start`."""

@@ -157,7 +157,8 @@ def describe_usage(head: ModelCardData, repository: str | None, *, has_template:
 
 
 def describe_training(inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
-    o = inputs.model_options
+    o, origin = inputs.model_options, inputs.origin
+    before = origin and f"{origin.num_steps:,} steps in other runs, to the checkpoint `{origin.digest}`"
     base = f"`{name_model(o.model_name_or_path)}`"
     if o.model_revision is not None:
         base += f", revision `{o.model_revision}`"
@@ -170,18 +171,10 @@ def describe_training(inputs: RunInputs, params: dict[str, Any], position: RunPo
         ("samples", f"{position.num_samples:,}"),
         ("tokens", f"{position.num_tokens:,}, trained and masked"),
         ("ranks", f"{params['world_size']} x {params['device']}"),
-        *describe_origin(inputs),
+        *([("trained before", before)] if origin is not None else []),
         ("starts", f"{len(params['starts'])}, the first {params['starts'][0]['started']}"),
     ]
     return f"Trained by mini_trainer{commit}.\n\n" + table(("", ""), rows)
-
-
-def describe_origin(inputs: RunInputs) -> list[tuple[str, str]]:
-    """A row for a run that continues another one."""
-    origin = inputs.origin
-    if origin is None:
-        return []
-    return [("trained before", f"{origin.num_steps:,} steps in other runs, to the checkpoint `{origin.digest}`")]
 
 
 def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:

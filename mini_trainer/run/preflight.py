@@ -16,7 +16,6 @@ from pathlib import Path
 
 from mini_trainer.data.stores.disk import remove_quietly
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.meeting import MOST_NODES, late_notice
 from mini_trainer.distributed.messages import describe_ranks
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
@@ -124,9 +123,11 @@ class Node:
         return f"{self.host} ({describe_ranks(self.ranks)})"
 
 
-def check_nodes(world: World, output_dir: Path) -> None:
-    """Prints hosts and ranks; the same RunError on every rank if a node has another disk in place of rank 0's, or
-    cannot write there as a run does. All ranks call this, rank 0 after it has made the directory."""
+def check_disks(world: World, output_dir: Path) -> None:
+    """Prints the hosts and ranks of several nodes; the same RunError on every rank if a node has another disk in place
+    of rank 0's, or cannot write there as a run does. All ranks call this, rank 0 after it has made the directory."""
+    if count_local_ranks() >= world.world_size:
+        return call_on_rank0(world, lambda: check_disk(output_dir))
     check_launch()
     check_directory(world, output_dir, shows_nodes=True)
     checkpoints = output_dir / "checkpoints"
@@ -182,6 +183,8 @@ def leave_token(made: Path) -> str:
 
 def find_token(directory: Path, token: str) -> str | None:
     """Why this node does not see what rank 0 wrote, if so."""
+    from mini_trainer.distributed.meeting import late_notice
+
     notice = f"waiting for rank 0's file in {directory} to appear on {socket.gethostname()}"
     with late_notice(SECONDS_UNTIL_NOTICE, notice):
         if appears(directory / MADE / TOKEN, token, time.monotonic() + SECONDS_TO_APPEAR):
@@ -215,6 +218,8 @@ def find_unseen(parts: Path, nodes: Sequence[Node], token: str) -> list[Node]:
 
 def refuse_problems(directory: Path, nodes: Sequence[Node]) -> None:
     """ValueError that lists the nodes that have one."""
+    from mini_trainer.distributed.meeting import MOST_NODES
+
     problems = [f"\n  {node}: {node.problem}" for node in nodes if node.problem is not None]
     more = f"\n  and {len(problems) - MOST_NODES} more nodes" if len(problems) > MOST_NODES else ""
     if problems:

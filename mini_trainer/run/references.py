@@ -39,7 +39,10 @@ def add_reference(
     """
     reference = inputs.objective.reference
     key = call_on_rank0(world, lambda: identify_reference(inputs))
-    known = [read_known(data, key, world) for data in list_sets(inputs)]
+    known = []
+    for data in list_sets(inputs):
+        values = call_on_rank0(world, lambda data=data: read_values(data, key))
+        known.append(Known(data, key, values, find_missing(data, values)))
     num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
     log.info(f"reference: {num_rows - num_missing:,} of {num_rows:,} samples scored before, {num_missing:,} to score")
     other = inputs.other_models.get(REFERENCE_MODEL)
@@ -66,11 +69,6 @@ class Known:
     key: str  # a hash of everything but the data that affects the model's numbers
     values: np.ndarray  # (rows, 2) fp32; NaN if unknown
     missing: np.ndarray  # (n,) kept rows without known values
-
-
-def read_known(data: Mixture, key: str, world: World) -> Known:
-    values = call_on_rank0(world, lambda: read_values(data, key))
-    return Known(data, key, values, find_missing(data, values))
 
 
 def score_missing(

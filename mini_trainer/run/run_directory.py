@@ -13,7 +13,6 @@ from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, Flag, log
 from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.distributed.monitor import RunControl
-from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import (
@@ -28,19 +27,17 @@ from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
 from mini_trainer.run.identity import (
-    check_continues,
-    check_same_run,
+    check_checkpoints,
     check_unused,
-    describe_start,
     identify_run,
     is_checkpoint_of,
     record_end,
     record_start,
 )
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.preflight import check_disk
+from mini_trainer.run.preflight import check_disks
 from mini_trainer.run.step import TrainState
-from mini_trainer.run.training_log import Console, MetricsFile, Sink, TimeLeft, TrainingLog
+from mini_trainer.run.training_log import Console, LiveLine, MetricsFile, Sink, TimeLeft, TrainingLog
 from mini_trainer.sampler import Batch, RunPosition
 
 if TYPE_CHECKING:
@@ -60,7 +57,7 @@ class RunDirectory:
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
         self.path, self.options, self.world, self.control = Path(path), options, world, control
         call_on_rank0(world, lambda: check_output_dir(self.path))
-        call_on_rank0(world, lambda: control.lock(self.path))
+        call_on_rank0(world, lambda: control.files.lock_directory(self.path))
         check_disks(world, self.path)
         self.checkpointer = Checkpointer(
             self.path / "checkpoints",
@@ -70,7 +67,7 @@ class RunDirectory:
             committed=lambda path: self.log.write_checkpoint(path),
         )
         if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
-            control.own(self.path)
+            control.files.own(self.path)
         self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.resume)
         origin = options.continue_from
         self.origin: Checkpoint | None = None
@@ -104,26 +101,14 @@ class RunDirectory:
         self.values = inputs.values
         self.identity = call_on_rank0(self.world, lambda: identify_run(inputs, optimization))
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
-            call_on_rank0(self.world, lambda: self._check_unused(inputs))
-            self.control.own(self.path)
-        if self.checkpoint is not None:
-            self.changes = check_same_run(
-                self.checkpoint.path,
-                self.checkpoint.state,
-                self.identity,
-                allow_changes=self.options.allow_changed_options,
-                needs_model=not inputs.method.saves_frozen,
-            )
-        if self.origin is not None:
-            needs_model = not inputs.method.saves_frozen
-            check_continues(self.origin.path, self.origin.state, self.identity, needs_model=needs_model)
+            resume, own_paths = self.options.resume, inputs.own_paths
+            call_on_rank0(self.world, lambda: check_unused(self.path, resume, self.identity, own_paths))
+            self.control.files.own(self.path)
+        allow_changes = self.options.allow_changed_options
+        self.changes = check_checkpoints(inputs, self.checkpoint, self.identity, allow_changes=allow_changes)
         if self._starts_with_origin(inputs):
             self.checkpointer.verify_origin(self.origin)
         call_on_rank0(self.world, lambda: remove_leftovers(self.path / EXPORTS_DIR))
-
-    def _check_unused(self, inputs: RunInputs) -> None:
-        data, cache_dir = inputs.data_paths, self.values["osft_cache_dir"]
-        check_unused(self.path, self.options.resume, self.identity, data_paths=data, cache_dir=cache_dir)
 
     def load_start(self, model: PackedModel, inputs: RunInputs) -> None:
         """Fills the weights of the checkpoint that the run continues from, unless a resume makes them useless."""
@@ -142,15 +127,14 @@ class RunDirectory:
             self.checkpointer.load(self.checkpoint, state)
         elif self.origin is not None:
             self.checkpointer.load_optimizer(self.origin, state)
-        start = describe_start(
-            self.world,
-            first_step=self.start.step,
-            resumed_from=self.checkpoint and self.checkpoint.path,
-            continued_from=self.origin and self.origin.path,
-            changes=self.changes,
-            auto_settings=self.auto_settings,
-        )
-        call_on_rank0(self.world, lambda: record_start(self.path, self.values, self.identity, start))
+        facts = {
+            "first_step": self.start.step,
+            "resumed_from": self.checkpoint and str(self.checkpoint.path),
+            "continued_from": self.origin and str(self.origin.path),
+            "changed_options": self.changes,
+            "auto_settings": self.auto_settings,  # the values chosen for auto options, and their measurements
+        }
+        call_on_rank0(self.world, lambda: record_start(self.path, self.values, self.identity, facts, self.world))
 
     def open_log(
         self,
@@ -270,21 +254,9 @@ class RunDirectory:
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
 
 
-def check_disks(world: World, output_dir: Path) -> None:
-    """RunError on every rank if a node cannot write to the directory as a run does. All ranks call this."""
-    if count_local_ranks() < world.world_size:
-        from mini_trainer.run.preflight import check_nodes
-
-        check_nodes(world, output_dir)
-    else:
-        call_on_rank0(world, lambda: check_disk(output_dir))
-
-
 def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None) -> Sink:
     """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
     if shows_progress() and log.isEnabledFor(logging.INFO):
-        from mini_trainer.run.training_log import LiveLine
-
         return LiveLine(time_left, shown=shown)
     return Console(time_left, shown=shown, max_epochs=max_epochs)
 

@@ -146,23 +146,19 @@ def describe_schedule(inputs: RunInputs, o: OptimizationOptions, *, start: RunPo
     return [f"start: weights and optimizer state of {origin.path}, after {origin.num_steps:,} steps", own]
 
 
-def describe_sharing(num_heads: int, num_sharing: int | None) -> list[str]:
-    """Describes how the ranks of --context-parallel share a row; empty without it."""
-    if num_sharing is None:
-        return []
-    from mini_trainer.model.context_parallel import describe_heads
-
-    return [describe_heads(num_heads, num_sharing)]
-
-
 def describe_model(inputs: RunInputs, options: StepOptions, model: PackedModel) -> str:
     compute, method, num_sharing = options.compute, inputs.method, options.sharding.context_parallel
-    num_heads = max((count for count, _ in list_heads(text_config(inputs.config))), default=0)
     num_params = sum(param.numel() for param in model.parameters()) - method.count_added()
+    sharing: list[str] = []  # how the ranks of --context-parallel share a row
+    if num_sharing is not None:
+        from mini_trainer.model.context_parallel import describe_heads
+
+        num_heads = max((count for count, _ in list_heads(text_config(inputs.config))), default=0)
+        sharing.append(describe_heads(num_heads, num_sharing))
     parts = [
         f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
         f"{model.backend} attention",
-        *describe_sharing(num_heads, num_sharing),
+        *sharing,
         f"{compute.activation_checkpointing} activation checkpointing",
         *(["tiled MLPs"] if compute.tiled_mlp else []),
         *(["offloaded activations"] if compute.offload_activations else []),

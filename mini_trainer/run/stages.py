@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.stores.disk import check_output_dir, hash_file, hash_json, is_running, read_fields, written_aside
-from mini_trainer.distributed.ending import ExitCode, RunError, exit_with_message
+from mini_trainer.distributed.ending import ExitCode, RunError, ending_with_message, exit_with_message
 from mini_trainer.distributed.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.environment import escape
@@ -97,18 +97,11 @@ def stop_at_sigterm() -> None:
 def ending_experiment() -> Iterator[None]:
     """Errors and stop requests inside of it end this process with one message and the exit code of their cause."""
     again = "start the same command again to continue"
-    try:
-        yield
-    except RunError as error:
-        exit_with_message(str(error), code=error.code)
-    except ValueError as error:
-        exit_with_message(str(error))
-    except OSError as error:
-        exit_with_message(str(error), code=ExitCode.IO)
-    except Stopped:
-        exit_with_message(f"stopped (SIGTERM); {again}", code=ExitCode.SAVED_AND_REQUEUE)
-    except KeyboardInterrupt:
-        exit_with_message(f"interrupted; {again}", code=ExitCode.INTERRUPTED)
+    with ending_with_message(when_interrupted=f"interrupted; {again}"):
+        try:
+            yield
+        except Stopped:
+            exit_with_message(f"stopped (SIGTERM); {again}", code=ExitCode.SAVED_AND_REQUEUE)
 
 
 def describe_code(code: int) -> ExitCode:

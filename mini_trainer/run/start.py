@@ -4,65 +4,54 @@ Errors are collected, so that all of them are reported at once.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.base import COLUMNS, DataTask
+from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, VISION, DataTask
 from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.build import choose_compute_dtype
-from mini_trainer.model.config import ModelSource, check_rope, choose_tokenizer, load_config, load_generation_config
-from mini_trainer.model.method import Method
+from mini_trainer.model.config import check_rope, choose_tokenizer, load_config, load_generation_config
+from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
-from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import Objective, ObjectiveSettings
 from mini_trainer.objectives.specs import find_data_kind, make_family, make_objective
 from mini_trainer.options import (
     DataOptions,
     EndOptions,
-    ModelOptions,
     OptimizationOptions,
     PreferenceOptions,
     TeacherOptions,
     TrainOptions,
     ValidationOptions,
+    VisionOptions,
+    flag_name,
     list_data_sets,
     list_validation_data,
     names_raw_data,
     parse_subset,
 )
 from mini_trainer.options.choices import check_choices
+from mini_trainer.options.doors import METHODS
+from mini_trainer.options.objectives import TAUGHT
 from mini_trainer.run.checkpointing import Checkpoint
-from mini_trainer.run.choosing import choose_method, choose_objective, choose_settings
 from mini_trainer.run.identity import flatten_with_urls
-from mini_trainer.run.inputs import (
-    REFERENCE_MODEL,
-    TEACHER_MODEL,
-    Errors,
-    OpenedData,
-    OpenedModel,
-    OpenedObjective,
-    RunInputs,
-    Schedule,
-    list_roles,
-)
+from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, Errors, RunInputs
 from mini_trainer.run.run_model import describe_data, describe_schedule
 from mini_trainer.run.start_checks import check_placeholders, check_schedule, check_validation, find_oddities
 from mini_trainer.sampler import RunPosition, choose_batching, count_steps
 
 if TYPE_CHECKING:
-    from mini_trainer.run.callbacks import Classes
     from mini_trainer.run.samples import Samples
 
 
@@ -80,51 +69,40 @@ def open_inputs(
     `origin`: the checkpoint of --continue-from.
     """
     check_choices(options)
-    errors, num_sharing = Errors(), options.sharding.context_parallel or 1
-    name, settings, method = choose_objective(options), choose_settings(options), choose_method(options)
-    callbacks = open_callbacks(options.callbacks.callbacks, errors)
+    name, settings = choose_objective(options), choose_settings(options)
+    inputs = RunInputs(
+        family=make_family(name, settings),
+        method=choose_method(options),
+        data_options=options.data,
+        model_options=options.model,
+        compute_dtype=choose_compute_dtype(options.compute, device),
+        values=flatten_with_urls(options),
+        own_paths=(*itertools.chain(*list_data_sets(options).values()), options.osft.osft_cache_dir),
+        origin=origin,
+    )
+    errors, num_sharing = inputs.errors, options.sharding.context_parallel or 1
+    if options.callbacks.callbacks:
+        from mini_trainer.run.callbacks import load_callbacks
+
+        inputs.callbacks = errors.attempt(lambda: load_callbacks(options.callbacks.callbacks)) or {}
     if options.compute.offload_activations:
         from mini_trainer.model.offloading import check_offloading
 
         errors.attempt(lambda: check_offloading(device))
-    data = open_data(options.data, options.validation, options.teacher, num_sharing=num_sharing, errors=errors)
-    made = make_from_data(name, settings, data, best_metric=options.validation.deciding[0], errors=errors)
-    model = open_model(
-        options.model, data, make_family(name, settings) if made is None else made.family, method, errors
-    )
-    if model.config is not None:
-        errors.attempt(lambda: open_optimizer(options.optimization).check(model.config))
-    num_dropped = data.num_dropped
-    if model.tokenizer is not None and data.training.has_images and made is not None:
+    num_dropped = open_data(inputs, options.validation, options.teacher, num_sharing=num_sharing)
+    inputs.objective = make_from_data(name, settings, inputs, best_metric=options.validation.deciding[0])
+    if inputs.objective is not None:
+        inputs.family = inputs.objective.family
+    open_model(inputs)
+    if inputs.config is not None:
+        errors.attempt(lambda: open_optimizer(options.optimization).check(inputs.config))
+    if inputs.tokenizer is not None and inputs.data.has_images and inputs.objective is not None:
         from mini_trainer.run.images import count_images
 
-        model, num_more = errors.attempt(lambda: count_images(data, model, options.vision, options.data)) or (model, 0)
-        num_dropped += num_more
-    read = open_objective(made, data, model, method, errors, options.preference, options.teacher)
-    schedule = open_schedule(data.training, options.data, options.end, options.optimization, start, errors)
-    inputs = RunInputs(
-        family=model.family,
-        method=method,
-        data_options=data.options,
-        model_options=options.model,
-        compute_dtype=choose_compute_dtype(options.compute, device),
-        values=flatten_with_urls(options),
-        data_paths=tuple(itertools.chain(*list_data_sets(options).values())),
-        data=data.training,
-        sidecars=data.sidecars,
-        validation_data=data.validation,
-        teacher_data=data.read_by_teacher,
-        model_dir=model.directory,
-        config=model.config,
-        generation_config=model.generation_config,
-        tokenizer=model.tokenizer,
-        **vars(read),
-        **vars(schedule),
-        origin=origin,
-        callbacks=callbacks,
-        samples=open_sample_prompts(options.validation, data, model, errors),
-        errors=errors,
-    )
+        num_dropped += errors.attempt(lambda: count_images(inputs, options.vision)) or 0
+    open_objective(inputs, options.preference, options.teacher)
+    open_schedule(inputs, options.end, options.optimization, start)
+    inputs.samples = open_sample_prompts(options.validation.sample_prompts, inputs)
     if inputs.batching is not None:
         errors.attempt(lambda: check_schedule(inputs, options.optimization))
         describe_data(inputs, num_dropped=num_dropped, start=start)
@@ -133,6 +111,66 @@ def open_inputs(
     o, num_rows = options, world_size // num_sharing
     find_oddities(inputs, o.optimization, o.end, o.validation, o.exports, num_rows=num_rows)
     return inputs
+
+
+def choose_objective(options: TrainOptions) -> str:
+    """Name of the objective: --objective; for language modelling it also depends on images and teachers."""
+    name = options.classification.objective
+    if name == CAUSAL_LM and has_images(options.data):
+        if options.sharding.context_parallel is not None:
+            raise ValueError(
+                "--context-parallel: not supported with images, whose tokens cannot be split over ranks; remove the"
+                " option, or tokenize the data without process_data.py --images"
+            )
+        if options.teacher.teacher_weight:
+            raise ValueError(
+                "--teacher-weight cannot be used with images, which score-data does not read; leave it out"
+            )
+        return VISION
+    default = VisionOptions()
+    if name == CAUSAL_LM and options.vision != default:
+        given = [key for key, value in asdict(options.vision).items() if value != getattr(default, key)]
+        raise ValueError(
+            f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
+        )
+    return TAUGHT if options.teacher.teacher_weight else name
+
+
+def choose_settings(options: TrainOptions) -> ObjectiveSettings:
+    """The options of objectives and model families."""
+    seed, noise = options.data.seed, None
+    if options.optimization.neftune_alpha is not None:
+        from mini_trainer.objectives.objective import EmbeddingNoise
+
+        noise = EmbeddingNoise(options.optimization.neftune_alpha, seed=seed)
+    return ObjectiveSettings(
+        options.classification,
+        options.vision,
+        options.preference,
+        options.teacher,
+        options.optimization.router_aux_loss,
+        options.optimization.router_loss_over,
+        noise,
+        head_seed=seed,
+    )
+
+
+def has_images(options: DataOptions) -> bool:
+    """Whether the data was made for vision-language models; an unreadable sidecar is reported when data is opened."""
+    try:
+        sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
+    except ValueError:
+        return False
+    return sidecar is not None and sidecar.get("objective") == VISION
+
+
+def choose_method(options: TrainOptions) -> Method:
+    """Makes the method that the options select."""
+    for name in METHODS:
+        group = getattr(options, name)
+        if getattr(group, name):
+            return METHODS[name].make(group, seed=options.data.seed)
+    return Full()
 
 
 def make_data_local(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
@@ -145,51 +183,38 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
     return raw_rows.make_data_local(options, world, control)
 
 
-def open_callbacks(names: Sequence[str], errors: Errors) -> "Classes":
-    """The classes of --callbacks, which are imported."""
-    if not names:
-        return {}
-    from mini_trainer.run.callbacks import load_callbacks
-
-    return errors.attempt(lambda: load_callbacks(names)) or {}
-
-
-def open_sample_prompts(o: ValidationOptions, data: OpenedData, model: OpenedModel, errors: Errors) -> "Samples | None":
+def open_sample_prompts(path: str | None, inputs: RunInputs) -> "Samples | None":
     """The prompts of --sample-prompts for the model."""
-    path, has_images = o.sample_prompts, data.training is not None and data.training.has_images
-    if path is None or model.tokenizer is None:
+    if path is None or inputs.tokenizer is None:
         return None
     from mini_trainer.run.samples import open_samples
 
-    parts = (model.config, model.generation_config, model.tokenizer)
-    return errors.attempt(lambda: open_samples(path, *parts, has_images=has_images))
+    parts, has_images = (inputs.config, inputs.generation_config, inputs.tokenizer), inputs.data.has_images
+    return inputs.errors.attempt(lambda: open_samples(path, *parts, has_images=has_images))
 
 
-def open_data(
-    o: DataOptions, validation: ValidationOptions, teacher: TeacherOptions, *, num_sharing: int, errors: Errors
-) -> OpenedData:
-    """Opens all data sets and their sidecars."""
-    held_out = open_validation_data(o, validation, errors)
-    data = errors.attempt(
+def open_data(inputs: RunInputs, validation: ValidationOptions, teacher: TeacherOptions, *, num_sharing: int) -> int:
+    """Opens all data sets and their sidecars; returns the number of training samples that are dropped."""
+    o, errors = inputs.data_options, inputs.errors
+    inputs.validation_data = open_validation_data(o, validation, errors)
+    inputs.data = data = errors.attempt(
         lambda: Mixture([TokenizedData(path) for path in o.data_path], weights=o.data_weights, by=o.data_weights_by)
     )
     if data is None:
-        return OpenedData(o, validation=held_out)
-    read_by_teacher = None
+        return 0
     if teacher.teacher_data:
         from mini_trainer.run.teachers import open_teacher_data
 
-        read_by_teacher = errors.attempt(lambda: open_teacher_data(data, teacher.teacher_data))
+        inputs.teacher_data = errors.attempt(lambda: open_teacher_data(data, teacher.teacher_data))
     cap = o.max_tokens_per_gpu
     if cap == "auto":  # a provisional value until the model is loaded
         cap = -(-data.longest // num_sharing)
     num_dropped = errors.attempt(lambda: data.fit_to(cap, num_sharing=num_sharing, drop_overlong=o.drop_overlong))
     if o.subset is not None and num_dropped is not None:
         data.take_subset(parse_subset(o.subset), seed=o.seed)
-    sidecars = [source.sidecar for source in data.sources]
-    return OpenedData(
-        replace(o, max_tokens_per_gpu=cap), data, held_out, read_by_teacher, sidecars, num_dropped=num_dropped or 0
-    )
+    inputs.sidecars = [source.sidecar for source in data.sources]
+    inputs.data_options = replace(o, max_tokens_per_gpu=cap)
+    return num_dropped or 0
 
 
 def open_validation_data(o: DataOptions, validation: ValidationOptions, errors: Errors) -> Mixture | None:
@@ -206,116 +231,96 @@ def open_validation_data(o: DataOptions, validation: ValidationOptions, errors: 
     return errors.attempt(open_sets) if paths else None
 
 
-def make_from_data(
-    name: str, settings: ObjectiveSettings, data: OpenedData, *, best_metric: str, errors: Errors
-) -> Objective | None:
+def make_from_data(name: str, settings: ObjectiveSettings, inputs: RunInputs, *, best_metric: str) -> Objective | None:
     """The objective for the data, before the model's files are known; None if it cannot be made."""
-    if data.training is None:
+    family, data = inputs.family, inputs.data
+    if data is None:
         kind = find_data_kind(name)
         if COLUMNS[kind].has_labels:  # known only from data
             return None
-        return make_objective(name, settings, make_family(name, settings), DataTask(kind))  # a plan without data
-    made = errors.attempt(
-        lambda: make_objective(
-            name, settings, make_family(name, settings), data.training.task, data.training.count_labels
-        )
-    )
-    errors.attempt(lambda: check_validation(data, made, best_metric=best_metric))
+        return make_objective(name, settings, family, DataTask(kind))  # a plan without data
+    made = inputs.errors.attempt(lambda: make_objective(name, settings, family, data.task, data.count_labels))
+    inputs.errors.attempt(lambda: check_validation(data, inputs.validation_data, made, best_metric=best_metric))
     return made
 
 
-def open_model(o: ModelOptions, data: OpenedData, family: Family, method: Method, errors: Errors) -> OpenedModel:
+def open_model(inputs: RunInputs) -> None:
     """Opens the model's config, and the tokenizer that made the data; the family then knows both."""
+    o, family, method, errors = inputs.model_options, inputs.family, inputs.method, inputs.errors
     trust = o.trust_remote_code
-    directory = errors.attempt(
+    inputs.model_dir = directory = errors.attempt(
         lambda: find_model(o.model_name_or_path, revision=o.model_revision, trust_remote_code=trust)
     )
-    config = None
     if directory is not None:
-        config = errors.attempt(lambda: load_config(directory, family, trust_remote_code=trust))
+        inputs.config = errors.attempt(lambda: load_config(directory, family, trust_remote_code=trust))
+    config = inputs.config
     if config is None:
-        return OpenedModel(family, directory)
+        return
     own = errors.attempt(method.read_generation_config)
     generation = own or errors.attempt(lambda: load_generation_config(directory, config)) or GenerationConfig()
-    if data.training is None:
-        return OpenedModel(family, directory, config, generation)
-    errors.attempt(lambda: check_rope(config, longest=data.longest))
-    for mixture in data.mixtures:
+    inputs.generation_config = generation
+    if inputs.data is None:
+        return
+    errors.attempt(lambda: check_rope(config, longest=inputs.longest))
+    mixtures = inputs.data_sets.values()
+    for mixture in mixtures:
         errors.attempt(lambda mixture=mixture: check_placeholders(config, family, mixture))
     found = errors.attempt(
         lambda: choose_tokenizer(
             directory,
-            {source.path: source.sidecar for mixture in data.mixtures for source in mixture.sources},
+            {source.path: source.sidecar for mixture in mixtures for source in mixture.sources},
             vocab_size=text_config(config).vocab_size,
             vocabulary_multiple=method.vocabulary_multiple,
             trust_remote_code=trust,
         )
     )
-    tokenizer, vocab_size = found or (None, text_config(config).vocab_size)
+    inputs.tokenizer, vocab_size = found or (None, text_config(config).vocab_size)
     for part in (text_config(config), *([config] if hasattr(config, "vocab_size") else [])):
         part.vocab_size = vocab_size
-    for mixture in data.mixtures:
+    for mixture in mixtures:
         mixture.vocab_size = vocab_size
-    if tokenizer is None:
-        return OpenedModel(family, directory, config, generation)
-    for sidecar in filter(None, reversed(data.sidecars)):  # reversed, so that the first sidecar's token ends up first
+    if inputs.tokenizer is None:
+        return
+    for sidecar in filter(None, reversed(inputs.sidecars)):  # reversed, so that the first sidecar's token ends up first
         if sidecar.get("stop_token_id") is not None:
             replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template replaces the model's
-            end_turns_with(sidecar["stop_token_id"], config, generation, tokenizer, replaces=replaces)
-    if "completion" in list_roles(data.sidecars) and tokenizer.chat_template is not None:
+            end_turns_with(sidecar["stop_token_id"], config, generation, inputs.tokenizer, replaces=replaces)
+    if "completion" in inputs.roles and inputs.tokenizer.chat_template is not None:
         log.warning(
             "warning: the data has prompts and completions as plain text, without the model's chat template, so chats"
             " with the trained model do not begin like its training data (--format alpaca makes chats of them)"
         )
-    family = family.complete(config, tokenizer, trust_remote_code=trust)
-    return OpenedModel(family, directory, config, generation, tokenizer, trust_remote_code=trust)
+    inputs.family = family.complete(config, inputs.tokenizer, trust_remote_code=trust)
 
 
-def open_objective(
-    made: Objective | None,
-    data: OpenedData,
-    model: OpenedModel,
-    method: Method,
-    errors: Errors,
-    preference: PreferenceOptions,
-    teacher: TeacherOptions,
-) -> OpenedObjective:
-    """Completes the objective that was `made` with the models and scores that it reads; opens the method's files."""
-    other_models: dict[str, ModelSource] = {}
-    if model.tokenizer is not None:
-        errors.attempt(lambda: method.open_files(model.tokenizer, data.options))
+def open_objective(inputs: RunInputs, preference: PreferenceOptions, teacher: TeacherOptions) -> None:
+    """Completes the objective with the models and scores that it reads; opens the method's files."""
+    errors = inputs.errors
+    if inputs.tokenizer is not None:
+        errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
         if preference.reference_model is not None or teacher.teacher_model is not None:
             from mini_trainer.run.teachers import open_other_models
 
             names = {REFERENCE_MODEL: preference.reference_model, TEACHER_MODEL: teacher.teacher_model}
-            other_models = open_other_models(names, data, model, errors)
-    opened = OpenedObjective(made, other_models)
-    if data.training is not None and made is not None and made.teacher is not None:
+            inputs.other_models = open_other_models(names, inputs)
+    if inputs.data is not None and inputs.objective is not None and inputs.objective.teacher is not None:
         from mini_trainer.run.teachers import open_scores
 
-        opened = errors.attempt(lambda: open_scores(opened, data)) or replace(opened, objective=None)
-    if opened.objective is None:
-        return opened
-    return replace(opened, objective=replace(opened.objective, family=model.family))
+        inputs.objective = errors.attempt(lambda: open_scores(inputs))
+    if inputs.objective is not None:
+        inputs.objective = replace(inputs.objective, family=inputs.family)
 
 
-def open_schedule(
-    data: Mixture | None,
-    o: DataOptions,
-    end: EndOptions,
-    optimization: OptimizationOptions,
-    start: RunPosition,
-    errors: Errors,
-) -> Schedule:
-    """The steps of the run, if known."""
+def open_schedule(inputs: RunInputs, end: EndOptions, optimization: OptimizationOptions, start: RunPosition) -> None:
+    """Finds the steps of the run, if there are data."""
+    data, o = inputs.data, inputs.data_options
     if data is None:
-        return Schedule()
-    errors.attempt(lambda: data.check_trained("--data-path"))
-    batching = errors.attempt(lambda: choose_batching(data, o))
-    if batching is None:
-        return Schedule()
-    num_steps = count_steps(data, batching, end, seed=o.seed, start=start)
-    return Schedule(batching, num_steps, optimization.schedule_steps or num_steps)
+        return
+    inputs.errors.attempt(lambda: data.check_trained("--data-path"))
+    inputs.batching = inputs.errors.attempt(lambda: choose_batching(data, o))
+    if inputs.batching is not None:
+        inputs.num_steps = count_steps(data, inputs.batching, end, seed=o.seed, start=start)
+        inputs.schedule_steps = optimization.schedule_steps or inputs.num_steps
 
 
 def end_turns_with(

@@ -29,7 +29,7 @@ from mini_trainer.options import (
     ValidationOptions,
     list_differing_options,
 )
-from mini_trainer.run.inputs import OpenedData, RunInputs
+from mini_trainer.run.inputs import RunInputs
 
 # Learning rates by the method's option: of published runs (docs/tasks/learning_rate.md); OSFT's as measured in
 # docs/reference/osft.md.
@@ -41,11 +41,13 @@ USUAL_RATES = {
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
 
 
-def check_validation(data: OpenedData, objective: Objective | None, *, best_metric: str) -> None:
+def check_validation(
+    data: Mixture, validation: Mixture | None, objective: Objective | None, *, best_metric: str
+) -> None:
     """ValueError if the validation data is for a different task, or cannot measure --best-metric."""
-    if data.validation is not None:
+    if validation is not None:
         advice = ": tokenize one of them again with --labels-from the other"
-        check_task(data.training, data.validation, option="--validation-data-path", advice=advice)
+        check_task(data, validation, option="--validation-data-path", advice=advice)
     if objective is not None and best_metric not in objective.metrics:
         raise ValueError(
             f"--best-metric {best_metric}: validations of this objective and data have {', '.join(objective.metrics)}"
@@ -150,16 +152,12 @@ UNREAD_KEYS = ("versions", "sources", "options", "split", "file", "sha256")
 def describe_start(values: Mapping[str, Any], world: World) -> Groups:
     """Everything to compare before files are read: options by name, code, libraries, device type, environment."""
     groups = describe_program(values, world, may_differ=list_differing_options())
-    own = {
-        "--resume": describe_resume(values["resume"]),
+    resume = values["resume"]
+    own = {  # a checkpoint's path can differ between ranks
+        "--resume": resume if resume in ("auto", "strict", "none") else "a checkpoint",
         "--continue-from": "no" if values["continue_from"] is None else "a checkpoint",
     }
     return groups | {"options": groups["options"] | own}
-
-
-def describe_resume(resume: str) -> str:
-    """The value of --resume, without a checkpoint's path, which can differ between ranks."""
-    return resume if resume in ("auto", "strict", "none") else "a checkpoint"
 
 
 def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
@@ -202,13 +200,12 @@ def describe_data(data: TokenizedData, *, is_verified: bool) -> Items:
     sidecar = data.sidecar or {}
     known = {key: value for key, value in sidecar.items() if key not in UNREAD_KEYS}
     known["tokenizer_dir"] = sidecar.get("tokenizer_dir") is not None  # its name follows the data set's
-    found = fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.kept)
     return {
         "samples": f"{len(data.kept):,} of {len(data.lengths):,}",
         "size": f"{data.path.stat().st_size:,} bytes",
         "SHA-256": hash_once(data.path)[:DIGITS] if is_verified else "skipped",
         "SHA-256 in the sidecar": str(find_recorded_file(sidecar).get("sha256", "not recorded"))[:DIGITS],
-        "SHA-256 of sampled blocks": found[:DIGITS],
+        "SHA-256 of sampled blocks": fingerprint_data(data)[:DIGITS],
         "other keys of the sidecar": hash_json(known)[:DIGITS] if sidecar else "no sidecar",
     }
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.model_files import find_model, name_model
@@ -22,12 +21,12 @@ from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreF
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.family import RowModel
 from mini_trainer.objectives.families.micro_batch import MicroBatch, check_positions
-from mini_trainer.objectives.objective import SELF, TeacherModel
+from mini_trainer.objectives.objective import SELF, Objective, TeacherModel
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN
 from mini_trainer.objectives.teachers import SEEN_COLUMN
 from mini_trainer.objectives.token_loss import TrainedTokens
-from mini_trainer.run.inputs import TEACHER_MODEL, Errors, OpenedData, OpenedModel, OpenedObjective, RunInputs
+from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
 from mini_trainer.run.start_checks import check_task
 
 Predict = Callable[[RowModel, MicroBatch], TrainedTokens]
@@ -52,7 +51,8 @@ class StartWeights:
 
     def __init__(self, model: PackedModel):
         self.model = model
-        self.trained = [get_local(param) for param in model.parameters() if param.requires_grad]
+        # This rank's shards, which share the parameters' memory.
+        self.trained = [param.detach().to_local() for param in model.parameters() if param.requires_grad]
         self.start = [shard.clone() for shard in self.trained]
         self.trains_head = any(param.requires_grad for param in model.model.get_output_embeddings().parameters())
 
@@ -93,11 +93,6 @@ def read_by(model: PackedModel, micro_batch: MicroBatch, predict: Predict, *, co
     return model.predict(micro_batch, read)
 
 
-def get_local(param: Tensor) -> Tensor:
-    """This rank's shard, which shares the parameter's memory."""
-    return param.detach().to_local()
-
-
 def open_teacher_data(data: Mixture, paths: Sequence[str]) -> Mixture:
     """Opens the data sets that a teacher reads beside the run's; ValueError if their rows do not fit."""
     seen = Mixture([TokenizedData(path, option="--teacher-data") for path in paths])
@@ -106,17 +101,18 @@ def open_teacher_data(data: Mixture, paths: Sequence[str]) -> Mixture:
     return seen
 
 
-def open_scores(opened: OpenedObjective, data: OpenedData) -> OpenedObjective:
+def open_scores(inputs: RunInputs) -> Objective:
     """Adds the teacher's scores to the run's data, if the objective learns from them; returns the objective for them.
 
     ValueError if a training set that needs them has none, or they do not fit. Validation sets are measured by them if
     all have some.
     """
-    scores, held_out = opened.objective.teacher, data.validation
+    data, held_out, scores = inputs.data, inputs.validation_data, inputs.objective.teacher
     if isinstance(scores, TeacherModel):
-        return replace(opened, teacher=SELF if scores.name == SELF else None)
-    name, taught = scores.name, [source for i, source in enumerate(data.training.sources) if scores.needs(i)]
-    files = add_scores(data.training, name, taught)
+        inputs.teacher = SELF if scores.name == SELF else None
+        return inputs.objective
+    name, taught = scores.name, [source for i, source in enumerate(data.sources) if scores.needs(i)]
+    files = add_scores(data, name, taught)
     if held_out is not None:
         without = [str(source.path) for source in held_out.sources if not locate_scores(source.path, name).exists()]
         if without:
@@ -124,7 +120,9 @@ def open_scores(opened: OpenedObjective, data: OpenedData) -> OpenedObjective:
         else:
             files += add_scores(held_out, name, held_out.sources)
     sidecars = [file.sidecar for file in files]
-    return replace(opened, objective=scores.complete(sidecars), teacher=hash_json(sidecars), scores=files)
+    objective = scores.complete(sidecars)
+    inputs.teacher, inputs.scores = hash_json(sidecars), files
+    return objective
 
 
 def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> list[ScoreFile]:
@@ -169,36 +167,29 @@ def identify_teacher(inputs: RunInputs) -> str | None:
     teacher = inputs.teacher if other is None else fingerprint_model(other.directory)
     if inputs.teacher_data is None:
         return teacher
-    read = [
-        fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
-        for source in inputs.teacher_data.sources
-    ]
-    return hash_json([teacher, *read])
+    return hash_json([teacher, *map(fingerprint_data, inputs.teacher_data.sources)])
 
 
-def open_other_models(
-    names: Mapping[str, str | None], data: OpenedData, model: OpenedModel, errors: Errors
-) -> dict[str, ModelSource]:
+def open_other_models(names: Mapping[str, str | None], inputs: RunInputs) -> dict[str, ModelSource]:
     """The models by the options that name them, without those that cannot be used."""
     found: dict[str, ModelSource] = {}
     for flag, name in names.items():
         if name not in (None, SELF):
-            opened = errors.attempt(lambda flag=flag, name=name: open_other_model(flag, name, model))
+            opened = inputs.errors.attempt(lambda flag=flag, name=name: open_other_model(flag, name, inputs))
             found |= {} if opened is None else {flag: opened}
-    if names[TEACHER_MODEL] is not None and data.training is not None:
-        teacher = found.get(TEACHER_MODEL)
-        config = model.config if teacher is None else teacher.config
-        errors.attempt(lambda: check_rope(config, longest=data.longest_taught))
+    if names[TEACHER_MODEL] is not None:
+        teacher = found.get(TEACHER_MODEL, inputs)
+        inputs.errors.attempt(lambda: check_rope(teacher.config, longest=inputs.longest_taught))
     return found
 
 
-def open_other_model(flag: str, name: str, model: OpenedModel) -> ModelSource:
+def open_other_model(flag: str, name: str, inputs: RunInputs) -> ModelSource:
     """The model of this flag; ValueError if it cannot read the run's data."""
-    trust = model.trust_remote_code
+    trust = inputs.model_options.trust_remote_code
     model_dir = find_model(name, revision=None, trust_remote_code=trust, flag=flag)
-    config = load_config(model_dir, model.family, trust_remote_code=trust)
+    config = load_config(model_dir, inputs.family, trust_remote_code=trust)
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)
-    if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(model.tokenizer):
+    if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(inputs.tokenizer):
         raise ValueError(
             f"{flag} {name}: its tokenizer differs from the one that the data was made with: its probabilities would"
             f" be of other texts"

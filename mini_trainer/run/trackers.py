@@ -356,7 +356,8 @@ def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
         metrics = [Metric(name, value, now, step) for step, values in entries for name, value in values.items()]
         client.log_batch(run_id, metrics=metrics)
 
-    first_lacking = {metric: find_next_step(client, run_id, metric) for metric in (STEP, VALIDATION)}
+    logged = {metric: client.get_metric_history(run_id, metric) for metric in (STEP, VALIDATION)}
+    first_lacking = {metric: max((one.step + 1 for one in points), default=0) for metric, points in logged.items()}
     where = f"run {run_id} in {get_tracking_uri()}"
     return StartedRun(where, log_entries, partial(client.set_terminated, run_id), first_lacking)
 
@@ -382,10 +383,6 @@ def find_experiment(client: Any) -> str:
     with contextlib.suppress(MlflowException):  # it exists
         return client.create_experiment(name)
     return client.get_experiment_by_name(name).experiment_id
-
-
-def find_next_step(client: Any, run_id: str, metric: str) -> int:
-    return max((point.step + 1 for point in client.get_metric_history(run_id, metric)), default=0)
 
 
 def start_trackio(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:

@@ -48,19 +48,11 @@ class Progress:
             return replace(seen, best_value=value, best_step=step, num_worse=0)
         return replace(seen, num_worse=self.num_worse + 1)
 
-    def has_enough(self, patience: int | None) -> bool:
-        return patience is not None and self.num_worse >= patience
-
 
 def start_progress(data: Mixture, previous: dict[str, Any] | None, *, metric: str) -> Progress:
     """The progress at a start: the checkpoint's, `previous`, if it is for the same data and metric."""
-    digests = [
-        fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept) for source in data.sources
-    ]
-    if previous is not None and "best_loss" in previous:  # in old checkpoints, the loss was the only metric
-        previous = {("best_value" if name == "best_loss" else name): value for name, value in previous.items()}
     known = None if previous is None else Progress(**previous)
-    fresh = Progress(data=hash_json(digests), metric=metric)
+    fresh = Progress(data=hash_json(list(map(fingerprint_data, data.sources))), metric=metric)
     if known is None or (known.data, known.metric) == (fresh.data, fresh.metric):
         return known or fresh
     changed = "validation data" if known.data != fresh.data else "--best-metric"
@@ -132,7 +124,8 @@ class Validations:
     @property
     def has_learnt_enough(self) -> bool:
         """Whether --early-stopping-patience ends the run now."""
-        return self.progress is not None and self.progress.has_enough(self.options.early_stopping_patience)
+        patience = self.options.early_stopping_patience
+        return self.progress is not None and patience is not None and self.progress.num_worse >= patience
 
     @property
     def is_first_missing(self) -> bool:

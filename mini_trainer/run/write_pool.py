@@ -16,7 +16,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +51,9 @@ class HashedFile:
         if self.num_hashed == 0 and self.descriptor is None:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self.write(0, self.header, writer)
-        view = memoryview(data if isinstance(data, bytes) else view_bytes(data))
+        if isinstance(data, Tensor):
+            data = data.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+        view = memoryview(data)
         if not view:
             return
         if start == self.num_hashed:
@@ -92,10 +93,6 @@ class HashedFile:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-
-
-def view_bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def write_at(descriptor: int, data: memoryview, start: int) -> None:

@@ -76,7 +76,7 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     run = Path(options.run)
     if not (run / PARAMS_FILE).is_file():
         raise ValueError(f"{run}: is not the output directory of a run: it has no {PARAMS_FILE}")
-    call_on_rank0(world, lambda: control.lock(run))
+    call_on_rank0(world, lambda: control.files.lock_directory(run))
     checkpointer = Checkpointer(run / "checkpoints", world=world, num_kept=1, is_async=False)
     checkpoint = checkpointer.choose("auto")
     if checkpoint is None:

@@ -41,7 +41,7 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks, is_multimodal, text_config
 from mini_trainer.objectives.families.vision import VisionLanguageFamily
 from mini_trainer.options.choices import check_choices
-from mini_trainer.run.choosing import choose_adapter_method
+from mini_trainer.options.doors import METHODS
 from mini_trainer.run.export import ExportParts, write_export
 
 
@@ -86,7 +86,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         family = VisionLanguageFamily(family)
     left_out = family.leave_out(model)
     meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, family, left_out)
-    method = choose_adapter_method(adapter, flag="--adapter")
+    method = METHODS["lora"].from_adapter(adapter, flag="--adapter")
     method.choose_layers(meta)
     readers = read_weights(source, family)
     method.prepare(meta, readers, world=world, progress=lambda where: None)

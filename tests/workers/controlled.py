@@ -29,14 +29,14 @@ def take_part() -> None:
     while (directory / "wait_at_the_start").exists():
         time.sleep(0.02)
     if rank == 0:
-        control.lock(output_dir)
+        control.files.lock_directory(output_dir)
         (directory / "aside").write_text(json.dumps(asdict(control.lifeline.listen())))
         (directory / "aside").rename(lifeline)
     while not lifeline.exists():
         time.sleep(0.02)
     if int(os.environ["WORLD_SIZE"]) > 1:
         control.lifeline.connect(Address(**json.loads(lifeline.read_text())))
-    control.own(output_dir)
+    control.files.own(output_dir)
     (output_dir / "params.json").touch()
     control.start_loop()
     for step in range(1, 1_000_000):

@@ -21,8 +21,8 @@ from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.micro_batch import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.plan.planner import choose_step_options
+from mini_trainer.run.start import choose_method
 from mini_trainer.run.step import TrainState, train_step
 from mini_trainer.sampler import Batch
 

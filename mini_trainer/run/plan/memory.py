@@ -26,7 +26,7 @@ from mini_trainer.model.sharding import (
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import ComputeOptions, flag_name, replace_options
 from mini_trainer.options.doors import CHECKPOINTING
-from mini_trainer.run.auto_choice import (
+from mini_trainer.run.auto_settings import (
     NUM_BATCHES,
     Probe,
     Room,
@@ -364,10 +364,12 @@ def simulate(options: StepOptions, target: Target, run: PlannedRun, load: Load) 
 
 
 def describe_memory(target: Target, packing: Packing, memory: StepMemory, findings: Findings) -> None:
-    base, lines = target.base, findings.lines
+    base, lines, num_sharing = target.base, findings.lines, target.ranks.num_sharing
+    seen = f"; a teacher reads {packing.num_seen:,} beside one" if packing.num_seen else ""
+    shared = "" if num_sharing is None else f"; {num_sharing} ranks share it, and have an equal part each"
     lines.append(
         f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
-        f" {packing.num_trained:,} of them trained{describe_seen(packing)}{describe_sharing(target.ranks)}"
+        f" {packing.num_trained:,} of them trained{seen}{shared}"
     )
     items = {words: memory.peak[kind] for kind, words in KINDS.items()}
     items["interpreter and libraries"] = base
@@ -380,14 +382,6 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
         lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
     if target.keeps_freed:
         lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
-
-
-def describe_seen(packing: Packing) -> str:
-    return f"; a teacher reads {packing.num_seen:,} beside one" if packing.num_seen else ""
-
-
-def describe_sharing(ranks: Ranks) -> str:
-    return "" if ranks.num_sharing is None else f"; {ranks.num_sharing} ranks share it, and have an equal part each"
 
 
 def describe_savings(

@@ -9,7 +9,6 @@ otherwise from FLOPs.
 import functools
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,8 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
-from mini_trainer.run.checkpointing import check_state
-from mini_trainer.run.choosing import choose_method
-from mini_trainer.run.identity import check_continues, check_same_run, check_unused, identify_run, is_checkpoint_of
+from mini_trainer.run.checkpointing import Checkpoint, check_state
+from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.memory import Findings, PlannedRun, Target, plan_memory, simulated_compute
 from mini_trainer.run.plan.simulation import Ranks, lay_out_model
@@ -63,7 +61,7 @@ from mini_trainer.run.plan.speed import measure_speed, plan_reference, plan_teac
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.run_directory import read_origin
 from mini_trainer.run.run_model import describe_schedule, keeps_to_budget, weigh_images
-from mini_trainer.run.start import open_inputs
+from mini_trainer.run.start import choose_method, open_inputs
 from mini_trainer.run.start_checks import describe_start
 from mini_trainer.run.step import StepOptions
 from mini_trainer.sampler import Batching, RunPosition
@@ -97,7 +95,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
             world = init_world(start_timeout=SLOW_LIMIT)  # rank 0 comes last, when it has made the rest of the plan
             compare_ranks(world, lambda: describe_start(flatten_options(given), world))
             world = divide_world(world, options.sharding)
-            changes = call_on_rank0(world, lambda: list_settled(settled) | list_paths(options))
+            changes = call_on_rank0(world, lambda: list_changes(settled, options))
             options = replace_options(options, **changes)
             if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
                 inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=RunPosition())
@@ -119,17 +117,11 @@ def choose_step_options(options: TrainOptions) -> StepOptions:
     return StepOptions(options.data, options.compute, options.sharding, options.optimization)
 
 
-def list_settled(options: StepOptions) -> dict[str, Any]:
-    """The values of options that may have been auto."""
-    mode = options.compute.activation_checkpointing
-    values = dict(activation_checkpointing=mode, max_tokens_per_gpu=options.data.max_tokens_per_gpu)
-    return values | list_resharding(options.sharding)
-
-
-def list_paths(options: TrainOptions) -> dict[str, Any]:
-    """The data sets, with local paths in place of rows and URLs."""
-    values = flatten_options(options)
-    return {name: values[name] for name in list_data_sets(options)}
+def list_changes(settled: StepOptions, options: TrainOptions) -> dict[str, Any]:
+    """The values of options that may have been auto, and local paths of data sets in place of rows and URLs."""
+    mode, values = settled.compute.activation_checkpointing, flatten_options(options)
+    numbers = dict(activation_checkpointing=mode, max_tokens_per_gpu=settled.data.max_tokens_per_gpu)
+    return numbers | list_resharding(settled.sharding) | {name: values[name] for name in list_data_sets(options)}
 
 
 def find_target(
@@ -177,7 +169,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
     output_dir, resume, origin_path = Path(options.output_dir), asked.resume, asked.continue_from
     checkpoint = findings.problems.attempt(lambda: find_checkpoint(output_dir, resume)) if resume != "none" else None
-    start = checkpoint.position if checkpoint else RunPosition()
+    start = RunPosition(**checkpoint.state["position"]) if checkpoint else RunPosition()
     origin = None  # its tensors are not verified
     if origin_path is not None:
         origin = findings.problems.attempt(lambda: read_origin(Path(origin_path), output_dir))
@@ -202,48 +194,25 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     return PlannedRun(inputs, start, make_method, model, reference, teacher)
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint that has not been verified."""
-
-    path: Path
-    state: dict[str, Any]
-
-    @property
-    def position(self) -> RunPosition:
-        return RunPosition(**self.state["position"])
-
-
-def find_checkpoint(output_dir: Path, resume: str) -> FoundCheckpoint | None:
-    """The checkpoint that --resume would most likely use."""
+def find_checkpoint(output_dir: Path, resume: str) -> Checkpoint | None:
+    """The checkpoint that --resume would most likely use, not verified, and without its manifest."""
     is_path = resume not in ("auto", "strict")
     paths = [Path(resume)] if is_path else find_checkpoints(output_dir / "checkpoints")
     if not paths:
         return None
     state = read_json(paths[0] / STATE)
     check_state(state, paths[0].name)
-    return FoundCheckpoint(paths[0], state)
+    return Checkpoint(paths[0], "", {}, state)
 
 
 def check_identity(
-    asked: CheckpointOptions, optimization: OptimizationOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs
+    asked: CheckpointOptions, optimization: OptimizationOptions, checkpoint: Checkpoint | None, inputs: RunInputs
 ) -> None:
     """ValueError if the output directory or the checkpoint is another run's."""
-    identity, origin, values = identify_run(inputs, optimization), inputs.origin, inputs.values
-    output_dir, needs_model = Path(values["output_dir"]), not inputs.method.saves_frozen
+    identity, output_dir = identify_run(inputs, optimization), Path(inputs.values["output_dir"])
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
-        data, cache_dir = inputs.data_paths, values["osft_cache_dir"]
-        check_unused(output_dir, asked.resume, identity, data_paths=data, cache_dir=cache_dir)
-    if checkpoint is not None:
-        check_same_run(
-            checkpoint.path,
-            checkpoint.state,
-            identity,
-            allow_changes=asked.allow_changed_options,
-            needs_model=needs_model,
-        )
-    if origin is not None:
-        check_continues(origin.path, origin.state, identity, needs_model=needs_model)
+        check_unused(output_dir, asked.resume, identity, inputs.own_paths)
+    check_checkpoints(inputs, checkpoint, identity, allow_changes=asked.allow_changed_options)
 
 
 def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOptions, findings: Findings) -> None:

@@ -69,7 +69,8 @@ class KnownValues(TorchDispatchMode):
         if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded in function.tags:
             return function(*args, **kwargs)
         given = list_tensors((*args, *kwargs.values()))
-        is_known = all(tensor in self.values or is_real(tensor) for tensor in given)
+        is_real = [not (isinstance(tensor, FakeTensor) or tensor.is_meta) for tensor in given]
+        is_known = all(real or tensor in self.values for real, tensor in zip(is_real, given, strict=True))
         try:
             result = function(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -114,10 +115,6 @@ def list_tensors(values: Sequence[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += list_tensors(value)
     return found
-
-
-def is_real(tensor: Tensor) -> bool:
-    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
 def is_kept(tensor: Tensor, *, is_new: bool) -> bool:
@@ -233,8 +230,7 @@ def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks
     with (
         fake_world(ranks) as world,
         quiet_simulation(),
-        fsdp_memory(),
-        first_shards(),
+        fsdp_of_rank0(),
         fake,
         AnyTypeOfExperts(),
         MemoryCounter() as counter,
@@ -323,8 +319,10 @@ def fake_world(ranks: Ranks) -> Iterator[World]:
 
 
 @contextmanager
-def fsdp_memory() -> Iterator[None]:
-    """Counts what FSDP's hooks allocate as gathered; AttributeError where torch calls them by other names."""
+def fsdp_of_rank0() -> Iterator[None]:
+    """Counts what FSDP's hooks allocate as gathered, and lets FSDP cut only rank 0's shard from a weight: those of all
+    of 1,024 simulated ranks take tenths of a second. AttributeError where torch calls them by other names.
+    """
 
     def count_as_gathered(hook: Callable) -> Callable:
         @functools.wraps(hook)
@@ -335,6 +333,7 @@ def fsdp_memory() -> Iterator[None]:
         return run_hook
 
     hooks = [(owner, name, getattr(owner, name)) for owner, names in FSDP_HOOKS.items() for name in names]
+    chunk, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, cut_first
     for owner, name, hook in hooks:
         setattr(owner, name, count_as_gathered(hook))
     try:
@@ -342,22 +341,12 @@ def fsdp_memory() -> Iterator[None]:
     finally:
         for owner, name, hook in hooks:
             setattr(owner, name, hook)
+        _fsdp_param._chunk_with_empty = chunk
 
 
 def cut_first(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
     """Rank 0's chunk, in place of a list of all ranks'."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
-
-
-@contextmanager
-def first_shards() -> Iterator[None]:
-    """Lets FSDP cut only rank 0's shard from a weight: those of 1,024 ranks, simulated, take tenths of a second."""
-    chunk = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = cut_first
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = chunk
 
 
 class AnyTypeOfExperts(TorchDispatchMode):

@@ -15,7 +15,7 @@ from mini_trainer.model.flops import count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.objectives.objective import TeacherModel
-from mini_trainer.run.auto_choice import NUM_BATCHES
+from mini_trainer.run.auto_settings import NUM_BATCHES
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.plan.memory import (
     Findings,

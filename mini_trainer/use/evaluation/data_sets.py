@@ -31,7 +31,7 @@ from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.objectives.rewards import REWARD
 from mini_trainer.objectives.specs import ObjectiveSettings, make_family, make_objective
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
-from mini_trainer.run.choosing import choose_adapter_method
+from mini_trainer.options.doors import METHODS
 from mini_trainer.use.evaluation import classes, losses, pairs
 from mini_trainer.use.evaluation.results import Measured, is_made_by, write_made
 from mini_trainer.use.inference.loading import FoundModel
@@ -141,7 +141,7 @@ def measure_sets(
     for name, data in data_sets.items():
         objective, kept = open_objective(data, found), choose_measure(data, found).kept
         (source,) = data.sources
-        digest = fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
+        digest = fingerprint_data(source)
         path, made_by = folder / f"{name}.{kept.FILE}", identity | {"data": digest}
         if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
             trust = found.trust_remote_code
@@ -160,7 +160,7 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
     """Builds the model as for a run's validation. All ranks call this."""
     if dtype == "float16":
         raise ValueError("--dtype float16: --data is computed in bfloat16 or float32, as in a run")
-    method = Full() if found.adapter is None else choose_adapter_method(found.adapter, flag="--model")
+    method = Full() if found.adapter is None else METHODS["lora"].from_adapter(found.adapter, flag="--model")
     model = build_model(
         ModelSource(found.directory, found.config, found.trust_remote_code, name=found.base_name),
         ComputeOptions(compute_dtype=dtype, activation_checkpointing="none"),
