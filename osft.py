@@ -20,19 +20,26 @@ from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World
-from mini_trainer.model.gathering import WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from mini_trainer.model.method import MetaModel, Method
-from mini_trainer.model.methods.osft_bases import BASES_FILE, NEW, Bases, hash_bases, open_bases, write_bases
-from mini_trainer.model.methods.osft_calibration import (
+from mini_trainer.model.methods.osft_directions import (
+    Directions,
     Statistics,
     open_calibration_data,
     prepare_statistics,
     read_data_hashes,
 )
-from mini_trainer.model.methods.osft_directions import Directions
 from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer, shard_rows
-from mini_trainer.model.methods.osft_subspaces import BASES, oriented_shape
-from mini_trainer.model.weights import Reader
+from mini_trainer.model.methods.osft_subspaces import (
+    BASES,
+    BASES_FILE,
+    NEW,
+    Bases,
+    hash_bases,
+    open_bases,
+    oriented_shape,
+    write_bases,
+)
+from mini_trainer.model.weights import Reader, WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.objectives.packed_model import PackedModel
 from mini_trainer.options import DataOptions, OSFTOptions

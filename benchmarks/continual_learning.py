@@ -42,10 +42,9 @@ from mini_trainer.distributed.world import RowPlace, World, init_world, setup_lo
 from mini_trainer.model.config import ModelSource, load_generation_config
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
-from mini_trainer.model.methods.osft_calibration import prepare_statistics
+from mini_trainer.model.methods.osft_directions import prepare_statistics
 from mini_trainer.model.methods.osft_subspaces import find_targets
-from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.optim.rates import learning_rate_at
+from mini_trainer.model.optim.optimizers import build_optimizer, learning_rate_at
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM

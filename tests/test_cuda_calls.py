@@ -150,7 +150,7 @@ def test_a_wait_that_is_left_out_shows(offloaded, monkeypatch):
 def test_a_source_that_is_freed_before_its_copy_shows(offloaded, monkeypatch):
     _, measure = offloaded
     monkeypatch.setattr(
-        "mini_trainer.model.offloading.Offloader.leaving",
+        "mini_trainer.model.activation_memory.Offloader.leaving",
         property(lambda self: None, lambda self, value: None),
         raising=False,
     )

@@ -70,8 +70,7 @@ def test_a_text_model_s_run_loads_no_more_than_it_uses(loaded):
     rooms = ("data.chat", "data.rows", "use", "continual", "tools", "api", "run.plan", "model.methods")
     assert not {name for name in loaded if name.startswith(tuple(f"{room}." for room in rooms))}
     objectives = {name for name in loaded if name.startswith("objectives.") and "families" not in name}
-    assert objectives == {f"objectives.{name}" for name in ("next_tokens", "objective", "packed_model", "specs",
-                                                            "token_loss")}  # fmt: skip
+    assert objectives == {f"objectives.{name}" for name in ("next_tokens", "objective", "packed_model", "token_loss")}
     assert 15_000 < count_lines(loaded) <= MOST_LINES
 
 

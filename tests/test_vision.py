@@ -45,8 +45,7 @@ from mini_trainer.objectives.families.micro_batch import MicroBatch, pack_row
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLanguageFamily, VisionLanguageReader
-from mini_trainer.objectives.next_tokens import NextTokens
-from mini_trainer.objectives.pictured_tokens import VisionLanguage
+from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
 from mini_trainer.options import LoRAOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import MergeAdapterOptions

@@ -40,7 +40,7 @@ def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: s
     return kept
 
 
-is_inside_tiles = False  # of model.tiling: selective checkpointing keeps nothing there
+is_inside_tiles = False  # of model.activation_memory: selective checkpointing keeps nothing there
 
 
 @contextmanager

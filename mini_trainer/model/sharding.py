@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import Method
-from mini_trainer.model.reading_ahead import reading_ahead
+from mini_trainer.model.stored_tensors import reading_ahead
 from mini_trainer.model.weights import Reader
 from mini_trainer.model.whole_weights import WholeWeights, cast_inputs
 from mini_trainer.objectives.packed_model import PackedModel

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, CountLabels, DataTask, Sample
+from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, VISION, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN
 from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.families.family import Family, ReferenceForward
@@ -193,3 +193,17 @@ def shift(values: np.ndarray, row: Row, *, last: int) -> np.ndarray:  # (T,)
     shifted = np.append(values[1:], last)
     shifted[row.cu_seqlens.numpy()[1:] - 1] = last
     return shifted
+
+
+@dataclass(frozen=True)
+class VisionLanguage(CausalLM):
+    """The next tokens of texts with images."""
+
+    name = VISION
+
+    @classmethod
+    def make_family(cls, settings: ObjectiveSettings) -> Family:
+        from mini_trainer.objectives.families.vision import VisionLanguageFamily
+
+        vision, text_family = settings.vision, super().make_family(settings)
+        return VisionLanguageFamily(text_family, tuple(vision.freeze), max_patches=vision.max_image_tokens_per_gpu)

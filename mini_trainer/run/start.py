@@ -26,8 +26,7 @@ from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import Objective, ObjectiveSettings
-from mini_trainer.objectives.specs import find_data_kind, make_family, make_objective
+from mini_trainer.objectives.objective import Objective, ObjectiveSettings, find_data_kind, make_family, make_objective
 from mini_trainer.options import (
     DataOptions,
     EndOptions,
@@ -84,7 +83,7 @@ def open_inputs(
     name, settings, method = choose_objective(options), choose_settings(options), choose_method(options)
     callbacks = open_callbacks(options.callbacks.callbacks, errors)
     if options.compute.offload_activations:
-        from mini_trainer.model.offloading import check_offloading
+        from mini_trainer.model.activation_memory import check_offloading
 
         errors.attempt(lambda: check_offloading(device))
     data = open_data(options.data, options.validation, options.teacher, num_sharing=num_sharing, errors=errors)

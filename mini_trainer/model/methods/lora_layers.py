@@ -20,12 +20,10 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.model.blocks import find_linear_layers, iterate_owners
-from mini_trainer.model.gathering import WeightGroup
 from mini_trainer.model.method import MetaModel
-from mini_trainer.model.methods.adapter_files import PREFIX, list_names
-from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG, check_patterns, match_names
+from mini_trainer.model.methods.adapter_files import ADAPTER_CONFIG, PREFIX, check_patterns, list_names, match_names
 from mini_trainer.model.methods.nf4 import NF4Linear
-from mini_trainer.model.weights import Reader
+from mini_trainer.model.weights import Reader, WeightGroup
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options import LoRAOptions
 

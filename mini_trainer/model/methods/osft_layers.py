@@ -11,8 +11,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.distributed.world import World, broadcast_from_rank0
-from mini_trainer.model.methods.osft_bases import Bases, complement
-from mini_trainer.model.methods.osft_subspaces import BASES, is_on_input, orient, oriented_shape
+from mini_trainer.model.methods.osft_subspaces import BASES, Bases, complement, is_on_input, orient, oriented_shape
 from mini_trainer.model.weights import Reader
 
 # Singular values below this share of the largest count as zero: they are rounding errors of the weight.

@@ -20,8 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.optim.compact_adamw import CompactAdamW
-from mini_trainer.model.optim.optimizers import AdamW, choose_settings
-from mini_trainer.model.optim.rates import find_decayed, name_of_file
+from mini_trainer.model.optim.optimizers import AdamW, choose_settings, find_decayed, name_of_file
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options import OptimizationOptions
 
