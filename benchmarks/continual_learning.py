@@ -195,7 +195,7 @@ def add_teacher(state: TrainState, options: TrainOptions) -> CausalLM:
     if options.teacher.teacher_model is None:
         return CausalLM()
     objective = Taught.make(ObjectiveSettings(teacher=options.teacher), TextFamily(), DataTask(), None)
-    state.model.loss, state.model.reader.teacher = objective.make_loss(), StartWeights(state.model)
+    state.model.loss, state.model.row_model.teacher = objective.make_loss(), StartWeights(state.model)
     return objective
 
 

@@ -267,7 +267,7 @@ def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
 
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
     model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
-    model.reader.logit_scale = 1.0
+    model.row_model.logit_scale = 1.0
     with pytest.raises(ValueError, match=r"'granite' .*its head"):
         check(model, world)
 

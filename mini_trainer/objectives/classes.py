@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.label_columns import TARGET_COLUMN
-from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
+from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
 from mini_trainer.objectives.families.family import ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
 from mini_trainer.objectives.objective import (
@@ -262,8 +262,8 @@ class HeadLoss(Loss):
 
     of_target: ClassLoss
 
-    def predict(self, reader: ClassifierReader, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, C)
-        return reader.classify(hidden, micro_batch.row, micro_batch.targets.index)
+    def predict(self, row_model: ClassifierRowModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, C)
+        return row_model.classify(hidden, micro_batch.row, micro_batch.targets.index)
 
     def sum(self, predicted: Tensor, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets, reports = micro_batch.targets, {}
@@ -277,10 +277,10 @@ class HeadLoss(Loss):
             reports["source_losses"], reports["source_divisors"] = sums.unbind(1)
         return LossSums(losses.sum(), reports=reports)
 
-    def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: ClassifierRowModel, micro_batch: MicroBatch) -> Scores:
         """Summed loss and divisor of each data set; place, value and logits of each target."""
         targets = micro_batch.targets
-        logits, values = self.read(reader, micro_batch), targets.list_values()
+        logits, values = self.read(row_model, micro_batch), targets.list_values()
         scores = torch.stack([self.of_target.measure(logits, values), self.of_target.weigh(values)], dim=1).double()
         sums, sources = scores.new_zeros(targets.num_sources, scores.shape[1]), targets.sources
         sources = torch.zeros(len(scores), dtype=torch.long, device=sums.device) if sources is None else sources

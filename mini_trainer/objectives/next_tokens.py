@@ -17,7 +17,7 @@ from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN
 from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.families.text import TextFamily, TextReader
+from mini_trainer.objectives.families.text import TextFamily, TextRowModel
 from mini_trainer.objectives.objective import (
     TARGETS,
     Loss,
@@ -73,10 +73,10 @@ class TokenLoss(Loss):
     is_fused: bool = False
     weighting: str | None = None  # of each token's loss by the model's own probabilities (token_loss.WEIGHTINGS)
 
-    def predict(self, reader: TextReader, hidden: Tensor, micro_batch: MicroBatch) -> TrainedTokens:
+    def predict(self, row_model: TextRowModel, hidden: Tensor, micro_batch: MicroBatch) -> TrainedTokens:
         """The inputs of the loss of the micro-batch's trained tokens."""
         targets = micro_batch.targets
-        projection = reader.project(hidden[0, targets.index])  # (N, H)
+        projection = row_model.project(hidden[0, targets.index])  # (N, H)
         return TrainedTokens(
             hidden=projection.hidden,
             weight=projection.weight,
@@ -107,8 +107,8 @@ class TokenLoss(Loss):
         loss = sum_token_loss(tokens, measure, chunk_bytes=chunk_bytes, by_source=(targets.find_sources(), sums))
         return LossSums(loss, reports={"source_losses": sums[:, 0], "source_values": sums})
 
-    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
-        return Scores(self.score_sources(self.read(reader, micro_batch), micro_batch.targets))
+    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
+        return Scores(self.score_sources(self.read(row_model, micro_batch), micro_batch.targets))
 
     def score_sources(self, tokens: TrainedTokens, targets: NextTokens) -> Tensor:  # (num_sources, 3) fp64
         """Summed loss, number of correct top-1 predictions, and number of targets of each data set."""

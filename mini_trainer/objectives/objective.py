@@ -68,17 +68,17 @@ class Loss(ABC):
 
     looks_ahead: ClassVar[bool] = False  # whether `look_ahead` is called with all micro-batches before the first loss
 
-    def prepare(self, reader: RowModel, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, row_model: RowModel, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch with additions computed without gradients before its forward pass. Default: none."""
         return micro_batch
 
     @abstractmethod
-    def predict(self, reader: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Any:
+    def predict(self, row_model: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Any:
         """Computes predictions from the row's final hidden states (1, T, H)."""
 
-    def read(self, reader: RowModel, micro_batch: MicroBatch) -> Any:
+    def read(self, row_model: RowModel, micro_batch: MicroBatch) -> Any:
         """The same, from the row itself."""
-        return self.predict(reader, reader.encode(micro_batch).hidden, micro_batch)
+        return self.predict(row_model, row_model.encode(micro_batch).hidden, micro_batch)
 
     @abstractmethod
     def sum(self, predicted: Any, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
@@ -86,14 +86,14 @@ class Loss(ABC):
         global batch and all ranks."""
 
     @abstractmethod
-    def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: RowModel, micro_batch: MicroBatch) -> Scores:
         """Validation results of the micro-batch. No gradients."""
 
     @abstractmethod
     def sum_own(self, own: ReferenceForward, targets: Targets) -> Tensor:
         """`sum` of the one sequence with these targets, from the logits of the model's own forward pass."""
 
-    def look_ahead(self, reader: RowModel, micro_batch: MicroBatch) -> Tensor:
+    def look_ahead(self, row_model: RowModel, micro_batch: MicroBatch) -> Tensor:
         """Sums over the micro-batch that every loss of the global batch needs, of the same shape on every rank."""
         raise NotImplementedError
 

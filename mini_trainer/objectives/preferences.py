@@ -25,7 +25,7 @@ from mini_trainer.data.columns.base import (
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
-from mini_trainer.objectives.families.text import TextFamily, TextReader
+from mini_trainer.objectives.families.text import TextFamily, TextRowModel
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
 from mini_trainer.objectives.sequence_logps import (
@@ -181,8 +181,10 @@ class PreferenceLoss(AnswerLoss):
             reports["source_divisors"] = by_source[:, SUMS.index("pairs")]
         return LossSums(loss, {CHOSEN_TOKENS: self.nll_weight * nll} if self.nll_weight else {}, reports)
 
-    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
-        sums = self.measure(self.find_pairs(self.read(reader, micro_batch), micro_batch), micro_batch.targets).double()
+    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
+        sums = self.measure(
+            self.find_pairs(self.read(row_model, micro_batch), micro_batch), micro_batch.targets
+        ).double()
         if micro_batch.row.row_group is not None:
             sums = sums / micro_batch.row.row_group.size
         return Scores(sum_by_source(sums, micro_batch.targets.numbers, micro_batch.targets.num_sources))

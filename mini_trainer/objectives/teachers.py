@@ -21,7 +21,7 @@ from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.families.family import Family, ReferenceForward
 from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
-from mini_trainer.objectives.families.text import TextReader
+from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.next_tokens import CausalLM, NextTokens, TokenLoss
 from mini_trainer.objectives.objective import (
     SELF,
@@ -202,11 +202,11 @@ class TaughtLoss(TokenLoss):
     terms: Terms | None = None
     is_online: bool = False
 
-    def prepare(self, reader: TextReader, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, row_model: TextRowModel, micro_batch: MicroBatch) -> MicroBatch:
         if not self.is_online:
             return micro_batch
         targets = micro_batch.targets
-        tokens = reader.teacher.read(micro_batch if targets.seen is None else targets.seen, self.read)
+        tokens = row_model.teacher.read(micro_batch if targets.seen is None else targets.seen, self.read)
         if len(tokens.targets) < len(targets.index):  # validation data, of which the teacher has no rows
             return micro_batch
         return micro_batch.with_targets(replace(targets, teacher=tokens))
@@ -222,12 +222,12 @@ class TaughtLoss(TokenLoss):
         measure = TaughtChunk(tokens, targets, self.terms, weights, self.is_fused)
         return self.sum_by_source(targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
 
-    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """The scores of a language model, VALUES, and the number of targets that have a teacher.
 
         The weights of data sets are of those that train: here all targets count.
         """
-        tokens, targets = self.read(reader, micro_batch), micro_batch.targets
+        tokens, targets = self.read(row_model, micro_batch), micro_batch.targets
         scores = self.score_sources(tokens, targets)
         taught = scores.new_zeros(len(scores), NUM_VALUES)
         if targets.soft is not None or targets.teacher is not None:

@@ -83,8 +83,8 @@ class StartWeights:
 def read_by(model: PackedModel, micro_batch: MicroBatch, predict: Predict, *, copies_head: bool) -> TrainedTokens:
     """The model's predictions; with a copy of its head, where the head itself will be freed or changed."""
 
-    def read(reader: RowModel, micro_batch: MicroBatch) -> TrainedTokens:
-        tokens = predict(reader, micro_batch)
+    def read(row_model: RowModel, micro_batch: MicroBatch) -> TrainedTokens:
+        tokens = predict(row_model, micro_batch)
         if not copies_head:
             return tokens
         bias = None if tokens.bias is None else tokens.bias.clone()
@@ -146,19 +146,19 @@ def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> lis
 
 
 def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:
-    """Gives the model's reader its teacher, a `TeacherModel`. All ranks call this.
+    """Gives the model that reads rows its teacher, a `TeacherModel`. All ranks call this.
 
     `model`: the model at the start of the run, before a checkpoint is restored; `build` makes another one.
     """
     if inputs.objective.teacher.name == SELF:
         check_positions(model.model, longest=inputs.longest_taught)
-        model.reader.teacher = teacher = StartWeights(model)
+        model.row_model.teacher = teacher = StartWeights(model)
         log.info(f"teacher: the model as it is at the start, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
     else:
         source = inputs.other_models[TEACHER_MODEL]
         other = build(source).requires_grad_(False).eval()
         check_positions(other.model, longest=inputs.longest_taught)
-        model.reader.teacher = OtherModel(other)
+        model.row_model.teacher = OtherModel(other)
         num_parameters = sum(param.numel() for param in other.parameters())
         log.info(f"teacher: {name_model(source.name)}, {num_parameters:,} parameters, in {other.compute_dtype}")
 

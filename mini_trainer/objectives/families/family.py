@@ -43,7 +43,7 @@ class Teacher(Protocol):
     """Another model, or this one at another time, that reads the same rows without gradients."""
 
     def read(self, micro_batch: MicroBatch, predict: Callable[["RowModel", MicroBatch], Any]) -> Any:
-        """Calls `predict` with the teacher's own reader. Ranks that share a model call this together."""
+        """Calls `predict` with the teacher's own `RowModel`. Ranks that share a model call this together."""
 
 
 class RowModel(ABC):
@@ -90,8 +90,8 @@ class Family(ABC):
         """Loads the model; also returns transformers' report of missing and mismatched weights."""
 
     @abstractmethod
-    def open_reader(self, model: PreTrainedModel) -> RowModel:
-        """Makes the reader of rows for the model."""
+    def open_row_model(self, model: PreTrainedModel) -> RowModel:
+        """Makes the `RowModel` that runs the model on rows."""
 
     def complete(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool

@@ -99,9 +99,9 @@ class TextFamily(Family):
                 " --router-aux-loss, such as 0.001, or remove the option"
             )
 
-    def open_reader(self, model: PreTrainedModel) -> "TextReader":
+    def open_row_model(self, model: PreTrainedModel) -> "TextRowModel":
         coefficient = find_router_loss(model, self.router_aux_loss)
-        return TextReader(model, router_aux_loss=coefficient, router_loss_over=self.router_loss_over)
+        return TextRowModel(model, router_aux_loss=coefficient, router_loss_over=self.router_loss_over)
 
 
 def choose_auto_class(config: PreTrainedConfig) -> Any:
@@ -136,7 +136,7 @@ class Projection:
     softcap: float | None = None
 
 
-class TextReader(RowModel):
+class TextRowModel(RowModel):
     """Reads rows with a language model, and returns the projection that computes its logits."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):

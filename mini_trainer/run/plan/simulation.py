@@ -292,7 +292,7 @@ def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks
             with _disable_current_modes():
                 seen = planned.objective.make_probe(load.num_seen, load.num_trained, longest=load.longest)
             simulated = seen.map(lambda tensor: counter.count(known.simulate(tensor)))
-            packed_model.predict(simulated, lambda reader, micro_batch: reader.encode(micro_batch))
+            packed_model.predict(simulated, lambda row_model, micro_batch: row_model.encode(micro_batch))
             peaks.append(counter.peak)
     elsewhere = (OFFLOADED, *(SHARDED if ranks.offloads else ()))
     peaks = [Counter({kind: size for kind, size in peak.items() if kind not in elsewhere}) for peak in peaks]
