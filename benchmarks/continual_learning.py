@@ -48,8 +48,7 @@ from mini_trainer.model.optim.optimizers import build_optimizer, learning_rate_a
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import ObjectiveSettings
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import ObjectiveSettings, PackedModel
 from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, LoRAOptions, TrainOptions, group_options
 from mini_trainer.options.tools import ProcessDataOptions

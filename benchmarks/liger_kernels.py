@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from mini_trainer.distributed.world import World, init_world
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 
 LENGTHS = (13, 1, 22, 7)
 CASES = ("llama", "qwen2", "qwen3", "mistral_window", "gemma2_softcaps", "gemma3", "phi3", "olmo2", "granite_scaled",

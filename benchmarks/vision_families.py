@@ -43,7 +43,7 @@ from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageRowModel
 from mini_trainer.objectives.next_tokens import VisionLanguage
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import is_installed
 from mini_trainer.options.tools import ProcessDataOptions

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mini_trainer.model import float8, gathering
 from mini_trainer.objectives.families.text_tower import find_blocks
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 
 LENGTHS = (13, 1, 22, 7)
 # Objects of other packages with methods of these names.

@@ -20,7 +20,7 @@ from mini_trainer.distributed.world import World
 from mini_trainer.model import activation_memory
 from mini_trainer.model.attention import BACKENDS, Rule, find_obstacle
 from mini_trainer.model.attention_kernels import activate_kernels
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.options.doors import ATTENTION
 
 HAS_GPU = torch.cuda.is_available()

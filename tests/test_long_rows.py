@@ -16,7 +16,7 @@ from mini_trainer.model.activation_memory import apply_offloading
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import LoRAOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 

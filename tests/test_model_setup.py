@@ -41,8 +41,7 @@ from mini_trainer.data.columns.base import Sample
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.sharding import choose_dim
-from mini_trainer.objectives.families.family import ReferenceForward
-from mini_trainer.objectives.families.micro_batch import Targets
+from mini_trainer.objectives.families.family import ReferenceForward, Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import TokenLoss
 

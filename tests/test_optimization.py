@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from in_process import train_here
-from peft import LoraConfig, inject_adapter_in_model
 from small_runs import OPTIONS, load_checkpoint, make_inputs
 from tiny_classifiers import CLASSIFIERS
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, save_model
@@ -27,7 +26,6 @@ from transformers import (
 
 from mini_trainer.model.optim.optimizers import (
     build_optimizer,
-    choose_rates,
     clip_gradients,
     find_decayed,
     learning_rate_at,
@@ -198,52 +196,6 @@ def test_rates_and_decays_of_patterns_are_read_as_written():
     for text in ("x", "=1", "x=", "x=:", "x=1:", "x=-1", "x=1:-1", "x=1:nan", "x=inf", "x=1:2:3", "x=a"):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}: "):
             parse_rate(text)
-
-
-def count_layers(model: torch.nn.Module, part: str) -> int:
-    """The layers of language model or vision tower by the config."""
-    config = model.config.get_text_config() if part == "language" else model.config.vision_config
-    names = ("num_hidden_layers", "n_layer", "n_layers", "depth")
-    return next(value for name in names if (value := getattr(config, name, None)) is not None)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_stack_counts_its_own_layers(name):
-    """The depth in a stack by the number in a parameter's name and the number of layers in the config."""
-    model, sees = make_model(name), name.startswith("images, ")
-    rates = choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
-    seen = set()
-    for key, own in rates.items():
-        is_tower = sees and not re.match(r"(model\.)?(lm_head|language_model|text_model)\.", key)
-        if is_tower and re.search("projector|connector|merger|embed_vision", key):
-            assert own.rate == 1, key
-            continue
-        part = "vision" if is_tower else "language"
-        number = re.search(r"\.(?:layers|layer|h|blocks|block)\.(\d+)\.", key)
-        if number is not None:
-            assert own.rate == 0.5 ** (count_layers(model, part) - int(number[1])), key
-            seen.add((part, int(number[1])))
-        elif re.search(r"embed_tokens\.|wte|word_embeddings|patch_embed|embed_positions|wpe|project_in", key):
-            assert own.rate == 0.5 ** (count_layers(model, part) + 1), key
-        elif re.search(
-            r"(^|\.)(lm_head|score|classifier|(model|language_model)\.norm|final_norm|ln_f|norm_f|final_layer_norm)\.",
-            key,
-        ):
-            assert own.rate == 1, key
-    parts = ("language", "vision") if sees else ("language",)
-    assert seen == {(part, i) for part in parts for i in range(count_layers(model, part))}
-
-
-def test_adapters_on_some_blocks_have_these_blocks_rates():
-    model = make_model("llama")
-    model.requires_grad_(False)
-    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]), model)
-    rates = choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
-    assert len(rates) == 2 and {own.rate for own in rates.values()} == {0.5**2}
-    model.requires_grad_(False)
-    model.lm_head.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="--layer-lr-decay: "):
-        choose_rates(model, OptimizationOptions(learning_rate=1.0, layer_lr_decay=0.5), matrices=())
 
 
 def test_a_checkpoint_of_another_grouping_resumes_with_the_rule_of_now(world, tmp_path):

@@ -21,7 +21,6 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.methods import osft_directions
 from mini_trainer.model.methods.osft_directions import Statistics, prepare_statistics
-from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer
 from mini_trainer.model.methods.osft_subspaces import (
     count_kept,
     decompose,
@@ -33,7 +32,15 @@ from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients,
 from mini_trainer.model.weights import gather_all
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, OptimizationOptions
-from mini_trainer.osft import OSFT, gather_merged, measure_leak, project_gradients, project_updates
+from mini_trainer.osft import (
+    OSFT,
+    OSFTLinear,
+    fill_layer,
+    gather_merged,
+    measure_leak,
+    project_gradients,
+    project_updates,
+)
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}

@@ -23,8 +23,7 @@ from mini_trainer.data.columns.base import DataTask
 from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.model import activation_memory
-from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.model.optim.optimizers import build_optimizer, reduce_step
 from mini_trainer.model.sharding import prepare_backward
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective, find_data_kind, make_objective

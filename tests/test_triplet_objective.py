@@ -37,9 +37,8 @@ from mini_trainer.data.columns.base import (
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.row_model import TokenizedData
-from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
+from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row, RowModel, Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Loss, LossSums, Objective, ObjectiveSettings, Scores
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options

@@ -39,9 +39,8 @@ from mini_trainer.model.check import check_model
 from mini_trainer.model.flops import count_flops, count_tower
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import LoRA
-from mini_trainer.model.methods.osft_layers import OSFTLinear
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.objectives.families.micro_batch import MicroBatch, pack_row
+from mini_trainer.objectives.families.family import MicroBatch, pack_row
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts
 from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLanguageFamily, VisionLanguageRowModel
@@ -49,6 +48,7 @@ from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
 from mini_trainer.options import LoRAOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import MergeAdapterOptions
+from mini_trainer.osft import OSFTLinear
 from mini_trainer.run.choosing import choose_method
 from mini_trainer.run.images import count_set_images
 from mini_trainer.run.plan.planner import choose_step_options

@@ -19,11 +19,9 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.sharding import apply_sharding
 from mini_trainer.model.weights import Reader, read_weights
-from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.families.micro_batch import find_pad_position
+from mini_trainer.objectives.families.family import Family, find_pad_position
 from mini_trainer.objectives.families.text_tower import find_blocks, find_decoder, set_attention, text_config
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ComputeOptions, ShardingOptions
 from mini_trainer.options.doors import Doors
 

@@ -99,11 +99,6 @@ class StoredFiles:
             self.opened = None
 
 
-def find_stored(path: Path) -> dict[str, Stored]:
-    """All tensors of a model directory by their names in the files."""
-    return StoredFiles(path).find()
-
-
 def read_tensor(path: Path, key: str) -> Tensor:
     """Reads a memory-mapped tensor: its pages are read on use, and released with it."""
     with safe_open(path, framework="pt") as file:

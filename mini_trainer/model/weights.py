@@ -32,7 +32,6 @@ from mini_trainer.model.stored_tensors import (
     check_finite,
     choose_dtype,
     find_quantization,
-    find_stored,
 )
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config
@@ -241,7 +240,7 @@ def list_left_out(source: ModelSource, family: Family, *, trained: Collection[st
     if not list_weights(Path(source.directory)):
         log.warning(f"warning: {source.directory}: its weights are gone; the export holds only the trained weights")
         return {}
-    stored = find_stored(Path(source.directory))
+    stored = StoredFiles(Path(source.directory)).find()
     if stored.keys() <= set(trained):
         return {}
     with torch.device("meta"):

@@ -17,16 +17,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.label_columns import TARGET_COLUMN
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
-from mini_trainer.objectives.families.family import ReferenceForward
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import (
-    TARGETS,
-    Loss,
-    LossSums,
-    Objective,
-    ObjectiveSettings,
-    Scores,
-)
+from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row, Targets
+from mini_trainer.objectives.objective import TARGETS, Loss, LossSums, Objective, ObjectiveSettings, Scores
 
 
 @dataclass(frozen=True)
@@ -121,9 +113,9 @@ def summarize_classes(task: DataTask, targets: np.ndarray, logits: np.ndarray) -
         if task.label_type == "regression":
             return score_values(targets, logits)
         targets, predicted = targets.astype(int), predict_classes(task, logits)
-        if task.label_type == "multi":
-            return score_many(task, targets, predicted)
-        return score_classes(task, targets[:, 0], predicted[:, 0])
+        if task.label_type == "single":
+            targets, predicted = targets[:, 0], predicted[:, 0]
+        return score_classes(task, targets, predicted)
 
 
 def predict_classes(task: DataTask, logits: np.ndarray) -> np.ndarray:  # (N, C) -> (N, K)
@@ -133,32 +125,27 @@ def predict_classes(task: DataTask, logits: np.ndarray) -> np.ndarray:  # (N, C)
     return (logits > 0).astype(int) if task.label_type == "multi" else logits.argmax(1)[:, None]
 
 
-def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N,) each
-    """scikit-learn's scores; means over classes are over those that are a target or were predicted."""
+def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:
+    """scikit-learn's scores of classes (N,), or of zeros and ones for each class (N, C).
+
+    Means over classes are over those that are a target or were predicted; the accuracy of several classes is the share
+    of targets with exactly the right ones.
+    """
     from sklearn import metrics
 
-    labels = range(task.num_labels)
+    if task.label_type == "multi":
+        own = {
+            "f1_micro": average_scores(targets, predicted, "micro")["f1"],
+            "confusion_matrix": metrics.multilabel_confusion_matrix(targets, predicted).tolist(),
+        }
+    else:
+        matrix = metrics.confusion_matrix(targets, predicted, labels=range(task.num_labels))
+        own = {"matthews": float(metrics.matthews_corrcoef(targets, predicted)), "confusion_matrix": matrix.tolist()}
     return {
         "accuracy": float(metrics.accuracy_score(targets, predicted)),
         **average_scores(targets, predicted, "macro"),
         "f1_weighted": average_scores(targets, predicted, "weighted")["f1"],
-        "matthews": float(metrics.matthews_corrcoef(targets, predicted)),
-        "confusion_matrix": metrics.confusion_matrix(targets, predicted, labels=labels).tolist(),
-        "classes": describe_classes(task, targets, predicted),
-        "num_targets": len(targets),
-    }
-
-
-def score_many(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N, C) zeros and ones
-    """Metrics for targets with any number of classes; accuracy is the share of targets with exactly the right ones."""
-    from sklearn import metrics
-
-    return {
-        "accuracy": float(metrics.accuracy_score(targets, predicted)),
-        **average_scores(targets, predicted, "macro"),
-        "f1_weighted": average_scores(targets, predicted, "weighted")["f1"],
-        "f1_micro": average_scores(targets, predicted, "micro")["f1"],
-        "confusion_matrix": metrics.multilabel_confusion_matrix(targets, predicted).tolist(),
+        **own,
         "classes": describe_classes(task, targets, predicted),
         "num_targets": len(targets),
     }
@@ -282,10 +269,9 @@ class HeadLoss(Loss):
         targets = micro_batch.targets
         logits, values = self.read(row_model, micro_batch), targets.list_values()
         scores = torch.stack([self.of_target.measure(logits, values), self.of_target.weigh(values)], dim=1).double()
-        sums, sources = scores.new_zeros(targets.num_sources, scores.shape[1]), targets.sources
-        sources = torch.zeros(len(scores), dtype=torch.long, device=sums.device) if sources is None else sources
+        sums = scores.new_zeros(targets.num_sources, scores.shape[1])
         rows = torch.cat([targets.list_places(micro_batch.row).double(), values.double(), logits.double()], dim=1)
-        return Scores(sums.index_add_(0, sources, scores), rows)
+        return Scores(sums.index_add_(0, targets.find_sources(), scores), rows)
 
     def sum_own(self, own: ReferenceForward, targets: SequenceTargets | TokenClasses) -> Tensor:
         logits = own.logits.reshape(-1, own.logits.shape[-1]).float()

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.preference_columns import GOOD_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
-from mini_trainer.objectives.families.family import Family, ReferenceForward
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
+from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
 from mini_trainer.objectives.families.text import TextFamily, TextRowModel
-from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.next_tokens import CausalLM, TrainedTokens
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
-from mini_trainer.objectives.sequence_logps import (
+from mini_trainer.objectives.preferences import (
     ONE,
     ZERO,
     AnswerLoss,
@@ -32,7 +31,6 @@ from mini_trainer.objectives.sequence_logps import (
     sum_by_source,
     weigh_samples,
 )
-from mini_trainer.objectives.token_loss import TrainedTokens
 
 KTO = "kto"
 BETA = 0.1

@@ -15,17 +15,9 @@ from torch.nn.functional import logsigmoid
 from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
-from mini_trainer.objectives.families.family import ReferenceForward
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import (
-    TARGETS,
-    Loss,
-    LossSums,
-    Objective,
-    ObjectiveSettings,
-    Scores,
-)
-from mini_trainer.objectives.sequence_logps import (
+from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row, Targets
+from mini_trainer.objectives.objective import TARGETS, Loss, LossSums, Objective, ObjectiveSettings, Scores
+from mini_trainer.objectives.preferences import (
     SampleNumbers,
     describe_means,
     gather_sample_numbers,

@@ -14,11 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text import TextRowModel
-from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
+from mini_trainer.objectives.next_tokens import (
+    CHUNK_BYTES,
+    CausalLM,
+    TokenLoss,
+    TrainedTokens,
+    compute_logits,
+    iterate_chunks,
+)
 from mini_trainer.objectives.objective import Scores
-from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits, iterate_chunks
 
 SOFT_COLUMN = "soft_targets"  # of samples: records (trained tokens,) of `make_record_type`
 

@@ -73,8 +73,8 @@ SCHEDULES = ("constant_with_warmup", "constant", "inverse_sqrt", *DECAYS)
 # Weights of single tokens' losses, by the model's own probabilities.
 WEIGHTINGS = Doors(
     {
-        "dft": "mini_trainer.objectives.token_loss:weigh_by_probability",
-        "eaft": "mini_trainer.objectives.token_loss:weigh_by_entropy",
+        "dft": "mini_trainer.objectives.next_tokens:weigh_by_probability",
+        "eaft": "mini_trainer.objectives.next_tokens:weigh_by_entropy",
     }
 )
 

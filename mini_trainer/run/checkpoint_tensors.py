@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mini_trainer.model.method import Method
 from mini_trainer.model.stored_tensors import check_finite
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.checkpoint_files import DTYPES, TensorReader, chunk_range
 from mini_trainer.run.step import TrainState
 

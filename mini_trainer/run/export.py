@@ -35,7 +35,7 @@ from mini_trainer.model.method import Method
 from mini_trainer.model.weights import NOT_PLANNABLE, WeightGroup, list_left_out
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
 PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")

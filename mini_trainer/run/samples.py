@@ -26,10 +26,10 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, gather_on_rank0
 from mini_trainer.model.config import list_stops
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Targets, pack_row
+from mini_trainer.objectives.families.family import MicroBatch, Targets, pack_row
 from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import SAMPLES_FILE
 from mini_trainer.run.step import TrainState

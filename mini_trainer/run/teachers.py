@@ -20,13 +20,11 @@ from mini_trainer.model.config import ModelSource, check_rope, load_config
 from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.family import RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, check_positions
-from mini_trainer.objectives.objective import SELF, TeacherModel
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.families.family import MicroBatch, RowModel, check_positions
+from mini_trainer.objectives.next_tokens import TrainedTokens
+from mini_trainer.objectives.objective import SELF, PackedModel, TeacherModel
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN
 from mini_trainer.objectives.teachers import SEEN_COLUMN
-from mini_trainer.objectives.token_loss import TrainedTokens
 from mini_trainer.run.inputs import TEACHER_MODEL, Errors, OpenedData, OpenedModel, OpenedObjective, RunInputs
 from mini_trainer.run.start_checks import check_task
 

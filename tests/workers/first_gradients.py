@@ -17,8 +17,7 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import init_world
 from mini_trainer.model import activation_memory
-from mini_trainer.model.optim.optimizers import local_gradients
-from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.model.optim.optimizers import local_gradients, reduce_step
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions
 from mini_trainer.run.step import run_backward

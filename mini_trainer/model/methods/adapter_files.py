@@ -114,10 +114,6 @@ CONVERSION = (
 MOST_ALPHA = 1e9  # far above values in use, and far below fp32 overflow
 
 
-def is_whole(value: Any, *, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -127,29 +123,20 @@ def is_alpha(value: Any) -> bool:
 
 
 def is_rank(value: Any) -> bool:
-    return is_whole(value, least=1) and value <= MOST_RANK
-
-
-def is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def is_regex(value: Any) -> bool:
-    try:
-        re.compile(value)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
+    return is_number(value) and isinstance(value, int) and 1 <= value <= MOST_RANK
 
 
 def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(is_regex(key) and is_item(item) for key, item in value.items())
+    try:
+        return isinstance(value, dict) and all(re.compile(key) and is_item(item) for key, item in value.items())
+    except (re.error, RecursionError, OverflowError):
+        return False
 
 
 # Allowed values of the keys that change the product: a check and its description. peft checks almost none of them.
 NUMBER_OF_ALPHA = f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"
 RANK = f"an integer from 1 to {MOST_RANK:,}"
-FLAG = (is_flag, "true or false")
+FLAG = (lambda value: value is None or isinstance(value, bool), "true or false")
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (is_rank, RANK),
     "lora_alpha": (is_alpha, NUMBER_OF_ALPHA),
@@ -177,7 +164,11 @@ def check_settings(directory: Path, *, flag: str, runner: Runner = "here", train
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(settings.get("peft_type")))
     if config_class is None:
         raise ValueError(f"{flag} {directory}: peft_type {settings.get('peft_type')!r} is unknown to peft")
-    fields = {field.name: get_default(field) for field in dataclasses.fields(config_class)}
+    missing = dataclasses.MISSING
+    fields = {
+        field.name: field.default if field.default_factory is missing else field.default_factory()
+        for field in dataclasses.fields(config_class)
+    }
     given = {name: value for name, value in settings.items() if value not in (None, False, [], {}, fields.get(name))}
     unknown = given.keys() - fields.keys() - {"runtime_config"}
     if settings["peft_type"] == "LORA":
@@ -202,11 +193,7 @@ def check_allowed(settings: dict[str, Any], directory: Path, flag: str) -> None:
         if name in settings and not is_allowed(settings[name]):
             given = json.dumps(settings[name])[:60]
             raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {given}, but must be {allowed}")
-    check_ranks(settings, directory, flag)
-
-
-def check_ranks(settings: dict[str, Any], directory: Path, flag: str) -> None:
-    """ValueError for a rank larger than the adapter's own matrices, which nobody should reserve memory for."""
+    # Nobody should reserve memory for a rank larger than the adapter's own matrices.
     most = max((size for shape in read_shapes(directory).values() for size in shape), default=None)
     ranks = {"r": settings.get("r", 1)} | {f"rank_pattern: {k}": r for k, r in settings.get("rank_pattern", {}).items()}
     for name, rank in ranks.items():
@@ -235,10 +222,6 @@ def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: it is not a JSON object")
     return settings
-
-
-def get_default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def check_init(init: Any, directory: Path, flag: str, *, runner: Runner, trains: bool) -> None:

@@ -41,9 +41,8 @@ from mini_trainer.model.methods.lora_layers import (
 )
 from mini_trainer.model.methods.nf4 import NF4Weight, adapt_experts, fill_packed, pack_experts, pack_layers
 from mini_trainer.model.weights import Reader, WeightGroup, gather_all, gather_parameters
-from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.families.family import Family, MicroBatch
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import DataOptions, LoRAOptions
 from mini_trainer.options.doors import BASE_QUANTIZATIONS, LORA_EXPORTS
 

@@ -120,7 +120,8 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
         flag = f"adapter {options.lora_adapter}"
         check_patterns(vars(given), list_names(model), where=f"{flag}: {ADAPTER_CONFIG}")
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
-        held = match_wholes(model, given)
+        ends = tuple(given.modules_to_save or ())  # suffixes: "norm" also matches "input_layernorm"
+        held = [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
         whole_names = (*whole_names, *held)
     else:
         patterns, chosen, flag = options.lora_target_modules, [], "--lora-target-modules"
@@ -156,12 +157,6 @@ def match_layers(model: PreTrainedModel, given: "LoraConfig", layers: list[str],
         what = f"adapts {outside[0]}, which cannot be adapted here" if outside else "adapts no layer of this model"
         raise ValueError(f"{flag}: {what}; there are {', '.join(list_kinds(layers))}")
     return found
-
-
-def match_wholes(model: PreTrainedModel, given: "LoraConfig") -> list[str]:
-    """The modules that a given adapter holds in full. Its names are suffixes: "norm" also matches "input_layernorm"."""
-    ends = tuple(given.modules_to_save or ())
-    return [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
 
 
 def list_params(model: PreTrainedModel, modules: Iterable[str]) -> frozenset[str]:

@@ -45,8 +45,7 @@ from mini_trainer.model.methods.osft_subspaces import (
 )
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import DataOptions, OSFTOptions
 from mini_trainer.options.reading import check_regular
 from mini_trainer.sampler import Batch, iterate_batches

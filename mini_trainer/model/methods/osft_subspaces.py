@@ -45,10 +45,10 @@ def read_about(file: safe_open) -> dict[str, Any]:
 
 
 def load_hashed(file: safe_open) -> dict[str, Tensor]:
-    """All tensors of the open file; ValueError if they have another hash. Older versions recorded none."""
+    """All tensors of the open file; ValueError if they have another hash."""
     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    metadata, expected = file.metadata() or {}, hash_tensors(tensors)
-    if metadata.get(KEY, json.loads(metadata.get(ABOUT, "{}")).get(KEY, expected)) != expected:
+    metadata = file.metadata() or {}
+    if hash_tensors(tensors) not in (metadata.get(KEY), json.loads(metadata.get(ABOUT, "{}")).get(KEY)):
         raise ValueError("damaged: the hash of its tensors differs from the recorded one")
     return tensors
 

@@ -1,19 +1,29 @@
-"""The optimizer: construction, per-step settings, state sizes and gradient clipping."""
+"""The optimizer: construction, per-step settings, state sizes and gradient clipping; learning rates, weight
+decay, and the reduction of gradients over ranks by one collective and one host sync.
 
+Schedules are pure functions of the step. A parameter's role, not its number of dimensions, decides its weight decay.
+"""
+
+import functools
 import math
+import operator
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from mini_trainer.distributed.devices import peak_memory
+from mini_trainer.objectives.objective import LossSums
 from mini_trainer.options import OptimizationOptions, parse_rate
 from mini_trainer.options.doors import DECAYS, OPTIMIZERS
 
@@ -58,11 +68,9 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
     ratio is 0. After warm-up, schedules have the shapes of transformers.optimization; inverse_sqrt's time scale is the
     warm-up, or `INVERSE_SQRT_STEPS`.
     """
-    scheduler, peak, num_warmup_steps = (
-        options.lr_scheduler,
-        options.learning_rate,
-        count_warmup_steps(options, num_steps=num_steps),
-    )
+    scheduler, peak, given = options.lr_scheduler, options.learning_rate, options.num_warmup_steps
+    # A share is rounded up, as in transformers.
+    num_warmup_steps = math.ceil(given * num_steps) if 0 < given < 1 else int(given)
     if step < num_warmup_steps and scheduler != "constant":
         return peak * (step + 1) / (num_warmup_steps + 1)
     if scheduler in ("constant", "constant_with_warmup"):
@@ -79,12 +87,6 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
     progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
     least = options.min_lr_ratio or 0.0
     return peak * (least + (1 - least) * DECAYS[scheduler](progress, options))
-
-
-def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
-    """Warm-up steps of a run of `num_steps`; a share is rounded up, as in transformers."""
-    given = options.num_warmup_steps
-    return math.ceil(given * num_steps) if 0 < given < 1 else int(given)
 
 
 def decay_linearly(progress: float, options: OptimizationOptions) -> float:
@@ -252,3 +254,63 @@ def clip_gradients(gradients: list[torch.Tensor], *, grad_norm: float, max_grad_
     """Scales the gradients in place so that their global norm, now `grad_norm`, is at most `max_grad_norm`."""
     if max_grad_norm is not None and grad_norm > max_grad_norm:
         torch._foreach_mul_(gradients, max_grad_norm / grad_norm)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """A step's results over all ranks, after one all-gather."""
+
+    loss_sum: float
+    grad_norm: float
+    peak_memory_bytes: float
+    data_wait_seconds: float
+    bad_micro_batches: list[tuple[int, int]]  # (k, rank) of each micro-batch whose loss is not finite
+    flags: int  # distributed.ending.Flag, OR-ed over ranks
+    reports: dict[str, np.ndarray]  # `LossSums.reports`, summed over micro-batches and ranks; fp64
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss_sum) and math.isfinite(self.grad_norm)
+
+
+def reduce_step(
+    sums: list[LossSums],
+    gradients: list[Tensor],
+    *,
+    device: torch.device,
+    num_shards: int,
+    data_wait_seconds: float,
+    flags: int = 0,
+) -> StepSums:
+    """Combines all ranks' `sums`, gradient norms, memory, waiting times and flags: one collective, one sync.
+
+    `sums` are of the rank's micro-batches, as many on every rank. The first `num_shards` ranks hold the whole gradient;
+    the others hold copies.
+    """
+    totals = {name: sum(each.reports[name].double() for each in sums) for name in sums[0].reports}
+    squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square()  # fp32 sums lose 1e-5 on CPU
+    own = [
+        squares.sum().to(device, non_blocking=True),  # on the CPU with --cpu-offload
+        torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync
+        torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
+        torch.full((), flags, dtype=torch.float64, device=device),
+    ]
+    losses = torch.stack([each.loss for each in sums])
+    row = torch.cat([torch.stack(own), losses.double(), *(total.flatten() for total in totals.values())])
+    rows = row.new_empty(dist.get_world_size(), len(row))
+    dist.all_gather(list(rows.unbind()), row)
+    rows = rows.cpu()
+    sizes = [len(sums), *(total.numel() for total in totals.values())]
+    losses_by_rank, *reports_by_rank = rows[:, len(own) :].split(sizes, dim=1)
+    return StepSums(
+        loss_sum=losses_by_rank.sum().item(),
+        grad_norm=rows[:num_shards, 0].sum().sqrt().item(),
+        peak_memory_bytes=rows[:, 1].max().item(),
+        data_wait_seconds=rows[:, 2].max().item(),
+        flags=functools.reduce(operator.or_, map(int, rows[:, 3].tolist())),
+        reports={
+            name: by_rank.sum(0).reshape(total.shape).numpy()
+            for (name, total), by_rank in zip(totals.items(), reports_by_rank, strict=True)
+        },
+        bad_micro_batches=[(k, rank) for rank, k in (~losses_by_rank.isfinite()).nonzero().tolist()],
+    )

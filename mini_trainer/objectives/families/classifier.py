@@ -25,8 +25,16 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.family import Encoded, Family, ReferenceForward, RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, describe_row, pack_row
+from mini_trainer.objectives.families.family import (
+    Encoded,
+    Family,
+    MicroBatch,
+    ReferenceForward,
+    Row,
+    RowModel,
+    describe_row,
+    pack_row,
+)
 from mini_trainer.objectives.families.text_tower import find_base
 
 NO_TOKEN = -1  # not the id of any token

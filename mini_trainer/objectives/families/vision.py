@@ -20,8 +20,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 
 from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.data.stores.image_files import as_data_url, load_processor, open_image
-from mini_trainer.objectives.families.family import Family, ReferenceForward
-from mini_trainer.objectives.families.micro_batch import Blocks, MicroBatch, Row, pack_row
+from mini_trainer.objectives.families.family import Blocks, Family, MicroBatch, ReferenceForward, Row, pack_row
 from mini_trainer.objectives.families.text import TextFamily, TextRowModel, find_lost_scale, find_router_loss
 from mini_trainer.objectives.families.text_tower import (
     find_base,

@@ -37,8 +37,7 @@ from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.compact_adamw import load_map
 from mini_trainer.model.optim.optimizers import build_optimizer, count_state_bytes, open_optimizer
 from mini_trainer.model.sharding import apply_sharding, prepare_backward
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ComputeOptions
 from mini_trainer.options.doors import KEEPING
 from mini_trainer.run.inputs import RunInputs
