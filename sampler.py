@@ -28,7 +28,7 @@ from mini_trainer.data.tokenized.by_row import (
 )
 from mini_trainer.data.tokenized.mixture import Mixture, interleave
 from mini_trainer.distributed.world import RowGroup, RowPlace, World, count_sharing
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import DataOptions, EndOptions
 

@@ -46,8 +46,7 @@ from mini_trainer.distributed.world import (
     setup_logging,
 )
 from mini_trainer.model.flops import count_flops
-from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.optim.rates import learning_rate_at
+from mini_trainer.model.optim.optimizers import build_optimizer, learning_rate_at
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.end_report import describe_continuing, describe_result
 from mini_trainer.run.exports import Exports

@@ -44,7 +44,7 @@ from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_placeholders
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.export import ExportParts, export_model
 from mini_trainer.run.export_left_out import find_tensors
 

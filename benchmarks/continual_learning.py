@@ -42,15 +42,13 @@ from mini_trainer.distributed.world import RowPlace, World, init_world, setup_lo
 from mini_trainer.model.config import ModelSource, load_generation_config
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
-from mini_trainer.model.methods.osft_calibration import prepare_statistics
+from mini_trainer.model.methods.osft_directions import prepare_statistics
 from mini_trainer.model.methods.osft_subspaces import find_targets
-from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.optim.rates import learning_rate_at
+from mini_trainer.model.optim.optimizers import build_optimizer, learning_rate_at
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import ObjectiveSettings
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import ObjectiveSettings, PackedModel
 from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, LoRAOptions, TrainOptions, group_options
 from mini_trainer.options.tools import ProcessDataOptions
@@ -196,7 +194,7 @@ def add_teacher(state: TrainState, options: TrainOptions) -> CausalLM:
     if options.teacher.teacher_model is None:
         return CausalLM()
     objective = Taught.make(ObjectiveSettings(teacher=options.teacher), TextFamily(), DataTask(), None)
-    state.model.loss, state.model.reader.teacher = objective.make_loss(), StartWeights(state.model)
+    state.model.loss, state.model.row_model.teacher = objective.make_loss(), StartWeights(state.model)
     return objective
 
 

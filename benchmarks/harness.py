@@ -22,12 +22,10 @@ from mini_trainer.model.build import build_model
 from mini_trainer.model.config import ModelSource, load_config
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.objectives.specs import make_family, make_objective
+from mini_trainer.objectives.objective import Objective, PackedModel, make_family, make_objective
 from mini_trainer.options import TrainOptions, group_options, replace_options
 from mini_trainer.run.export_left_out import StoredTensor
 from mini_trainer.run.start import choose_objective, choose_settings

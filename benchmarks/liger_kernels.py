@@ -10,6 +10,8 @@ numbers as integers. Two gaps of the interpreter are filled: functions of CUDA's
 
 import os
 
+from mini_trainer.model import faster_layers
+
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -31,8 +33,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from mini_trainer.distributed.world import World, init_world
-from mini_trainer.model import liger
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 
 LENGTHS = (13, 1, 22, 7)
 CASES = ("llama", "qwen2", "qwen3", "mistral_window", "gemma2_softcaps", "gemma3", "phi3", "olmo2", "granite_scaled",
@@ -44,7 +45,7 @@ MOST = 1e-5  # relative difference of a gradient
 def main() -> None:
     replace_cuda_functions()
     convert_floats()
-    liger.check_device = lambda device: None
+    faster_layers.check_device = lambda device: None
     world = init_world()
     packages = ("torch", "transformers", "triton", "liger-kernel")
     print(", ".join(f"{name} {version(name)}" for name in packages))

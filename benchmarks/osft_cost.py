@@ -43,12 +43,11 @@ from harness import build_state, count_state_bytes, make_batch, make_options, re
 
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.build import choose_compute_dtype
-from mini_trainer.model.methods.osft_layers import OSFTLinear
 from mini_trainer.model.methods.osft_subspaces import count_kept, make_subspace
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions
-from mini_trainer.osft import OSFT
+from mini_trainer.osft import OSFT, OSFTLinear
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import SHARDED, Load, Ranks, lay_out_model, simulate_step

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mini_trainer.model.methods.osft_calibration import read_statistics
+from mini_trainer.model.methods.osft_directions import read_statistics
 
 RATIOS, BLOCK, NUM_STEPS = (0.25, 0.5), 32, 15
 

@@ -44,7 +44,7 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import setup_logging
 from mini_trainer.model.flops import FlopCount, count_flops
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.run.step import run_backward

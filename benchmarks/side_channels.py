@@ -50,7 +50,7 @@ from mini_trainer.distributed.lifeline import Address, Connection
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, init_world, make_mesh
 from mini_trainer.model.method import Full
-from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.model.optim.optimizers import reduce_step
 from mini_trainer.objectives.objective import LossSums
 from mini_trainer.run.checkpointing import Checkpointer
 from mini_trainer.run.step import TrainState

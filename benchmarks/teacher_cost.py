@@ -87,10 +87,10 @@ def open_state(folder: Path, options: TrainOptions, objective: CausalLM, world: 
     state.model.loss = objective.make_loss()
     name = options.teacher.teacher_model
     if name == SELF:
-        state.model.reader.teacher = StartWeights(state.model)
+        state.model.row_model.teacher = StartWeights(state.model)
     elif name is not None:
         other = build(folder / name, options, world)
-        state.model.reader.teacher = OtherModel(other.requires_grad_(False).eval())
+        state.model.row_model.teacher = OtherModel(other.requires_grad_(False).eval())
     return state
 
 

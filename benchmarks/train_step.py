@@ -62,7 +62,7 @@ from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import LoRAOptions, TrainOptions
@@ -252,7 +252,7 @@ def train_ours(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray
             lengths = torch.tensor(first.row.seq_lengths)
             borders = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             record.leak = find_leak(
-                lambda ids, first=first: model.hidden_states(first.with_row(replace(first.row, input_ids=ids))),
+                lambda ids, first=first: model.hidden_states(first.replace(row=replace(first.row, input_ids=ids))),
                 first.row.input_ids,
                 borders[None].to(world.device),
             )

@@ -41,9 +41,9 @@ from mini_trainer.model.config import ModelSource, load_config, load_generation_
 from mini_trainer.model.method import Full
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageReader
-from mini_trainer.objectives.packed_model import PackedModel
-from mini_trainer.objectives.pictured_tokens import VisionLanguage
+from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageRowModel
+from mini_trainer.objectives.next_tokens import VisionLanguage
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import is_installed
 from mini_trainer.options.tools import ProcessDataOptions
@@ -76,10 +76,10 @@ def tokenize(model_dir: Path, directory: Path, name: str) -> TokenizedData:
 def run_own(model_dir: Path, objective: VisionLanguage, rows: TokenizedData) -> tuple[Tensor, dict[str, Tensor]]:
     """transformers' summed loss and gradients, over one row after the other."""
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
-    reader, loss_sum = VisionLanguageReader(model), torch.zeros(())
+    row_model, loss_sum = VisionLanguageRowModel(model), torch.zeros(())
     for row in range(len(rows.lengths)):
         micro_batch = objective.pack([rows.read(row)])
-        logits, targets = reader.run_own(micro_batch).logits[0], micro_batch.targets.labels
+        logits, targets = row_model.run_own(micro_batch).logits[0], micro_batch.targets.labels
         loss_sum += torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     loss_sum.backward()
     return loss_sum.detach(), find_gradients(model)
@@ -159,7 +159,7 @@ def judge_other(model_type: str, directory: Path) -> Judged:
     except Exception as error:  # other people's models and configs may raise anything
         return Judged("not built", detail=describe(error))
     try:
-        VisionLanguageReader(model)
+        VisionLanguageRowModel(model)
     except ValueError as error:
         return Judged("refused", detail=str(error))
     return Judged("not tried", detail="no tiny processor here: goes through the check at the start")

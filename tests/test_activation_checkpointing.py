@@ -18,7 +18,7 @@ from mini_trainer.model.activation_checkpointing import (
 )
 from mini_trainer.model.check import draws_random_numbers
 from mini_trainer.model.method import Full
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.start import choose_method

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mini_trainer.distributed.ending import RunError
-from mini_trainer.model.methods import adapter_settings as patterns
-from mini_trainer.model.methods.adapter_settings import (
+from mini_trainer.model.methods import adapter_files as patterns
+from mini_trainer.model.methods.adapter_files import (
     ADAPTER_WEIGHTS,
     BY_PEFT,
     FOLLOWED,
@@ -119,7 +119,7 @@ def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init,
     model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=f"--engine vllm: --adapter .*init_lora_weights '{init}'"):
-        check_settings(adapter, flag="--engine vllm: --adapter", reader="vllm")
+        check_settings(adapter, flag="--engine vllm: --adapter", runner="vllm")
 
     # As peft converts it, it is an ordinary adapter of twice the rank.
     base = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=torch.float32)
@@ -141,7 +141,7 @@ def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init,
 def test_initializations_that_nobody_can_repeat_are_refused(init, reader, tmp_path):
     write_settings(tmp_path, init_lora_weights=init)
     with pytest.raises(ValueError, match=f"--x .*init_lora_weights '{init}'"):
-        check_settings(tmp_path, flag="--x", reader=reader)
+        check_settings(tmp_path, flag="--x", runner=reader)
 
 
 def test_an_adapter_half_of_which_trains_is_merged_and_not_trained(world, tmp_path):
@@ -166,7 +166,7 @@ def test_every_other_setting_is_refused_by_its_name(value, reader, tmp_path):
     for name in others:
         write_settings(tmp_path, **{name: value})
         with pytest.raises(ValueError, match=f"--x .*: {name}: "):
-            check_settings(tmp_path, flag="--x", reader=reader)
+            check_settings(tmp_path, flag="--x", runner=reader)
 
 
 WRONG_VALUES = [
@@ -188,7 +188,7 @@ def test_a_value_that_nothing_can_compute_with_is_refused_by_its_key(name, value
         merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
     for reader in ("here", "peft"):
         with pytest.raises(ValueError, match=message):
-            check_settings(tmp_path, flag="--adapter", reader=reader)
+            check_settings(tmp_path, flag="--adapter", runner=reader)
 
 
 def test_without_peft_one_message_says_what_to_install(world, tmp_path, monkeypatch):
@@ -212,7 +212,7 @@ def test_a_config_that_is_no_config_is_one_message(text, tmp_path):
 def test_what_peft_writes_by_default_is_followed_by_all(tmp_path):
     LoraConfig(target_modules=LAYERS).save_pretrained(tmp_path)
     for reader in ("here", "peft", "vllm"):
-        check_settings(tmp_path, flag="--x", reader=reader, trains=True)
+        check_settings(tmp_path, flag="--x", runner=reader, trains=True)
 
 
 @pytest.mark.parametrize("settings", [dict(bias="all"), dict(lora_bias=True), dict(trainable_token_indices=[5, 6])])
@@ -271,7 +271,7 @@ def test_a_pattern_that_takes_for_ever_is_refused_by_its_key(settings, tmp_path,
     for reader in ("here", "peft"):
         message = re.escape(f"--x {tmp_path}: adapter_config.json: {key} {NESTED}: ") + r".*0\.2 seconds"
         with pytest.raises(ValueError, match=message):
-            check_settings(tmp_path, flag="--x", reader=reader)
+            check_settings(tmp_path, flag="--x", runner=reader)
 
 
 def test_a_pattern_that_is_slow_on_other_names_of_the_model_is_refused_too(world, tmp_path, monkeypatch):
@@ -307,4 +307,4 @@ def test_a_rank_that_the_file_cannot_hold_is_refused_before_memory_is_taken(sett
     rank, most = (10**9, "65,536") if settings == {"r": 10**9} else (40, "32")
     for reader in ("here", "peft"):
         with pytest.raises(ValueError, match=f"adapter_config.json: {key} is {rank}, .*1 to {most}"):
-            check_settings(tmp_path, flag="--x", reader=reader)
+            check_settings(tmp_path, flag="--x", runner=reader)

@@ -38,8 +38,7 @@ from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text_tower import find_blocks
-from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from mini_trainer.objectives.next_tokens import CausalLM, CrossEntropy, TrainedTokens, sum_token_loss
 from mini_trainer.options import DataOptions, LoRAOptions
 
 pytestmark = pytest.mark.slow
@@ -236,7 +235,7 @@ def test_the_fused_loss_is_the_same(is_plain, dtype):
     results = []
     for compiled in (False, True):
         inputs = [t.to(dtype).requires_grad_() for t in (hidden, weight, *([] if is_plain else [bias]))]
-        tokens = TrainedTokens(*inputs[:2], targets, *inputs[2:], token_weights=weights, softcap=softcap)
+        tokens = TrainedTokens(*inputs, targets=targets, token_weights=weights, softcap=softcap)
         measure = CrossEntropy(tokens, 0.0 if is_plain else 0.1, compiled)
         loss = sum_token_loss(tokens, measure, chunk_bytes=12 * 4 * 50)
         loss.backward()

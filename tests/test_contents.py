@@ -23,9 +23,8 @@ from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar, veri
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.evaluate_model import evaluate
 from mini_trainer.generate import generate
-from mini_trainer.model.methods.osft_bases import open_bases
-from mini_trainer.model.methods.osft_calibration import open_statistics
-from mini_trainer.model.methods.osft_subspaces import read_subspace
+from mini_trainer.model.methods.osft_directions import open_statistics
+from mini_trainer.model.methods.osft_subspaces import open_bases, read_subspace
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import (
     EvaluateOptions,

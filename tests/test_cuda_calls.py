@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mini_trainer.model import float8, gathering
 from mini_trainer.objectives.families.text_tower import find_blocks
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 
 LENGTHS = (13, 1, 22, 7)
 # Objects of other packages with methods of these names.
@@ -150,7 +150,7 @@ def test_a_wait_that_is_left_out_shows(offloaded, monkeypatch):
 def test_a_source_that_is_freed_before_its_copy_shows(offloaded, monkeypatch):
     _, measure = offloaded
     monkeypatch.setattr(
-        "mini_trainer.model.offloading.Offloader.leaving",
+        "mini_trainer.model.activation_memory.Offloader.leaving",
         property(lambda self: None, lambda self, value: None),
         raising=False,
     )

@@ -30,7 +30,7 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
 from mini_trainer.model.methods.lora_layers import list_others
 from mini_trainer.model.stored_tensors import check_finite
-from mini_trainer.objectives.class_scores import choose_class_weights
+from mini_trainer.objectives.classes import choose_class_weights
 from mini_trainer.options.option_files import read_yaml
 from mini_trainer.run.checkpoint_files import chunk_range, find_shards
 from mini_trainer.run.checkpointing import group_state

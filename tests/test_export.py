@@ -32,7 +32,7 @@ from transformers import (
 
 from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.distributed.ending import RunError
-from mini_trainer.model import gathering
+from mini_trainer.model import weights
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.options import LoRAOptions
@@ -358,9 +358,9 @@ def test_an_error_in_a_thread_ends_every_rank_with_one_message(fault, models, tm
 
 def test_after_an_error_the_others_are_still_gathered(models, world, tmp_path, monkeypatch):
     """All ranks take part in each, and rank 0 alone knows of the error."""
-    gathered, gather = [], gathering.gather_tensor
+    gathered, gather = [], weights.gather_tensor
     monkeypatch.setattr(
-        gathering, "gather_tensor", lambda *args, **options: gathered.append(1) or gather(*args, **options)
+        weights, "gather_tensor", lambda *args, **options: gathered.append(1) or gather(*args, **options)
     )
     export(models["mixtral"], tmp_path / "whole", world)
     num_gathered = len(gathered)
@@ -376,7 +376,7 @@ def test_after_an_error_the_others_are_still_gathered(models, world, tmp_path, m
 
 
 def test_an_export_that_is_interrupted_ends_its_threads_and_leaves_nothing(models, world, tmp_path, monkeypatch):
-    calls, gather, threads = [], gathering.gather_tensor, set(threading.enumerate())
+    calls, gather, threads = [], weights.gather_tensor, set(threading.enumerate())
 
     def interrupt(*args: object, **options: object) -> torch.Tensor:
         calls.append(1)
@@ -384,7 +384,7 @@ def test_an_export_that_is_interrupted_ends_its_threads_and_leaves_nothing(model
             raise KeyboardInterrupt
         return gather(*args, **options)
 
-    monkeypatch.setattr(gathering, "gather_tensor", interrupt)
+    monkeypatch.setattr(weights, "gather_tensor", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export(models["mixtral"], tmp_path / "export", world)
     started = set(threading.enumerate()) - threads  # tqdm has one, too

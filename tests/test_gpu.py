@@ -17,10 +17,10 @@ from small_runs import make_micro_batch, read_rows
 from torch import Tensor
 
 from mini_trainer.distributed.world import World
-from mini_trainer.model import tiling
+from mini_trainer.model import activation_memory
 from mini_trainer.model.attention import BACKENDS, Rule, find_obstacle
 from mini_trainer.model.attention_kernels import activate_kernels
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.options.doors import ATTENTION
 
 HAS_GPU = torch.cuda.is_available()
@@ -128,7 +128,7 @@ def test_it_trains_to_the_cpus_losses_within_bf16(case, inputs, world: World, tm
         pytest.skip(f"{missing[0]} is not installed")
     if not HAS_GPU and any(name in case for name in ONLY_ON_CUDA):
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(tiling, "LEAST_TOKENS", TILE)
+    monkeypatch.setattr(activation_memory, "LEAST_TOKENS", TILE)
     deciding, changes = CASES[case]
     options = inputs | DECIDING[deciding] | changes
     options |= dict(compute_dtype="bfloat16", output_dir=str(tmp_path / "run"))

@@ -276,7 +276,7 @@ def complete(text: str) -> str:
     [
         ("data.chat.masking", "from ~run import identity", "level 2) imports run.identity (level 12)"),
         ("data.chat.masking", "import ~data.rows.files as x", "level 2) imports data.rows.files (level 3)"),
-        ("model.build", "from ~model.optim.rates import x", "level 8) imports model.optim.rates (level 9)"),
+        ("model.build", "from ~model.optim.optimizers import x", "level 8) imports model.optim.optimizers (level 9)"),
         ("options.fields", "def f():\n    import ~data.stores.disk", "level 0) imports data.stores.disk (level 1)"),
         ("run.plan.planner", "from ~train import train", "level 13) imports train (level 22)"),
         ("train", "from ~process_data import x", "level 22) imports process_data (level 22)"),
@@ -284,7 +284,7 @@ def complete(text: str) -> str:
     ],
 )  # fmt: skip
 def test_an_import_that_is_turned_round_is_found(name, line, found):
-    others = ("run.identity", "data.rows.files", "model.optim.rates", "data.stores.disk", "train", "process_data")
+    others = ("run.identity", "data.rows.files", "model.optim.optimizers", "data.stores.disk", "train", "process_data")
     sources = dict.fromkeys([f"{PACKAGE}{other}" for other in others], "")
     line = complete(line).replace("mini_trainer. import", "mini_trainer import")
     turned = read_all(sources | {f"{PACKAGE}{name}": line})

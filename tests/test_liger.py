@@ -9,7 +9,7 @@ from small_runs import OPTIONS, full_gradients, make_inputs, make_micro_batch, r
 from tiny_models import FAMILIES, build, check, save_model
 from transformers import AutoModelForCausalLM
 
-from mini_trainer.model.liger import apply_liger_kernels
+from mini_trainer.model.faster_layers import apply_liger_kernels
 
 LENGTHS = (13, 1, 22, 7)
 NEWEST = RELEASES["liger-kernel"][-1]
@@ -21,7 +21,7 @@ def install(monkeypatch):
     def install(release: str = NEWEST, faulty: str | None = None) -> LigerKernel:
         kernel = LigerKernel(release, faulty)
         kernel.install(monkeypatch)
-        monkeypatch.setattr("mini_trainer.model.liger.check_device", lambda device: None)
+        monkeypatch.setattr("mini_trainer.model.faster_layers.check_device", lambda device: None)
         return kernel
 
     return install

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import LlamaConfig, OPTConfig
 
 from mini_trainer.distributed.devices import MemoryCounter
-from mini_trainer.model import tiling
+from mini_trainer.model import activation_memory
+from mini_trainer.model.activation_memory import apply_offloading
 from mini_trainer.model.methods.lora import LoRA
-from mini_trainer.model.offloading import apply_offloading
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import LoRAOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 
@@ -29,7 +29,7 @@ ALWAYS = ("llama", "gpt2", "gpt_oss_sinks")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(tiling, "LEAST_TOKENS", LEAST_TOKENS)
+    monkeypatch.setattr(activation_memory, "LEAST_TOKENS", LEAST_TOKENS)
 
 
 def run_backward(model: PackedModel) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused(world, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_inputs_wait_in_cpu_memory_and_come_back_as_they_were(world, tmp_path, monkeypatch):
     num_blocks, num_tokens, width = 8, 32768, 256
-    monkeypatch.setattr(tiling, "LEAST_TOKENS", 1024)
+    monkeypatch.setattr(activation_memory, "LEAST_TOKENS", 1024)
     shape = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=num_blocks)
     path = save_model(LlamaConfig(**SHAPE | shape), tmp_path / "model")
     micro_batch = CausalLM().make_probe(num_tokens, num_tokens, longest=256).to(world.device)

@@ -24,7 +24,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.methods.nf4 import NF4Linear, pack, unpack
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import DataOptions, LoRAOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 

@@ -41,8 +41,7 @@ from mini_trainer.data.columns.base import Sample
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.sharding import choose_dim
-from mini_trainer.objectives.families.family import ReferenceForward
-from mini_trainer.objectives.families.micro_batch import Targets
+from mini_trainer.objectives.families.family import ReferenceForward, Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import TokenLoss
 
@@ -267,7 +266,7 @@ def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
 
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
     model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
-    model.reader.logit_scale = 1.0
+    model.row_model.logit_scale = 1.0
     with pytest.raises(ValueError, match=r"'granite' .*its head"):
         check(model, world)
 

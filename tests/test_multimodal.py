@@ -43,7 +43,7 @@ from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.model.build import build_model
 from mini_trainer.model.method import Full
-from mini_trainer.model.stored_tensors import find_stored
+from mini_trainer.model.stored_tensors import StoredFiles
 from mini_trainer.model.weights import list_left_out
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import AbsentEmbedder, find_placeholders, keep_text_tower, text_config
@@ -267,7 +267,7 @@ def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
     again.mkdir()
     save_file({"z": torch.zeros(2)}, again / "model.safetensors")
     stored = find_tensors(tmp_path)
-    add_tensors(again, {name: find_stored(tmp_path)[name] for name in own}, stored, pool, max_bytes=10**9)
+    add_tensors(again, {name: StoredFiles(tmp_path).find()[name] for name in own}, stored, pool, max_bytes=10**9)
     assert all(torch.equal(load_file(again / "model-00002-of-00002.safetensors")[key], own[key]) for key in own)
     entries = pool.finish()
     assert {path.parent for path in entries} == {tmp_path, again}

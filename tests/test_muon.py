@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mini_trainer.model.optim import muon
 from mini_trainer.model.optim.muon import Layout, Muon, Unit, find_matrices, share_out
-from mini_trainer.model.optim.optimizers import set_step
-from mini_trainer.model.optim.rates import choose_rates
+from mini_trainer.model.optim.optimizers import choose_rates, set_step
 from mini_trainer.options import OptimizationOptions
 
 MUON = dict(optimizer="muon", learning_rate=2e-3, weight_decay=0.1)

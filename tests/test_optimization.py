@@ -24,8 +24,13 @@ from transformers import (
     get_scheduler,
 )
 
-from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, set_step
-from mini_trainer.model.optim.rates import find_decayed, learning_rate_at
+from mini_trainer.model.optim.optimizers import (
+    build_optimizer,
+    clip_gradients,
+    find_decayed,
+    learning_rate_at,
+    set_step,
+)
 from mini_trainer.options import OptimizationOptions, parse_rate
 
 

@@ -18,7 +18,7 @@ from refusals import refuse
 from mini_trainer import options
 from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.objectives.specs import find_class
+from mini_trainer.objectives.objective import find_class
 from mini_trainer.options import TrainOptions, flatten_options, group_options, list_types, replace_options, tools
 from mini_trainer.options.choices import list_choices
 from mini_trainer.options.command_line import parse_options

@@ -19,10 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
-from mini_trainer.model.gathering import gather_all
-from mini_trainer.model.methods import osft_calibration
-from mini_trainer.model.methods.osft_calibration import Statistics, prepare_statistics
-from mini_trainer.model.methods.osft_layers import OSFTLinear, fill_layer
+from mini_trainer.model.methods import osft_directions
+from mini_trainer.model.methods.osft_directions import Statistics, prepare_statistics
 from mini_trainer.model.methods.osft_subspaces import (
     count_kept,
     decompose,
@@ -31,9 +29,18 @@ from mini_trainer.model.methods.osft_subspaces import (
     prepare_subspaces,
 )
 from mini_trainer.model.optim.optimizers import build_optimizer, clip_gradients, local_gradients
+from mini_trainer.model.weights import gather_all
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, OptimizationOptions
-from mini_trainer.osft import OSFT, gather_merged, measure_leak, project_gradients, project_updates
+from mini_trainer.osft import (
+    OSFT,
+    OSFTLinear,
+    fill_layer,
+    gather_merged,
+    measure_leak,
+    project_gradients,
+    project_updates,
+)
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}
@@ -513,18 +520,18 @@ def test_statistics_are_the_covariances_of_what_the_layers_see(family, world, tm
 @pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2"])
 @pytest.mark.parametrize("room", [0, 20_000])
 def test_statistics_that_do_not_fit_into_memory_take_several_passes(room, family, world, tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO", logger=osft_calibration.log.name)
+    caplog.set_level("INFO", logger=osft_directions.log.name)
     path = save_model(FAMILIES[family], tmp_path / "model")
     data = TokenizedData(write_samples(tmp_path / "data.arrow", make_samples(12, vocab_size=VOCAB_SIZE)))
     whole = watch(path, world, data)
     assert "passes" not in caplog.text
-    monkeypatch.setattr(osft_calibration, "find_room", lambda world: room)
+    monkeypatch.setattr(osft_directions, "find_room", lambda world: room)
     parts = watch(path, world, data)
     num_passes = int(re.search(r"statistics in (\d+) passes", caplog.text)[1])
     assert num_passes == len(whole.covariances) if room == 0 else 1 < num_passes < len(whole.covariances)
     assert parts.inputs == whole.inputs
     assert all(torch.equal(parts.covariances[name], whole.covariances[name]) for name in whole.covariances)
-    monkeypatch.setattr(osft_calibration, "available_memory", lambda: 1000)
+    monkeypatch.setattr(osft_directions, "available_memory", lambda: 1000)
     with pytest.raises(RunError, match=r"OSFT by activations needs 0\.0 GiB more of rank 0's CPU memory"):
         watch(path, world, data)
 

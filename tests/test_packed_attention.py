@@ -24,7 +24,7 @@ from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.activation_checkpointing import ATTENTION
 from mini_trainer.model.attention import Rule, attend_eager, attend_sdpa, choose_backend
 from mini_trainer.model.attention_kernels import activate_kernels
-from mini_trainer.objectives.families.micro_batch import Row
+from mini_trainer.objectives.families.family import Row
 from mini_trainer.options import doors
 
 LENGTHS = (7, 1, 12, 3)

@@ -22,13 +22,11 @@ from transformers import Qwen3Config
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.model import tiling
-from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.model import activation_memory
+from mini_trainer.model.optim.optimizers import build_optimizer, reduce_step
 from mini_trainer.model.sharding import prepare_backward
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.specs import find_data_kind, make_objective
+from mini_trainer.objectives.objective import Objective, find_data_kind, make_objective
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems
@@ -130,11 +128,15 @@ def test_few_updates_are_said_before_they_are_made(plan, inputs, world, tmp_path
 
 
 def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
-    memory.LONG_ROW, tiling.LEAST_TOKENS, before = 1, LEAST_TOKENS, (memory.LONG_ROW, tiling.LEAST_TOKENS)
+    memory.LONG_ROW, activation_memory.LEAST_TOKENS, before = (
+        1,
+        LEAST_TOKENS,
+        (memory.LONG_ROW, activation_memory.LEAST_TOKENS),
+    )
     try:
         return print_plan(values)
     finally:
-        memory.LONG_ROW, tiling.LEAST_TOKENS = before
+        memory.LONG_ROW, activation_memory.LEAST_TOKENS = before
 
 
 def choose(options: TrainOptions) -> Objective:
@@ -143,7 +145,7 @@ def choose(options: TrainOptions) -> Objective:
 
 
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
-    tiling.LEAST_TOKENS = LEAST_TOKENS
+    activation_memory.LEAST_TOKENS = LEAST_TOKENS
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     dtype = getattr(torch, options.compute.compute_dtype)
     inputs = RunInputs(
@@ -158,7 +160,7 @@ def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
 
 @pytest.mark.parametrize(("family", "changes"), SIMULATIONS)
 def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiling, "LEAST_TOKENS", LEAST_TOKENS)
+    monkeypatch.setattr(activation_memory, "LEAST_TOKENS", LEAST_TOKENS)
     path = save_model((FAMILIES | HYBRIDS)[family], tmp_path / "model")
     changes = dict(compute_dtype="float32", osft_cache_dir=str(tmp_path)) | changes
     predicted = elsewhere(predict, path, 1, changes)

@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.preferences import LOSSES
-from mini_trainer.objectives.sequence_logps import sum_logps
-from mini_trainer.objectives.token_loss import TrainedTokens
+from mini_trainer.objectives.next_tokens import TrainedTokens
+from mini_trainer.objectives.preferences import LOSSES, sum_logps
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ScoreDataOptions
 from mini_trainer.run.identity import find_changes
@@ -222,7 +221,7 @@ def test_sums_and_their_gradients_are_those_of_all_logits_at_once(rows_per_chunk
 
     targets, places = torch.randint(V, (N,)), torch.randint(NUM_SUMS, (N,))
     ours, naive = make(), make()
-    tokens = TrainedTokens(ours[0], ours[1], targets, ours[2], softcap=softcap)
+    tokens = TrainedTokens(ours[0], ours[1], ours[2], targets=targets, softcap=softcap)
     sums = sum_logps(tokens, places, NUM_SUMS, chunk_bytes=rows_per_chunk * 4 * V)
     logits = linear(*naive)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -236,7 +235,7 @@ def test_sums_and_their_gradients_are_those_of_all_logits_at_once(rows_per_chunk
 
 def test_logits_are_never_all_held_and_a_frozen_head_is_multiplied_twice():
     hidden, weight = torch.randn(64, H, requires_grad=True), torch.randn(V, H)
-    tokens = TrainedTokens(hidden, weight, torch.randint(V, (64,)))
+    tokens = TrainedTokens(hidden, weight, targets=torch.randint(V, (64,)))
     with OpRecorder() as recorder:
         sums = sum_logps(tokens, torch.zeros(64, dtype=torch.long), 2, chunk_bytes=8 * 4 * V)
         sums.square().sum().backward()

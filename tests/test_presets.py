@@ -18,8 +18,7 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.model.config import load_generation_config
 from mini_trainer.model.method import Full
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import LossSums
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import LossSums, PackedModel
 from mini_trainer.options import PRESETS, RowOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.objectives import OBJECTIVES

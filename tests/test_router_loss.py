@@ -209,7 +209,7 @@ def test_the_models_config_decides_where_the_option_does_not(data_path, world, t
         train_here(world, **options | dict(router_aux_loss=asked), output_dir=str(tmp_path / name))
     assert "router_aux_loss" in read_rows(tmp_path / "config")[0]
     assert "router_aux_loss" not in read_rows(tmp_path / "none")[0]
-    assert build(path, world).reader.router_aux_loss == config.router_aux_loss_coef
+    assert build(path, world).row_model.router_aux_loss == config.router_aux_loss_coef
 
 
 def test_a_loss_over_the_global_batch_needs_a_loss(paths, data_path, world, tmp_path):

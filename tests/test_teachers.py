@@ -21,9 +21,9 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.model.scoring.score_files import PART_BYTES, ScoreFile
+from mini_trainer.objectives.next_tokens import CrossEntropy, TrainedTokens, sum_token_loss
 from mini_trainer.objectives.soft_targets import Top, make_record_type
 from mini_trainer.objectives.teachers import Terms, measure_taught_chunk
-from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 from mini_trainer.options.problems.finding import find_problems
@@ -157,7 +157,7 @@ def test_the_compiled_chunk_computes_the_same(name):
 def test_weights_by_the_models_own_probabilities(weighting):
     hidden, weight = torch.randn(R, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
     target = torch.randint(V, (R,))
-    tokens = TrainedTokens(hidden, weight, target)
+    tokens = TrainedTokens(hidden, weight, targets=target)
     loss = sum_token_loss(tokens, CrossEntropy(tokens, weighting=weighting), chunk_bytes=4 * V * 4)
     found = torch.autograd.grad(loss, [hidden, weight])
     logits = hidden @ weight.T

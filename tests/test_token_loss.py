@@ -8,7 +8,7 @@ from op_recording import OpRecorder
 from torch.nn.functional import cross_entropy, linear
 from transformers.trainer_pt_utils import LabelSmoother
 
-from mini_trainer.objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from mini_trainer.objectives.next_tokens import CrossEntropy, TrainedTokens, sum_token_loss
 
 N, H, V = 13, 8, 29
 
@@ -26,7 +26,7 @@ def make_inputs(*, bias: bool, num_rows: int = N) -> list[torch.Tensor | None]:
 def test_loss_and_gradients_are_those_of_all_logits_at_once(rows_per_chunk, softcap, bias, weighted):
     ours, naive = make_inputs(bias=bias), make_inputs(bias=bias)
     weights = torch.rand(N) if weighted else None
-    tokens = TrainedTokens(*ours, token_weights=weights, softcap=softcap)
+    tokens = TrainedTokens(*ours[:2], ours[3], targets=ours[2], token_weights=weights, softcap=softcap)
     loss = sum_token_loss(tokens, chunk_bytes=rows_per_chunk * 4 * V)
     logits = linear(naive[0], naive[1], naive[3])
     if softcap is not None:
@@ -46,7 +46,7 @@ def test_what_memory_held_before_does_not_enter_the_gradients(monkeypatch):
     try:
         assert torch.empty(1).isnan()
         hidden, weight, targets, _ = make_inputs(bias=False)
-        sum_token_loss(TrainedTokens(hidden, weight, targets), chunk_bytes=4 * 4 * V).backward()
+        sum_token_loss(TrainedTokens(hidden, weight, targets=targets), chunk_bytes=4 * 4 * V).backward()
         assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -57,7 +57,7 @@ def test_smoothed_targets_give_transformers_loss_and_its_gradients(rows_per_chun
     for softcap, weighted in itertools.product((None, 1.5), (False, True)):
         ours, naive = make_inputs(bias=True), make_inputs(bias=True)
         weights = torch.rand(N) if weighted else None
-        tokens = TrainedTokens(*ours, token_weights=weights, softcap=softcap)
+        tokens = TrainedTokens(*ours[:2], ours[3], targets=ours[2], token_weights=weights, softcap=softcap)
         loss = sum_token_loss(tokens, CrossEntropy(tokens, 0.1), chunk_bytes=rows_per_chunk * 4 * V)
         logits = linear(naive[0], naive[1], naive[3])
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -73,7 +73,7 @@ def test_smoothed_targets_give_transformers_loss_and_its_gradients(rows_per_chun
 
 def test_without_trained_tokens_the_loss_and_every_gradient_are_zero():
     hidden, weight, targets, bias = make_inputs(bias=True, num_rows=0)
-    sum_token_loss(TrainedTokens(hidden, weight, targets, bias)).backward()
+    sum_token_loss(TrainedTokens(hidden, weight, bias, targets=targets)).backward()
     assert hidden.grad.shape == (0, H)
     assert weight.grad.shape == (V, H) and not weight.grad.any()
     assert bias.grad.shape == (V,) and not bias.grad.any()
@@ -81,7 +81,7 @@ def test_without_trained_tokens_the_loss_and_every_gradient_are_zero():
 
 def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_still_do():
     hidden, weight, targets, _ = make_inputs(bias=False)
-    sum_token_loss(TrainedTokens(hidden, weight.detach(), targets)).backward()
+    sum_token_loss(TrainedTokens(hidden, weight.detach(), targets=targets)).backward()
     reference = make_inputs(bias=False)
     cross_entropy(linear(reference[0], reference[1]), reference[2], reduction="sum").backward()
     torch.testing.assert_close(hidden.grad, reference[0].grad)
@@ -91,7 +91,7 @@ def test_bf16_inputs_give_an_fp32_loss_summed_in_fp32():
     torch.manual_seed(0)
     hidden, weight = torch.randn(4000, H).bfloat16(), torch.randn(V, H).bfloat16()
     targets = torch.randint(V, (4000,))
-    loss = sum_token_loss(TrainedTokens(hidden, weight, targets), chunk_bytes=100 * 4 * V)
+    loss = sum_token_loss(TrainedTokens(hidden, weight, targets=targets), chunk_bytes=100 * 4 * V)
     expected = cross_entropy(linear(hidden, weight).double(), targets, reduction="sum")
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
@@ -104,7 +104,7 @@ def test_beyond_the_gradients_memory_does_not_grow_with_the_tokens(bias, softcap
     for factor in (1, 8):
         hidden, weight, targets, bias_vector = make_inputs(bias=bias, num_rows=num_rows * factor)
         with OpRecorder() as recorder:
-            tokens = TrainedTokens(hidden, weight, targets, bias_vector, softcap=softcap)
+            tokens = TrainedTokens(hidden, weight, bias_vector, targets=targets, softcap=softcap)
             loss = sum_token_loss(tokens, chunk_bytes=num_rows * 4 * V)
         gradients = sum(tensor.nbytes for tensor in (hidden, weight, *([bias_vector] if bias else [])))
         assert recorder.live_bytes() == gradients + loss.nbytes
@@ -117,6 +117,6 @@ def test_the_budget_of_a_chunk_is_honoured_for_any_vocabulary():
     for vocab_size in (V, 50 * V):
         hidden, weight = torch.randn(40, H), torch.randn(vocab_size, H)
         with OpRecorder() as recorder:
-            tokens = TrainedTokens(hidden, weight, torch.zeros(40, dtype=torch.long))
+            tokens = TrainedTokens(hidden, weight, targets=torch.zeros(40, dtype=torch.long))
             sum_token_loss(tokens, chunk_bytes=10 * 4 * V * 50)
         assert recorder.largest <= 10 * 4 * V * 50

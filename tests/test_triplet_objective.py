@@ -38,8 +38,7 @@ from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.families.family import Family, ReferenceForward, RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
+from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row, RowModel, Targets
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Loss, LossSums, Objective, ObjectiveSettings, Scores
 from mini_trainer.options import ClassificationOptions, TrainOptions, group_options
@@ -111,7 +110,7 @@ class TripletLoss(Loss):
         losses = softplus(differences / self.tau)
         return torch.stack([losses, (differences < 0).float(), torch.ones_like(losses)], dim=1)
 
-    def predict(self, reader: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, H)
+    def predict(self, row_model: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, H)
         """The last hidden state of each sequence."""
         return hidden[0, micro_batch.row.cu_seqlens[1:].long()[micro_batch.targets.index] - 1]
 
@@ -123,8 +122,8 @@ class TripletLoss(Loss):
             reports["source_losses"] = by_source[:, 0]
         return LossSums(sums[:, 0].sum(), reports=reports)
 
-    def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
-        sums = self.measure(self.read(reader, micro_batch), micro_batch.targets)
+    def score(self, row_model: RowModel, micro_batch: MicroBatch) -> Scores:
+        sums = self.measure(self.read(row_model, micro_batch), micro_batch.targets)
         return Scores(sum_by_source(sums.double(), micro_batch.targets))
 
     def sum_own(self, own: ReferenceForward, targets: TripletTargets) -> Tensor:

@@ -39,17 +39,16 @@ from mini_trainer.model.check import check_model
 from mini_trainer.model.flops import count_flops, count_tower
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.methods.lora import LoRA
-from mini_trainer.model.methods.osft_layers import OSFTLinear
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.objectives.families.micro_batch import MicroBatch, pack_row
+from mini_trainer.objectives.families.family import MicroBatch, pack_row
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import list_parts
-from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLanguageFamily, VisionLanguageReader
-from mini_trainer.objectives.next_tokens import NextTokens
-from mini_trainer.objectives.pictured_tokens import VisionLanguage
+from mini_trainer.objectives.families.vision import REFUSED, Images, VisionLanguageFamily, VisionLanguageRowModel
+from mini_trainer.objectives.next_tokens import NextTokens, VisionLanguage
 from mini_trainer.options import LoRAOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import MergeAdapterOptions
+from mini_trainer.osft import OSFTLinear
 from mini_trainer.run.images import count_set_images
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
@@ -512,7 +511,7 @@ def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):
     images = rows.images.of(ids)
     batch = objective.pack([rows.read(row) for row in ids.tolist()])
     with counted, torch.no_grad():
-        VisionLanguageReader(model).base.get_image_features(**batch.extras.pixels, return_dict=True)
+        VisionLanguageRowModel(model).base.get_image_features(**batch.extras.pixels, return_dict=True)
     # Forward only, also of the projector, which trains: a third of its FLOPs.
     expected = tower.per_patch * images.patches + tower.per_pair * images.pairs + tower.per_token / 3 * images.tokens
     # Windows at an image's edge are counted as if they were whole.

@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from mini_trainer.model import reading_ahead
+from mini_trainer.model import stored_tensors
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
 
@@ -178,15 +178,15 @@ def make_readers(sizes: dict[str, int], read: list[str]) -> dict:
 
 
 def test_tensors_are_read_ahead_up_to_a_limit_and_taken_in_any_order(monkeypatch):
-    monkeypatch.setattr(reading_ahead, "AHEAD_BYTES", 20)
+    monkeypatch.setattr(stored_tensors, "AHEAD_BYTES", 20)
     sizes, read = {f"{module}.weight": 10 for module in "abcdef"}, []
     readers = make_readers(sizes, read)
-    with reading_ahead.reading_ahead(readers, "abcdef"):
+    with stored_tensors.reading_ahead(readers, "abcdef"):
         for module in "eabcd":
             assert readers.pop(f"{module}.weight")().nbytes == 10
     assert sorted({*read, "f.weight"}) == list(sizes) and len(set(read)) == len(read)
     read.clear()
-    ahead = reading_ahead.ReadAhead(make_readers(sizes, read), sizes)
+    ahead = stored_tensors.ReadAhead(make_readers(sizes, read), sizes)
     ahead.continue_reading()
     for expected in (["a.weight", "b.weight"], ["a.weight", "b.weight", "c.weight"]):
         while ahead.is_reading:
@@ -201,7 +201,7 @@ def test_what_a_reader_raises_comes_out_where_its_tensor_is_used():
         raise ValueError("b.weight has 1 NaN")
 
     readers = make_readers({"a.weight": 1}, []) | {"b.weight": fail}
-    with pytest.raises(ValueError, match=r"b\.weight has 1 NaN"), reading_ahead.reading_ahead(readers, ["a", "b"]):
+    with pytest.raises(ValueError, match=r"b\.weight has 1 NaN"), stored_tensors.reading_ahead(readers, ["a", "b"]):
         assert readers["a.weight"]().nbytes == 1
         readers["b.weight"]()
     assert "read-ahead" not in {thread.name.partition("_")[0] for thread in threading.enumerate()}

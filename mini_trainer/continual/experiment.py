@@ -31,7 +31,7 @@ from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, PARAMS_FILE
 from mini_trainer.run.stages import Record, Stage, hash_files, list_changes, write_record
 
 STATISTICS = "osft_statistics.safetensors"
-BASES = Path("osft", "bases.safetensors")  # model.methods.osft_bases.BASES_FILE, without its imports
+BASES = Path("osft", "bases.safetensors")  # model.methods.osft_subspaces.BASES_FILE, without its imports
 
 
 def run_sequence(

@@ -34,7 +34,7 @@ from mini_trainer.data.stores.disk import (
     written_aside,
 )
 from mini_trainer.data.stores.model_files import find_model, list_weights
-from mini_trainer.model.stored_tensors import find_quantization, find_stored
+from mini_trainer.model.stored_tensors import StoredFiles, find_quantization
 from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST
 from mini_trainer.run.stages import Stage
@@ -225,8 +225,8 @@ def average_models(first: str, second: str, output: Path, *, share: float) -> No
     ValueError if their tensors differ; the directory appears once it is complete.
     """
     directory = Path(find_model(first, revision=None, trust_remote_code=False, flag="model:"))
-    others = find_stored(Path(second))
-    shapes = [{name: one.shape for name, one in tensors.items()} for tensors in (find_stored(directory), others)]
+    others = StoredFiles(Path(second)).find()
+    shapes = [{name: one.shape for name, one in tensors.items()} for tensors in (StoredFiles(directory).find(), others)]
     if find_quantization(directory) is not None or shapes[0] != shapes[1]:
         raise ValueError(f"self_distillation: teacher: average: {first} is quantized, or unlike {second}")
     files = [file for file in directory.iterdir() if file.is_file() and file.name not in ("manifest.json", "README.md")]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 
 # Operations whose outputs --activation-checkpointing selective keeps. Not bmm, which computes eager attention's scores.
 GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # matrix products of all experts of a layer at once
@@ -40,7 +40,7 @@ def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: s
     return kept
 
 
-is_inside_tiles = False  # of model.tiling: selective checkpointing keeps nothing there
+is_inside_tiles = False  # of model.activation_memory: selective checkpointing keeps nothing there
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
+from mini_trainer.objectives.families.family import MicroBatch, Row
 from mini_trainer.options.doors import ATTENTION, open_door
 
 
@@ -132,9 +132,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
 def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
     """torch's scaled_dot_product_attention, one sequence at a time: bitwise equal to the sequence alone."""
     outputs = []
-    for (q, k, v), own in zip(
-        split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
-    ):
+    for q, k, v, own in split_sequences(query, key, value, row, rule.blocks):
         length = q.shape[2]
         is_plain = own is None and (rule.window is None or length <= rule.window)
         mask = None if is_plain else make_mask(length, rule, q.device, own)
@@ -152,9 +150,7 @@ def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule)
 def attend_eager(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
     """Eager attention, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
     outputs = []
-    for (q, k, v), own in zip(
-        split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
-    ):
+    for q, k, v, own in split_sequences(query, key, value, row, rule.blocks):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * rule.scaling  # (1, Hq, length, length)
         if rule.softcap is not None:
@@ -167,16 +163,10 @@ def attend_eager(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule
     return torch.cat(outputs, dim=1)
 
 
-def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list[int]) -> zip:
-    """Yields (q, k, v) of each packed sequence, each (1, heads, length, D)."""
-    return zip(*(t.split(seq_lengths, dim=2) for t in (query, key, value)), strict=True)
-
-
-def split_blocks(blocks: Tensor | None, row: Row) -> list[Tensor | None]:
-    """Splits `blocks` by packed sequence."""
-    if blocks is None:
-        return [None] * len(row.seq_lengths)
-    return list(blocks.split(row.seq_lengths))
+def split_sequences(query: Tensor, key: Tensor, value: Tensor, row: Row, blocks: Tensor | None) -> zip:
+    """Yields (q, k, v), each (1, heads, length, D), and the blocks (length,) of each packed sequence."""
+    own = [None] * len(row.seq_lengths) if blocks is None else blocks.split(row.seq_lengths)
+    return zip(*(t.split(row.seq_lengths, dim=2) for t in (query, key, value)), own, strict=True)
 
 
 def make_mask(length: int, rule: Rule, device: torch.device, blocks: Tensor | None) -> Tensor:

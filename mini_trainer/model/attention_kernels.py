@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.model.attention import Rule
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
+from mini_trainer.objectives.families.family import MicroBatch, Row
 
 MAX_HEAD_SIZE = 256  # largest head size that FlashAttention's kernels support
 

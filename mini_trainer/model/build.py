@@ -19,11 +19,9 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.sharding import apply_sharding
 from mini_trainer.model.weights import Reader, read_weights
-from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.families.micro_batch import find_pad_position
+from mini_trainer.objectives.families.family import Family, find_pad_position
 from mini_trainer.objectives.families.text_tower import find_blocks, find_decoder, set_attention, text_config
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ComputeOptions, ShardingOptions
 from mini_trainer.options.doors import Doors
 
@@ -63,7 +61,7 @@ def build_model(
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective.family)))
     method.prepare(meta, readers, world=world, progress=progress)
     if meta.tiled:
-        from mini_trainer.model.tiling import apply_tiling
+        from mini_trainer.model.activation_memory import apply_tiling
 
         apply_tiling(meta)
     packed_model = PackedModel(
@@ -71,7 +69,7 @@ def build_model(
     )
     packed_model.compiled = meta.compiled
     if meta.replaced:
-        from mini_trainer.model.liger import restored
+        from mini_trainer.model.faster_layers import restored
 
         packed_model.own_code = functools.partial(restored, meta.replaced)
     apply_sharding(
@@ -97,7 +95,7 @@ def make_meta_model(
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     replaced = ()
     if compute.use_liger_kernels:
-        from mini_trainer.model.liger import apply_liger_kernels
+        from mini_trainer.model.faster_layers import apply_liger_kernels
 
         replaced = apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
@@ -109,12 +107,12 @@ def make_meta_model(
         if backend != OWN:
             use_kernels(blocks, device)
     if compute.float8:
-        from mini_trainer.model.float8 import apply_float8
+        from mini_trainer.model.faster_layers import apply_float8
 
         apply_float8(blocks, device)
     tiled = ()
     if compute.tiled_mlp:
-        from mini_trainer.model.tiling import find_tiled
+        from mini_trainer.model.activation_memory import find_tiled
 
         tiled = find_tiled(model, blocks)
     if mode == "selective":
@@ -124,7 +122,7 @@ def make_meta_model(
     if mode == "full":
         apply_activation_checkpointing(blocks)
     if compute.offload_activations:
-        from mini_trainer.model.offloading import apply_offloading
+        from mini_trainer.model.activation_memory import apply_offloading
 
         apply_offloading(blocks, device)
     return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced, compiled)

@@ -18,7 +18,7 @@ from mini_trainer.model.attention import OWN
 from mini_trainer.model.blocks import find_mixers
 from mini_trainer.model.method import Method
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text_tower import (
     find_blocks,
     find_decoder,
@@ -26,8 +26,7 @@ from mini_trainer.objectives.families.text_tower import (
     set_attention,
     text_config,
 )
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 
 
 def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, world: World) -> None:

@@ -16,8 +16,7 @@ from mini_trainer.model.attention import find_features
 from mini_trainer.model.check import draw_sequences, is_float8, token_errors
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 
 # Allowed relative differences: in fp32, in types in which fused kernels round less, and of products in fp8, to whose
 # values, an eighth apart, both forms may round to either side.

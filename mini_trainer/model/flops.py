@@ -117,10 +117,7 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     num_experts = find_number(config, "num_local_experts", "num_experts", "moe_num_experts") or 1
     num_active = find_number(config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k") or 1
     active = num_active / num_experts
-    tower = None
-    if getattr(whole, "vision_config", None) is not None:
-        tower = count_tower(model, whole)
-    if tower is not None:  # its matrices process patches, not tokens
+    if (tower := count_tower(model, whole)) is not None:  # its matrices process patches, not tokens
         parts = list_parts(model)
         outside |= {id(model.get_parameter(name)) for name in (*parts["vision"], *parts["projector"])}
     matrices = forward = 0.0  # FLOPs per token

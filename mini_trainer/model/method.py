@@ -11,18 +11,15 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from mini_trainer.distributed.world import World
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.gathering import WeightGroup, gather_parameters
-from mini_trainer.model.weights import Reader
-from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.model.weights import Reader, WeightGroup, gather_parameters
+from mini_trainer.objectives.families.family import Family, MicroBatch
 from mini_trainer.objectives.families.text_tower import LeftOut
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import DataOptions
 
 if TYPE_CHECKING:
     from mini_trainer.distributed.compilation import Compiled
-    from mini_trainer.model.liger import Replaced
+    from mini_trainer.model.faster_layers import Replaced
 
 
 @dataclass(frozen=True)

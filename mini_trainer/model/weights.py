@@ -1,4 +1,5 @@
-"""Reads a model's weights from its safetensors files one tensor at a time: no process ever holds the whole model.
+"""Reads a model's weights from its safetensors files one tensor at a time: no process ever holds the whole model;
+and gathers a sharded model's tensors on rank 0, one at a time.
 
 transformers decides which stored tensors make up which parameters (renamed keys, prefixes, experts that are stored
 separately and fused in the model): its own loader runs once on placeholders without data, which yields the mapping.
@@ -7,18 +8,21 @@ separately and fused in the model): its own loader runs once on placeholders wit
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from mini_trainer.data.stores.model_files import list_weights
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import without_library_bars
+from mini_trainer.distributed.world import World
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.stored_tensors import (
     QUANTIZED_TYPES,
@@ -28,7 +32,6 @@ from mini_trainer.model.stored_tensors import (
     check_finite,
     choose_dtype,
     find_quantization,
-    find_stored,
 )
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import text_config
@@ -237,7 +240,7 @@ def list_left_out(source: ModelSource, family: Family, *, trained: Collection[st
     if not list_weights(Path(source.directory)):
         log.warning(f"warning: {source.directory}: its weights are gone; the export holds only the trained weights")
         return {}
-    stored = find_stored(Path(source.directory))
+    stored = StoredFiles(Path(source.directory)).find()
     if stored.keys() <= set(trained):
         return {}
     with torch.device("meta"):
@@ -318,3 +321,60 @@ def grow_rows(read: Reader, num_rows: int, *, keeps_type: bool = False) -> Tenso
     grown[: len(rows)] = rows
     grown[len(rows) :] = grown[: len(rows)].mean(dim=0)
     return grown.to(rows.dtype) if keeps_type else grown
+
+
+PINNED_BYTES = 1 << 30  # of a tensor; torch keeps pinned memory, in powers of two, for later tensors
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Tensors of an export that are gathered together: their shapes, and a function that gathers them."""
+
+    shapes: dict[str, Tensor]  # on the meta device, by name
+    gather: Callable[[], dict[str, Tensor]]  # unsharded, on rank 0's CPU; empty on other ranks. All ranks call it.
+
+
+def gather_parameters(
+    model: PreTrainedModel, dtype: torch.dtype, *, world: World, leave_out: Collection[str] = ()
+) -> list[WeightGroup]:
+    """A group for each parameter, unsharded and in `dtype` (tied ones once), and each persistent buffer, unchanged."""
+    saved = model.state_dict().keys()
+    params = [(name, param.detach(), dtype) for name, param in model.named_parameters()]
+    buffers = [(name, buffer, buffer.dtype) for name, buffer in model.named_buffers() if name in saved]
+    return [
+        gather_one(name, tensor.shape, kept_dtype, functools.partial(gather_tensor, tensor, kept_dtype, world=world))
+        for name, tensor, kept_dtype in params + buffers
+        if name not in leave_out
+    ]
+
+
+def gather_all(groups: Iterable[WeightGroup]) -> dict[str, Tensor]:
+    """Gathers the tensors of all groups at once. All ranks call this."""
+    return {name: tensor for group in groups for name, tensor in group.gather().items()}
+
+
+def gather_one(name: str, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor | None]) -> WeightGroup:
+    """Makes a group of one tensor from a function that returns None on other ranks."""
+
+    def gather_named() -> dict[str, Tensor]:
+        tensor = gather()
+        return {} if tensor is None else {name: tensor}
+
+    return WeightGroup({name: torch.empty(shape, dtype=dtype, device="meta")}, gather_named)
+
+
+def gather_tensor(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor | None:
+    """The unsharded parameter or buffer on rank 0's CPU; None on other ranks. All ranks call this."""
+    whole = tensor.to(world.device, dtype)
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return copy_to_cpu(whole) if world.rank == 0 else None
+
+
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    """The tensor in CPU memory: pinned unless it is very large, since GPUs copy there several times as fast.
+
+    Waits for the copy. A separate stream would gain nothing: an export writes its files more slowly than this.
+    """
+    if not tensor.is_cuda or tensor.nbytes > PINNED_BYTES:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

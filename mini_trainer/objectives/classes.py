@@ -3,6 +3,8 @@
 T tokens in a packed row, n sequences in it, N targets, C classes, K numbers of a target.
 """
 
+import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,26 +12,199 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.label_columns import TARGET_COLUMN
-from mini_trainer.objectives.class_scores import (
-    METRICS,
-    ClassLoss,
-    choose_class_weights,
-    summarize_classes,
-)
-from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
-from mini_trainer.objectives.families.family import ReferenceForward
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import (
-    TARGETS,
-    Loss,
-    LossSums,
-    Objective,
-    ObjectiveSettings,
-    Scores,
-)
+from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
+from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row, Targets
+from mini_trainer.objectives.objective import TARGETS, Loss, LossSums, Objective, ObjectiveSettings, Scores
+
+
+@dataclass(frozen=True)
+class ClassLoss:
+    """torch's own losses: summed over a micro-batch and divided by what `weigh` sums up, they are torch's means."""
+
+    label_type: str  # single: cross-entropy; multi: binary cross-entropy of each class; regression: squared error
+    weights: tuple[float, ...] | None = None  # of the classes
+    smoothing: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the loss that transformers' models compute by themselves."""
+        return self.weights is None and self.smoothing == 0
+
+    def measure(self, logits: Tensor, targets: Tensor) -> Tensor:  # (N, C) fp32 and (N, K) -> (N,)
+        """The loss of each target: a class's number (K = 1), C zeros and ones, or C values."""
+        weights = None if self.weights is None else make_weights(self.weights, logits.device)
+        match self.label_type:
+            case "single":
+                return cross_entropy(
+                    logits, targets[:, 0].long(), weight=weights, label_smoothing=self.smoothing, reduction="none"
+                )
+            case "multi":
+                return binary_cross_entropy_with_logits(
+                    logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
+                ).mean(1)
+            case "regression":
+                return mse_loss(logits, targets.to(logits.dtype), reduction="none").mean(1)
+        raise ValueError(f"--label-type {self.label_type}: has no loss")
+
+    def weigh(self, targets: Tensor) -> Tensor:  # (N, K) -> (N,) fp32
+        """Each target's weight in the mean: its class's for cross-entropy, as in torch, else 1."""
+        if self.label_type != "single" or self.weights is None:
+            return torch.ones(len(targets), device=targets.device)
+        return make_weights(self.weights, targets.device)[targets[:, 0].long()]
+
+
+def make_weights(weights: tuple[float, ...], device: torch.device) -> Tensor:  # (C,) fp32
+    return torch.tensor(weights, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def choose_class_weights(given: tuple[str, ...], task: DataTask, count_labels: CountLabels) -> tuple[float, ...] | None:
+    """The classes' weights by --class-weights: none, balanced, or a number for each class. ValueError for others.
+
+    balanced: targets / (classes x targets of the class), as in scikit-learn; where a target has several classes, the
+    targets without the class / those with it.
+    """
+    if not given:
+        return None
+    flag = f"--class-weights {' '.join(given)}"
+    if task.label_type == "regression":
+        raise ValueError(f"{flag}: this data has numbers to predict, and no classes: leave it out")
+    counts, num_targets = count_labels()
+    counts = counts.tolist()
+    if given == ("balanced",):
+        absent = [name for name, count in zip(task.label_names, counts, strict=True) if count == 0]
+        if absent:
+            raise ValueError(f"{flag}: the data has no target of {', '.join(absent)}; give a number for each class")
+        if task.label_type == "multi":
+            return tuple((num_targets - count) / count for count in counts)
+        return tuple(sum(counts) / (len(counts) * count) for count in counts)
+    try:
+        weights = tuple(map(float, given))
+    except ValueError:
+        weights = ()
+    if len(weights) != task.num_labels or not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError(
+            f"{flag}: give balanced, or a number of at least 0 for each of the {task.num_labels} classes, in the order"
+            f" {', '.join(task.label_names)}"
+        )
+    if task.label_type == "single" and not any(n * weight for n, weight in zip(counts, weights, strict=True)):
+        raise ValueError(f"{flag}: every class in the data has weight 0, so there is nothing to train on")
+    return weights
+
+
+# Of every metric that can choose the best model, whether more of it is better; those of each kind of labels.
+OF_CLASSES = {
+    "loss": False, "accuracy": True, "precision": True, "recall": True, "f1": True, "f1_weighted": True,
+}  # fmt: skip
+METRICS = {
+    "single": OF_CLASSES | {"matthews": True},
+    "multi": OF_CLASSES | {"f1_micro": True},
+    "regression": {"loss": False, "mse": False, "mae": False, "pearson": True, "spearman": True},
+}
+
+
+def summarize_classes(task: DataTask, targets: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
+    """Every metric of the labels' kind but the loss, of targets (N, K) and logits (N, C)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a class that nothing has, or values that are all the same
+        if task.label_type == "regression":
+            return score_values(targets, logits)
+        targets, predicted = targets.astype(int), predict_classes(task, logits)
+        if task.label_type == "single":
+            targets, predicted = targets[:, 0], predicted[:, 0]
+        return score_classes(task, targets, predicted)
+
+
+def predict_classes(task: DataTask, logits: np.ndarray) -> np.ndarray:  # (N, C) -> (N, K)
+    """The logits' predictions in the form of targets: a class, a zero or one for each class, or values."""
+    if task.label_type == "regression":
+        return logits
+    return (logits > 0).astype(int) if task.label_type == "multi" else logits.argmax(1)[:, None]
+
+
+def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:
+    """scikit-learn's scores of classes (N,), or of zeros and ones for each class (N, C).
+
+    Means over classes are over those that are a target or were predicted; the accuracy of several classes is the share
+    of targets with exactly the right ones.
+    """
+    from sklearn import metrics
+
+    if task.label_type == "multi":
+        own = {
+            "f1_micro": average_scores(targets, predicted, "micro")["f1"],
+            "confusion_matrix": metrics.multilabel_confusion_matrix(targets, predicted).tolist(),
+        }
+    else:
+        matrix = metrics.confusion_matrix(targets, predicted, labels=range(task.num_labels))
+        own = {"matthews": float(metrics.matthews_corrcoef(targets, predicted)), "confusion_matrix": matrix.tolist()}
+    return {
+        "accuracy": float(metrics.accuracy_score(targets, predicted)),
+        **average_scores(targets, predicted, "macro"),
+        "f1_weighted": average_scores(targets, predicted, "weighted")["f1"],
+        **own,
+        "classes": describe_classes(task, targets, predicted),
+        "num_targets": len(targets),
+    }
+
+
+def average_scores(targets: np.ndarray, predicted: np.ndarray, average: str) -> dict[str, float]:
+    from sklearn.metrics import precision_recall_fscore_support
+
+    scores = precision_recall_fscore_support(targets, predicted, average=average, zero_division=0)
+    return dict(zip(("precision", "recall", "f1"), map(float, scores[:3]), strict=True))
+
+
+def describe_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, dict[str, float]]:
+    """Precision, recall, F1 and the number of targets of each class, by its name."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    labels = range(task.num_labels)
+    scores = precision_recall_fscore_support(targets, predicted, labels=labels, average=None, zero_division=0)
+    names = ("precision", "recall", "f1", "num_targets")
+    return {
+        label: dict(zip(names, (*map(float, of_label[:3]), int(of_label[3])), strict=True))
+        for label, of_label in zip(task.label_names, zip(*scores, strict=True), strict=True)
+    }
+
+
+def score_values(targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N, C) each
+    """Correlations are the mean over values; null where values are all the same."""
+    from scipy import stats
+    from sklearn import metrics
+
+    columns = list(zip(targets.T, predicted.T, strict=True))
+
+    def correlate(function: Any) -> float | None:
+        mean = float(np.mean([function(*column).statistic for column in columns])) if len(targets) > 1 else math.nan
+        return mean if math.isfinite(mean) else None
+
+    return {
+        "mse": float(metrics.mean_squared_error(targets, predicted)),
+        "mae": float(metrics.mean_absolute_error(targets, predicted)),
+        "pearson": correlate(stats.pearsonr),
+        "spearman": correlate(stats.spearmanr),
+        "num_targets": len(targets),
+    }
+
+
+def describe_prediction(task: DataTask, target: np.ndarray, logits: np.ndarray) -> dict[str, Any]:
+    """One prediction by names: the label, the predicted label and its probabilities; for regression, the values."""
+    if task.label_type == "regression":
+        return {"label": target.tolist(), "predicted": logits.tolist()}
+    names = np.array(task.label_names)
+    if task.label_type == "multi":
+        shares = 1 / (1 + np.exp(-logits))
+        label, predicted = names[target > 0].tolist(), names[logits > 0].tolist()
+    else:
+        shares = np.exp(logits - logits.max())
+        shares /= shares.sum()
+        label, predicted = str(names[int(target[0])]), str(names[int(logits.argmax())])
+    return {"label": label, "predicted": predicted, "scores": dict(zip(task.label_names, shares.tolist(), strict=True))}
+
 
 PROBLEM_TYPES = {  # as transformers' configs call them
     "single": "single_label_classification",
@@ -74,8 +249,8 @@ class HeadLoss(Loss):
 
     of_target: ClassLoss
 
-    def predict(self, reader: ClassifierReader, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, C)
-        return reader.classify(hidden, micro_batch.row, micro_batch.targets.index)
+    def predict(self, row_model: ClassifierRowModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N, C)
+        return row_model.classify(hidden, micro_batch.row, micro_batch.targets.index)
 
     def sum(self, predicted: Tensor, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets, reports = micro_batch.targets, {}
@@ -89,15 +264,14 @@ class HeadLoss(Loss):
             reports["source_losses"], reports["source_divisors"] = sums.unbind(1)
         return LossSums(losses.sum(), reports=reports)
 
-    def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: ClassifierRowModel, micro_batch: MicroBatch) -> Scores:
         """Summed loss and divisor of each data set; place, value and logits of each target."""
         targets = micro_batch.targets
-        logits, values = self.read(reader, micro_batch), targets.list_values()
+        logits, values = self.read(row_model, micro_batch), targets.list_values()
         scores = torch.stack([self.of_target.measure(logits, values), self.of_target.weigh(values)], dim=1).double()
-        sums, sources = scores.new_zeros(targets.num_sources, scores.shape[1]), targets.sources
-        sources = torch.zeros(len(scores), dtype=torch.long, device=sums.device) if sources is None else sources
+        sums = scores.new_zeros(targets.num_sources, scores.shape[1])
         rows = torch.cat([targets.list_places(micro_batch.row).double(), values.double(), logits.double()], dim=1)
-        return Scores(sums.index_add_(0, sources, scores), rows)
+        return Scores(sums.index_add_(0, targets.find_sources(), scores), rows)
 
     def sum_own(self, own: ReferenceForward, targets: SequenceTargets | TokenClasses) -> Tensor:
         logits = own.logits.reshape(-1, own.logits.shape[-1]).float()

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.preference_columns import GOOD_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
-from mini_trainer.objectives.families.family import Family, ReferenceForward
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
-from mini_trainer.objectives.families.text import TextFamily, TextReader
-from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
+from mini_trainer.objectives.families.text import TextFamily, TextRowModel
+from mini_trainer.objectives.next_tokens import CausalLM, TrainedTokens
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
-from mini_trainer.objectives.sequence_logps import (
+from mini_trainer.objectives.preferences import (
     ONE,
     ZERO,
     AnswerLoss,
@@ -32,7 +31,6 @@ from mini_trainer.objectives.sequence_logps import (
     sum_by_source,
     weigh_samples,
 )
-from mini_trainer.objectives.token_loss import TrainedTokens
 
 KTO = "kto"
 BETA = 0.1
@@ -57,15 +55,17 @@ class KTOLoss(AnswerLoss):
 
     looks_ahead = True
 
-    def look_ahead(self, reader: TextReader, micro_batch: MicroBatch) -> Tensor:  # (2,) fp64
+    def look_ahead(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Tensor:  # (2,) fp64
         """Summed log-ratios of the unrelated answers, and their number."""
-        ratios, is_there = self.read_unrelated(reader, micro_batch)
+        ratios, is_there = self.read_unrelated(row_model, micro_batch)
         return torch.stack([ratios.sum(), is_there.sum()])
 
-    def read_unrelated(self, reader: TextReader, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:  # (S,) fp64 each
+    def read_unrelated(
+        self, row_model: TextRowModel, micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:  # (S,) fp64 each
         """The log-ratio of each sample's unrelated answer, 0 if it has none, and whether it has one (0 or 1)."""
         targets = micro_batch.targets
-        logps = self.sum_logps(self.read(reader, targets.ahead), targets.ahead).double()
+        logps = self.sum_logps(self.read(row_model, targets.ahead), targets.ahead).double()
         is_there = (targets.ahead.targets.lengths[:, 0] > 0).double()
         reference = 0 if targets.reference is None else targets.reference[:, 1].double()
         return (logps - reference) * is_there, is_there
@@ -97,12 +97,12 @@ class KTOLoss(AnswerLoss):
         loss = losses.sum() if row_group is None else count_once(losses.sum(), num_ranks)
         return LossSums(loss, reports=reports)
 
-    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """Sums: both log-probabilities, and 1. Predictions: whether an answer is good, its weight, its log-ratio and
         log-probability, the unrelated answer's log-ratio and whether there is one."""
         targets, row_group = micro_batch.targets, micro_batch.row.row_group
-        logps = self.sum_logps(self.read(reader, micro_batch), micro_batch).double()
-        unrelated, is_there = self.read_unrelated(reader, micro_batch)
+        logps = self.sum_logps(self.read(row_model, micro_batch), micro_batch).double()
+        unrelated, is_there = self.read_unrelated(row_model, micro_batch)
         reference = torch.zeros(len(logps), 2, device=logps.device) if targets.reference is None else targets.reference
         own, weights = logps - reference[:, 0], targets.numbers.weights
         sums = torch.stack([logps, unrelated + reference[:, 1] * is_there, torch.ones_like(logps)], dim=1)

@@ -1,24 +1,41 @@
-"""The base class of objectives, which turn micro-batches into losses.
+"""The base class of objectives, which turn micro-batches into losses, and the model with its objective's loss.
 
 An objective is a value, made once data, tokenizer and model files are known. It joins a model family, which reads the
 row, with targets, a loss and metrics of validations. T tokens in a packed row, L tokens of one sequence, N targets, H
 hidden size.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
+from mini_trainer.data.columns.base import VISION, CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.distributed.world import RowGroup
-from mini_trainer.objectives.families.family import NO_SUMS, Family, ReferenceForward, RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets, take_part
+from mini_trainer.objectives.families.family import (
+    NO_SUMS,
+    Family,
+    MicroBatch,
+    ReferenceForward,
+    Row,
+    RowModel,
+    Targets,
+    take_part,
+)
 from mini_trainer.options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
+from mini_trainer.options.doors import open_door
+from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES
+
+if TYPE_CHECKING:
+    from mini_trainer.distributed.compilation import Compiled
+
 
 SELF = "self"  # as a teacher: the model as the run starts
 TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`
@@ -66,17 +83,17 @@ class Loss(ABC):
 
     looks_ahead: ClassVar[bool] = False  # whether `look_ahead` is called with all micro-batches before the first loss
 
-    def prepare(self, reader: RowModel, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, row_model: RowModel, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch with additions computed without gradients before its forward pass. Default: none."""
         return micro_batch
 
     @abstractmethod
-    def predict(self, reader: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Any:
+    def predict(self, row_model: RowModel, hidden: Tensor, micro_batch: MicroBatch) -> Any:
         """Computes predictions from the row's final hidden states (1, T, H)."""
 
-    def read(self, reader: RowModel, micro_batch: MicroBatch) -> Any:
+    def read(self, row_model: RowModel, micro_batch: MicroBatch) -> Any:
         """The same, from the row itself."""
-        return self.predict(reader, reader.encode(micro_batch).hidden, micro_batch)
+        return self.predict(row_model, row_model.encode(micro_batch).hidden, micro_batch)
 
     @abstractmethod
     def sum(self, predicted: Any, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
@@ -84,14 +101,14 @@ class Loss(ABC):
         global batch and all ranks."""
 
     @abstractmethod
-    def score(self, reader: RowModel, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: RowModel, micro_batch: MicroBatch) -> Scores:
         """Validation results of the micro-batch. No gradients."""
 
     @abstractmethod
     def sum_own(self, own: ReferenceForward, targets: Targets) -> Tensor:
         """`sum` of the one sequence with these targets, from the logits of the model's own forward pass."""
 
-    def look_ahead(self, reader: RowModel, micro_batch: MicroBatch) -> Tensor:
+    def look_ahead(self, row_model: RowModel, micro_batch: MicroBatch) -> Tensor:
         """Sums over the micro-batch that every loss of the global batch needs, of the same shape on every rank."""
         raise NotImplementedError
 
@@ -295,3 +312,133 @@ class EmbeddingNoise:
 
 def derive_noise_seed(seed: int, position: int) -> int:
     return int(np.random.SeedSequence([seed, position], spawn_key=OF_NOISE).generate_state(1)[0])
+
+
+def find_class(name: str) -> type[Objective]:
+    """The class of the objective of this name."""
+    return open_door(ALL_OBJECTIVES[name].place)
+
+
+def list_metrics() -> dict[str, bool]:
+    """The metrics that some objective's validations report, and whether more of each is better."""
+    found: dict[str, bool] = {}
+    for name in ALL_OBJECTIVES:
+        found |= find_class(name).list_metrics()
+    return found
+
+
+def find_data_kind(name: str) -> str:
+    """The kind of data that the objective of this name learns from."""
+    return ALL_OBJECTIVES[name].data or name
+
+
+def make_family(name: str, settings: ObjectiveSettings) -> Family:
+    """The model family of the objective of this name."""
+    return find_class(name).make_family(settings)
+
+
+def make_objective(
+    name: str, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None = None
+) -> Objective:
+    """The objective on data for `task`; ValueError if the data is for another one.
+
+    `count_labels`: of classifiers.
+    """
+    if task.objective == VISION and name != VISION:
+        raise ValueError(
+            f"--objective {name}: learns from texts alone, but the data has images (process_data.py --images): give"
+            f" --objective causal-lm, or data that was tokenized for {find_data_kind(name)}"
+        )
+    if task.objective != find_data_kind(name):
+        options = [other for other in ALL_OBJECTIVES if other in OBJECTIVES or other == task.objective]
+        fitting = [f"--objective {other}" for other in options if task.objective == find_data_kind(other)]
+        raise ValueError(
+            f"--objective {name}: the data was tokenized for {task.objective}: give {' or '.join(fitting)}, or tokenize"
+            " the data again"
+        )
+    return find_class(name).make(settings, family, task, count_labels)
+
+
+LOSS, ROW_MODEL = "loss", "row_model"  # who needs sums over the global batch
+
+
+class PackedModel(nn.Module):
+    """A model that is trained, sharded and validated. H hidden size, T tokens of a row, L of one sequence."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        *,
+        backend: str,
+        compute_dtype: torch.dtype,
+        is_fused: bool = False,
+    ):
+        """`backend`: of model.attention. `is_fused`: the loss's arithmetic is compiled."""
+        super().__init__()
+        self.model, self.backend, self.compute_dtype = model, backend, compute_dtype
+        self.row_model, self.loss = objective.family.open_row_model(model), objective.make_loss(is_fused=is_fused)
+        # A context in which the model runs transformers' own code, without kernels that replace parts of it.
+        self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.is_random = True  # whether training may draw random numbers, which a recomputation has to draw again
+        self.whole_weights: Any = None  # WholeWeights, where one rank holds all weights
+        self.frees_head = False  # after each forward pass, whose results then cannot refer to it
+        self.compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
+        if objective.noise is not None:
+            objective.noise.attach(self)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the losses of a global batch share sums over all of it (`look_ahead`)."""
+        return self.loss.looks_ahead or self.row_model.looks_ahead
+
+    def forward(self, micro_batch: MicroBatch, shared: Mapping[str, Tensor] | None = None) -> LossSums:
+        """The micro-batch's loss, and all that counts beside it. `shared`: sums of `look_ahead`."""
+        shared = shared or {}
+        predicted, extra, reports = self._read(micro_batch, shared.get(ROW_MODEL))
+        sums = self.loss.sum(predicted, micro_batch, shared=shared.get(LOSS))
+        return LossSums(sums.loss, {**extra, **sums.extra}, {**reports, **sums.reports})
+
+    def _read(
+        self, micro_batch: MicroBatch, shared: Tensor | None
+    ) -> tuple[Any, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Predictions, and the sums of `encode`; the hidden states of the whole row are not kept beyond this."""
+        hidden, extra, reports = self.row_model.encode(micro_batch, shared=shared)
+        return self.loss.predict(self.row_model, hidden, micro_batch), extra, reports
+
+    @torch.no_grad()
+    def prepare(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch as `forward` and `score` take it. All ranks call this together."""
+        return self.loss.prepare(self.row_model, micro_batch)
+
+    @torch.no_grad()
+    def predict(self, micro_batch: MicroBatch, predict: Callable[[RowModel, MicroBatch], Any]) -> Any:
+        """Calls `predict` with this model's `RowModel`."""
+        return predict(self.row_model, micro_batch)
+
+    @torch.no_grad()
+    def look_ahead(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Sums that the micro-batch adds to those which all losses of its global batch share, by who needs them."""
+        sums = {LOSS: self.loss.look_ahead(self.row_model, micro_batch)} if self.loss.looks_ahead else {}
+        return sums | ({ROW_MODEL: self.row_model.look_ahead(micro_batch)} if self.row_model.looks_ahead else {})
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch) -> Scores:
+        return self.loss.score(self.row_model, micro_batch)
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
+        """The packed row's final hidden states, of all its parts, for the self-checks."""
+        hidden, row_group = self.row_model.encode(micro_batch).hidden, micro_batch.row.row_group
+        # FSDP's hooks want no view.
+        return hidden.clone() if row_group is None else row_group.gather(hidden, dim=1)
+
+    def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The model's own answer for the row's one sequence: hidden states (1, L, H), and the summed loss, with all
+        that counts in it."""
+        with self.own_code():
+            own = self.row_model.run_own(micro_batch)
+        row = micro_batch.row
+        targets = micro_batch.targets
+        if row.row_group is not None:
+            targets = targets.gather(row.row_group, num_tokens=row.seq_lengths[0])
+        return own.hidden, self.loss.sum_own(own, targets) + own.extra_loss

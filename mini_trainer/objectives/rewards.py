@@ -14,18 +14,10 @@ from torch.nn.functional import logsigmoid
 
 from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
-from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierReader, Labels
-from mini_trainer.objectives.families.family import ReferenceForward
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, Targets
-from mini_trainer.objectives.objective import (
-    TARGETS,
-    Loss,
-    LossSums,
-    Objective,
-    ObjectiveSettings,
-    Scores,
-)
-from mini_trainer.objectives.sequence_logps import (
+from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
+from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row, Targets
+from mini_trainer.objectives.objective import TARGETS, Loss, LossSums, Objective, ObjectiveSettings, Scores
+from mini_trainer.objectives.preferences import (
     SampleNumbers,
     describe_means,
     gather_sample_numbers,
@@ -67,8 +59,8 @@ class RewardLoss(Loss):
         columns = torch.stack([losses, (chosen > rejected).float(), chosen, rejected, ones], dim=1)
         return numbers.weights[:, None] * columns
 
-    def predict(self, reader: ClassifierReader, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N,)
-        return reader.classify(hidden, micro_batch.row, micro_batch.targets.index)[:, 0]
+    def predict(self, row_model: ClassifierRowModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N,)
+        return row_model.classify(hidden, micro_batch.row, micro_batch.targets.index)[:, 0]
 
     def measure_row(self, rewards: Tensor, targets: RewardTargets) -> Tensor:  # (N,) -> (P, len(SUMS))
         by_place = rewards.new_zeros(2 * len(targets.numbers.margins)).index_add(0, targets.places, rewards)
@@ -84,9 +76,9 @@ class RewardLoss(Loss):
             reports["source_losses"], reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
         return LossSums(loss, reports=reports)
 
-    def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: ClassifierRowModel, micro_batch: MicroBatch) -> Scores:
         targets = micro_batch.targets
-        sums = self.measure_row(self.read(reader, micro_batch), targets).double()
+        sums = self.measure_row(self.read(row_model, micro_batch), targets).double()
         return Scores(sum_by_source(sums, targets.numbers, targets.num_sources))
 
     def sum_own(self, own: ReferenceForward, targets: RewardTargets) -> Tensor:

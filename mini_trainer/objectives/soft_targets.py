@@ -14,11 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.families.text import TextReader
-from mini_trainer.objectives.next_tokens import CausalLM, TokenLoss
+from mini_trainer.objectives.families.family import MicroBatch
+from mini_trainer.objectives.families.text import TextRowModel
+from mini_trainer.objectives.next_tokens import (
+    CHUNK_BYTES,
+    CausalLM,
+    TokenLoss,
+    TrainedTokens,
+    compute_logits,
+    iterate_chunks,
+)
 from mini_trainer.objectives.objective import Scores
-from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits, iterate_chunks
 
 SOFT_COLUMN = "soft_targets"  # of samples: records (trained tokens,) of `make_record_type`
 
@@ -72,11 +78,11 @@ class TopTokenLoss(TokenLoss):
     temperature: float = 1.0
     num_ids: int = 0  # of the tokenizer: rows of the head beyond them are padding
 
-    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """Sums: nothing. Predictions: the K ids, their -log q, that of all others together, and the target's."""
         targets, row = micro_batch.targets, micro_batch.row
         places = torch.stack([targets.find_sequences(row), row.position_ids[0, targets.index]], dim=1)
-        found = self.score_top(self.read(reader, micro_batch))
+        found = self.score_top(self.read(row_model, micro_batch))
         return Scores(found.new_zeros(targets.num_sources, 1), torch.cat([places.double(), found], dim=1))
 
     def score_top(self, tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:  # (N, 2K + 2) fp64

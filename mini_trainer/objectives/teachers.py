@@ -19,10 +19,16 @@ from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sampl
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import RowGroup
-from mini_trainer.objectives.families.family import Family, ReferenceForward
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row
-from mini_trainer.objectives.families.text import TextReader
-from mini_trainer.objectives.next_tokens import CausalLM, NextTokens, TokenLoss
+from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
+from mini_trainer.objectives.families.text import TextRowModel
+from mini_trainer.objectives.next_tokens import (
+    CHUNK_BYTES,
+    CausalLM,
+    NextTokens,
+    TokenLoss,
+    TrainedTokens,
+    compute_logits,
+)
 from mini_trainer.objectives.objective import (
     SELF,
     TARGETS,
@@ -40,7 +46,6 @@ from mini_trainer.objectives.soft_targets import (
     make_even_records,
     read_records,
 )
-from mini_trainer.objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 
 SEEN_COLUMN = "seen"  # of samples: the row, itself a sample, that a teacher reads instead
@@ -202,14 +207,14 @@ class TaughtLoss(TokenLoss):
     terms: Terms | None = None
     is_online: bool = False
 
-    def prepare(self, reader: TextReader, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, row_model: TextRowModel, micro_batch: MicroBatch) -> MicroBatch:
         if not self.is_online:
             return micro_batch
         targets = micro_batch.targets
-        tokens = reader.teacher.read(micro_batch if targets.seen is None else targets.seen, self.read)
+        tokens = row_model.teacher.read(micro_batch if targets.seen is None else targets.seen, self.read)
         if len(tokens.targets) < len(targets.index):  # validation data, of which the teacher has no rows
             return micro_batch
-        return micro_batch.with_targets(replace(targets, teacher=tokens))
+        return micro_batch.replace(targets=replace(targets, teacher=tokens))
 
     def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets = micro_batch.targets
@@ -222,12 +227,12 @@ class TaughtLoss(TokenLoss):
         measure = TaughtChunk(tokens, targets, self.terms, weights, self.is_fused)
         return self.sum_by_source(targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
 
-    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """The scores of a language model, VALUES, and the number of targets that have a teacher.
 
         The weights of data sets are of those that train: here all targets count.
         """
-        tokens, targets = self.read(reader, micro_batch), micro_batch.targets
+        tokens, targets = self.read(row_model, micro_batch), micro_batch.targets
         scores = self.score_sources(tokens, targets)
         taught = scores.new_zeros(len(scores), NUM_VALUES)
         if targets.soft is not None or targets.teacher is not None:
@@ -313,10 +318,8 @@ class Taught(CausalLM):
     def teacher(self) -> TeacherModel | TeacherScores:
         if self.scores_name is None:
             return TeacherModel(self.teacher_model)
-        return TeacherScores(self.scores_name, self.needs_scores, self.with_scores)
-
-    def needs_scores(self, source: int) -> bool:
-        return not self.terms.by_source or self.terms.by_source[source] > 0
+        weights = self.terms.by_source
+        return TeacherScores(self.scores_name, lambda source: not weights or weights[source] > 0, self.with_scores)
 
     def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Taught":
         for name, wanted in (("temperature", self.terms.temperature), ("top_k", sidecars[0]["top_k"])):

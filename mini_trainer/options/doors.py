@@ -61,11 +61,11 @@ ATTENTION = Doors(  # by the backends of model.attention
 # a function of the decay's progress, from 0 to 1.
 DECAYS = Doors(
     {
-        "linear": "mini_trainer.model.optim.rates:decay_linearly",
-        "cosine": "mini_trainer.model.optim.rates:decay_by_cosine",
-        "cosine_with_restarts": "mini_trainer.model.optim.rates:decay_in_cycles",
-        "polynomial": "mini_trainer.model.optim.rates:decay_by_power",
-        "wsd": "mini_trainer.model.optim.rates:decay_linearly",
+        "linear": "mini_trainer.model.optim.optimizers:decay_linearly",
+        "cosine": "mini_trainer.model.optim.optimizers:decay_by_cosine",
+        "cosine_with_restarts": "mini_trainer.model.optim.optimizers:decay_in_cycles",
+        "polynomial": "mini_trainer.model.optim.optimizers:decay_by_power",
+        "wsd": "mini_trainer.model.optim.optimizers:decay_linearly",
     }
 )
 SCHEDULES = ("constant_with_warmup", "constant", "inverse_sqrt", *DECAYS)
@@ -73,8 +73,8 @@ SCHEDULES = ("constant_with_warmup", "constant", "inverse_sqrt", *DECAYS)
 # Weights of single tokens' losses, by the model's own probabilities.
 WEIGHTINGS = Doors(
     {
-        "dft": "mini_trainer.objectives.token_loss:weigh_by_probability",
-        "eaft": "mini_trainer.objectives.token_loss:weigh_by_entropy",
+        "dft": "mini_trainer.objectives.next_tokens:weigh_by_probability",
+        "eaft": "mini_trainer.objectives.next_tokens:weigh_by_entropy",
     }
 )
 

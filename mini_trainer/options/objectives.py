@@ -67,6 +67,6 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
 # Objectives that follow from the data, or from other options.
 TAUGHT = "taught"
 ALL_OBJECTIVES = OBJECTIVES | {
-    "vision-language": ObjectiveFacts("mini_trainer.objectives.pictured_tokens:VisionLanguage"),
+    "vision-language": ObjectiveFacts("mini_trainer.objectives.next_tokens:VisionLanguage"),
     TAUGHT: ObjectiveFacts("mini_trainer.objectives.teachers:Taught", data="causal-lm"),
 }

@@ -31,7 +31,7 @@ from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
 from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import state_keys
 from mini_trainer.model.stored_tensors import check_finite
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.checkpoint_files import (
     DAMAGED,
     DTYPES,

@@ -31,12 +31,11 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress, without_library_bars
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.gathering import WeightGroup
 from mini_trainer.model.method import Method
-from mini_trainer.model.weights import NOT_PLANNABLE, list_left_out
+from mini_trainer.model.weights import NOT_PLANNABLE, WeightGroup, list_left_out
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
 PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")

@@ -20,8 +20,7 @@ from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.check import draw_sequences
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ExportOptions, HubOptions
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.export import ExportParts, export_model

@@ -7,7 +7,7 @@ import numpy as np
 
 from mini_trainer.batch_packer import cost_samples
 from mini_trainer.model.flops import FlopCount
-from mini_trainer.model.optim.reduction import StepSums
+from mini_trainer.model.optim.optimizers import StepSums
 from mini_trainer.objectives.objective import TARGETS, TOKENS, Objective
 from mini_trainer.sampler import Batch, RunPosition, count_drawn
 

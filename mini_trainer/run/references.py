@@ -17,8 +17,7 @@ from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import digest_data, fingerprint_model
 from mini_trainer.model.scoring.data_scores import score_data
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options.reading import check_regular
 from mini_trainer.run.inputs import REFERENCE_MODEL, RunInputs
 

@@ -14,7 +14,7 @@ from mini_trainer.distributed.ending import ExitCode, Flag, log
 from mini_trainer.distributed.messages import shows_progress
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import (
     CheckpointOptions,
     OptimizationOptions,

@@ -14,12 +14,11 @@ from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model, draws_random_numbers
 from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import Full
-from mini_trainer.model.optim.rates import learning_rate_at
+from mini_trainer.model.optim.optimizers import learning_rate_at
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
-from mini_trainer.objectives.families.micro_batch import check_positions
+from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import TeacherModel
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel, TeacherModel
 from mini_trainer.options import ComputeOptions, OptimizationOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import StepOptions, TrainState

@@ -26,10 +26,10 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, gather_on_rank0
 from mini_trainer.model.config import list_stops
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Targets, pack_row
-from mini_trainer.objectives.families.text import TextReader
+from mini_trainer.objectives.families.family import MicroBatch, Targets, pack_row
+from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import SAMPLES_FILE
 from mini_trainer.run.step import TrainState
@@ -79,10 +79,10 @@ def is_any(value: bool, world: World) -> bool:
     return bool(flag)
 
 
-def choose_next(reader: TextReader, micro_batch: MicroBatch) -> Tensor:  # (n,)
+def choose_next(row_model: TextRowModel, micro_batch: MicroBatch) -> Tensor:  # (n,)
     """The most likely next token of each sequence."""
     last = micro_batch.row.cu_seqlens[1:].long() - 1
-    projection = reader.project(reader.encode(micro_batch).hidden[0, last])  # (n, H)
+    projection = row_model.project(row_model.encode(micro_batch).hidden[0, last])  # (n, H)
     return torch.nn.functional.linear(projection.hidden, projection.weight, projection.bias).argmax(-1)  # of (n, V)
 
 

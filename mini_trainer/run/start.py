@@ -24,8 +24,7 @@ from mini_trainer.model.config import check_rope, choose_tokenizer, load_config,
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import Objective, ObjectiveSettings
-from mini_trainer.objectives.specs import find_data_kind, make_family, make_objective
+from mini_trainer.objectives.objective import Objective, ObjectiveSettings, find_data_kind, make_family, make_objective
 from mini_trainer.options import (
     DataOptions,
     EndOptions,
@@ -86,7 +85,7 @@ def open_inputs(
 
         inputs.callbacks = errors.attempt(lambda: load_callbacks(options.callbacks.callbacks)) or {}
     if options.compute.offload_activations:
-        from mini_trainer.model.offloading import check_offloading
+        from mini_trainer.model.activation_memory import check_offloading
 
         errors.attempt(lambda: check_offloading(device))
     num_dropped = open_data(inputs, options.validation, options.teacher, num_sharing=num_sharing)

@@ -12,12 +12,10 @@ from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.world import World
 from mini_trainer.model.method import Method
-from mini_trainer.model.optim.optimizers import clip_gradients, local_gradients, set_step
-from mini_trainer.model.optim.reduction import StepSums, reduce_step
+from mini_trainer.model.optim.optimizers import StepSums, clip_gradients, local_gradients, reduce_step, set_step
 from mini_trainer.model.sharding import prepare_backward
-from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.objective import TARGETS, LossSums
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.families.family import MicroBatch
+from mini_trainer.objectives.objective import TARGETS, LossSums, PackedModel
 from mini_trainer.options import ComputeOptions, DataOptions, OptimizationOptions, ShardingOptions
 from mini_trainer.sampler import Batch, derive_seed
 

@@ -19,13 +19,11 @@ from mini_trainer.model.config import ModelSource, check_rope, load_config
 from mini_trainer.model.fingerprints import fingerprint_data, fingerprint_model
 from mini_trainer.model.scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.family import RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, check_positions
-from mini_trainer.objectives.objective import SELF, Objective, TeacherModel
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.families.family import MicroBatch, RowModel, check_positions
+from mini_trainer.objectives.next_tokens import TrainedTokens
+from mini_trainer.objectives.objective import SELF, Objective, PackedModel, TeacherModel
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN
 from mini_trainer.objectives.teachers import SEEN_COLUMN
-from mini_trainer.objectives.token_loss import TrainedTokens
 from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
 from mini_trainer.run.start_checks import check_task
 
@@ -83,8 +81,8 @@ class StartWeights:
 def read_by(model: PackedModel, micro_batch: MicroBatch, predict: Predict, *, copies_head: bool) -> TrainedTokens:
     """The model's predictions; with a copy of its head, where the head itself will be freed or changed."""
 
-    def read(reader: RowModel, micro_batch: MicroBatch) -> TrainedTokens:
-        tokens = predict(reader, micro_batch)
+    def read(row_model: RowModel, micro_batch: MicroBatch) -> TrainedTokens:
+        tokens = predict(row_model, micro_batch)
         if not copies_head:
             return tokens
         bias = None if tokens.bias is None else tokens.bias.clone()
@@ -144,19 +142,19 @@ def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> lis
 
 
 def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:
-    """Gives the model's reader its teacher, a `TeacherModel`. All ranks call this.
+    """Gives the model that reads rows its teacher, a `TeacherModel`. All ranks call this.
 
     `model`: the model at the start of the run, before a checkpoint is restored; `build` makes another one.
     """
     if inputs.objective.teacher.name == SELF:
         check_positions(model.model, longest=inputs.longest_taught)
-        model.reader.teacher = teacher = StartWeights(model)
+        model.row_model.teacher = teacher = StartWeights(model)
         log.info(f"teacher: the model as it is at the start, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
     else:
         source = inputs.other_models[TEACHER_MODEL]
         other = build(source).requires_grad_(False).eval()
         check_positions(other.model, longest=inputs.longest_taught)
-        model.reader.teacher = OtherModel(other)
+        model.row_model.teacher = OtherModel(other)
         num_parameters = sum(param.numel() for param in other.parameters())
         log.info(f"teacher: {name_model(source.name)}, {num_parameters:,} parameters, in {other.compute_dtype}")
 

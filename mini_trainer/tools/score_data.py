@@ -44,9 +44,9 @@ from mini_trainer.model.config import check_rope
 from mini_trainer.model.fingerprints import digest_data
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, locate_scores
-from mini_trainer.objectives.families.micro_batch import check_positions
+from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
 from mini_trainer.options import flatten_options
 from mini_trainer.options.choices import check_choices

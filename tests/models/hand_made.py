@@ -7,7 +7,7 @@ import numpy as np
 from mini_trainer.data.columns.base import Sample
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 
 Triple = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, labels, and weights if there are some

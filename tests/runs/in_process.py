@@ -11,7 +11,7 @@ from processes import flags
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.world import World
-from mini_trainer.model.liger import forget_liger_kernels
+from mini_trainer.model.faster_layers import forget_liger_kernels
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.plan.planner import plan_run

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from small_runs import make_samples_of
 
 from mini_trainer.distributed.world import RowGroup, World, count_sharing
-from mini_trainer.model.optim.optimizers import local_gradients
-from mini_trainer.model.optim.reduction import StepSums, reduce_step
+from mini_trainer.model.optim.optimizers import StepSums, local_gradients, reduce_step
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.step import run_backward
 
 DIVISOR = 100  # of losses: any number, the same for all

@@ -12,7 +12,7 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.data.columns.base import Sample
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.run.checkpoint_files import TensorReader, read_manifest
 

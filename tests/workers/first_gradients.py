@@ -16,16 +16,15 @@ from tiny_models import build
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import init_world
-from mini_trainer.model import tiling
-from mini_trainer.model.optim.optimizers import local_gradients
-from mini_trainer.model.optim.reduction import reduce_step
+from mini_trainer.model import activation_memory
+from mini_trainer.model.optim.optimizers import local_gradients, reduce_step
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions
 from mini_trainer.run.step import run_backward
 from mini_trainer.sampler import iterate_batches
 
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
-tiling.LEAST_TOKENS = 8
+activation_memory.LEAST_TOKENS = 8
 FOR_LONG_ROWS = dict(activation_checkpointing="full", tiled_mlp=True, offload_activations=True)
 world = init_world()
 models = {"plain": build(model_path, world), "long rows": build(model_path, world, **FOR_LONG_ROWS)}

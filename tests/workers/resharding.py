@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from mini_trainer.distributed.world import World, count_sharing, divide_world, init_world
 from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.micro_batch import MicroBatch
+from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.plan.planner import choose_step_options

@@ -13,14 +13,14 @@ from sharing import BORDERS, run_rows
 from tiny_models import build, make_osft
 
 from mini_trainer.distributed.world import init_world, make_row_group
-from mini_trainer.model import tiling
+from mini_trainer.model import activation_memory
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import LoRAOptions
 
-tiling.LEAST_TOKENS = 8  # so that parts have several tiles, and whole rows other ones
+activation_memory.LEAST_TOKENS = 8  # so that parts have several tiles, and whole rows other ones
 output, *models = sys.argv[1:]
 world = init_world()
 row_groups = {size or 1: make_row_group(world.rank, world.world_size, size) for size in (None, 2, 4)}

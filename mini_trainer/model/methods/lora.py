@@ -14,9 +14,9 @@ from mini_trainer.data.stores.model_files import GENERATION
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import fingerprint_model
-from mini_trainer.model.gathering import WeightGroup, gather_all, gather_parameters
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.methods.adapter_files import (
+    ADAPTER_CONFIG,
     add_adapter,
     check_base,
     find_beside,
@@ -27,7 +27,6 @@ from mini_trainer.model.methods.adapter_files import (
     verify_adapter,
     write_adapter,
 )
-from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG
 from mini_trainer.model.methods.lora_layers import (
     ADAPTER,
     Merger,
@@ -41,10 +40,9 @@ from mini_trainer.model.methods.lora_layers import (
     speed_up,
 )
 from mini_trainer.model.methods.nf4 import NF4Weight, adapt_experts, fill_packed, pack_experts, pack_layers
-from mini_trainer.model.weights import Reader
-from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.model.weights import Reader, WeightGroup, gather_all, gather_parameters
+from mini_trainer.objectives.families.family import Family, MicroBatch
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import DataOptions, LoRAOptions
 from mini_trainer.options.doors import BASE_QUANTIZATIONS, LORA_EXPORTS
 

@@ -20,12 +20,10 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.model.blocks import find_linear_layers, iterate_owners
-from mini_trainer.model.gathering import WeightGroup
 from mini_trainer.model.method import MetaModel
-from mini_trainer.model.methods.adapter_files import PREFIX, list_names
-from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG, check_patterns, match_names
+from mini_trainer.model.methods.adapter_files import ADAPTER_CONFIG, PREFIX, check_patterns, list_names, match_names
 from mini_trainer.model.methods.nf4 import NF4Linear
-from mini_trainer.model.weights import Reader
+from mini_trainer.model.weights import Reader, WeightGroup
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options import LoRAOptions
 
@@ -122,7 +120,8 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
         flag = f"adapter {options.lora_adapter}"
         check_patterns(vars(given), list_names(model), where=f"{flag}: {ADAPTER_CONFIG}")
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
-        held = match_wholes(model, given)
+        ends = tuple(given.modules_to_save or ())  # suffixes: "norm" also matches "input_layernorm"
+        held = [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
         whole_names = (*whole_names, *held)
     else:
         patterns, chosen, flag = options.lora_target_modules, [], "--lora-target-modules"
@@ -158,12 +157,6 @@ def match_layers(model: PreTrainedModel, given: "LoraConfig", layers: list[str],
         what = f"adapts {outside[0]}, which cannot be adapted here" if outside else "adapts no layer of this model"
         raise ValueError(f"{flag}: {what}; there are {', '.join(list_kinds(layers))}")
     return found
-
-
-def match_wholes(model: PreTrainedModel, given: "LoraConfig") -> list[str]:
-    """The modules that a given adapter holds in full. Its names are suffixes: "norm" also matches "input_layernorm"."""
-    ends = tuple(given.modules_to_save or ())
-    return [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
 
 
 def list_params(model: PreTrainedModel, modules: Iterable[str]) -> frozenset[str]:

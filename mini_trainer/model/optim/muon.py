@@ -20,8 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.distributed.ending import log
 from mini_trainer.model.optim.compact_adamw import CompactAdamW
-from mini_trainer.model.optim.optimizers import AdamW, choose_settings
-from mini_trainer.model.optim.rates import find_decayed, name_of_file
+from mini_trainer.model.optim.optimizers import AdamW, choose_settings, find_decayed, name_of_file
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options import OptimizationOptions
 
@@ -62,81 +61,64 @@ class Layout:
 Maker = Callable[[PreTrainedConfig, int], Layout]
 
 
-def is_single(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout()
-
-
-def is_transposed(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout(is_transposed=True)
-
-
-def has_halves(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout((num_rows // 2,) * 2)
-
-
 def has_queries_keys_values(config: PreTrainedConfig, num_rows: int) -> Layout:
     num_keys = config.num_key_value_heads * num_rows // (config.num_attention_heads + 2 * config.num_key_value_heads)
     return Layout((num_rows - 2 * num_keys, num_keys, num_keys))
 
 
-def has_thirds_transposed(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout((num_rows,) * 3, is_transposed=True)
+MAKERS: dict[str, Maker] = {
+    "single": lambda config, num_rows: Layout(),
+    "transposed": lambda config, num_rows: Layout(is_transposed=True),
+    "halves": lambda config, num_rows: Layout((num_rows // 2,) * 2),
+    "queries, keys, values": has_queries_keys_values,
+    "thirds, transposed": lambda config, num_rows: Layout((num_rows,) * 3, is_transposed=True),
+    "thirds by heads": lambda config, num_rows: Layout(
+        (num_rows // config.num_attention_heads // 3,) * 3, config.num_attention_heads
+    ),
+    "pairs, transposed": lambda config, num_rows: Layout((1, 1), config.intermediate_size, is_transposed=True),
+    "latent and position": lambda config, num_rows: Layout((config.kv_lora_rank, config.qk_rope_head_dim)),
+    "keys and values by heads": lambda config, num_rows: Layout(
+        (config.qk_nope_head_dim, config.v_head_dim), config.num_attention_heads
+    ),
+}
 
 
-def has_thirds_by_heads(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout((num_rows // config.num_attention_heads // 3,) * 3, config.num_attention_heads)
-
-
-def has_pairs_transposed(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout((1, 1), config.intermediate_size, is_transposed=True)
-
-
-def has_latent_and_position(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout((config.kv_lora_rank, config.qk_rope_head_dim))
-
-
-def has_keys_and_values_by_heads(config: PreTrainedConfig, num_rows: int) -> Layout:
-    return Layout((config.qk_nope_head_dim, config.v_head_dim), config.num_attention_heads)
-
-
-def list_single(names: str) -> dict[str, Maker]:
-    return dict.fromkeys(names.split(), is_single)
+def list_single(names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), "single")
 
 
 ATTENTION, MLP = list_single("q_proj k_proj v_proj o_proj"), list_single("gate_proj up_proj down_proj")
 LLAMA = ATTENTION | MLP
-EXPERTS = {"gate": is_single, "experts.gate_up_proj": has_halves, "experts.down_proj": is_single}
+EXPERTS = {"gate": "single", "experts.gate_up_proj": "halves", "experts.down_proj": "single"}
 LLAMA_LIKE = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo", "olmo2",
     "olmo3", "cohere", "cohere2", "smollm3", "seed_oss",
 )  # fmt: skip
-# Layouts by model type and by the last part of a weight's name.
-FAMILIES: dict[str, dict[str, Maker]] = (
+# Keys of MAKERS by model type and by the last part of a weight's name.
+FAMILIES: dict[str, dict[str, str]] = (
     dict.fromkeys(LLAMA_LIKE, LLAMA)
     | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), LLAMA | EXPERTS)
-    | dict.fromkeys(("glm", "glm4"), ATTENTION | {"gate_up_proj": has_halves, "down_proj": is_single})
+    | dict.fromkeys(("glm", "glm4"), ATTENTION | {"gate_up_proj": "halves", "down_proj": "single"})
 )
-FAMILIES["phi3"] = FAMILIES["glm"] | {"qkv_proj": has_queries_keys_values}
+FAMILIES["phi3"] = FAMILIES["glm"] | {"qkv_proj": "queries, keys, values"}
 FAMILIES["phi"] = list_single("q_proj k_proj v_proj dense fc1 fc2")
 FAMILIES["starcoder2"] = ATTENTION | list_single("c_fc c_proj")
-FAMILIES["gpt2"] = {"c_attn": has_thirds_transposed, "c_proj": is_transposed, "c_fc": is_transposed}
-FAMILIES["gpt_neox"] = list_single("dense dense_h_to_4h dense_4h_to_h") | {"query_key_value": has_thirds_by_heads}
+FAMILIES["gpt2"] = {"c_attn": "thirds, transposed", "c_proj": "transposed", "c_fc": "transposed"}
+FAMILIES["gpt_neox"] = list_single("dense dense_h_to_4h dense_4h_to_h") | {"query_key_value": "thirds by heads"}
 FAMILIES["gpt_oss"] = (
-    ATTENTION
-    | list_single("router")
-    | {"experts.gate_up_proj": has_pairs_transposed, "experts.down_proj": is_transposed}
+    ATTENTION | list_single("router") | {"experts.gate_up_proj": "pairs, transposed", "experts.down_proj": "transposed"}
 )
 FAMILIES["deepseek_v3"] = (
     LLAMA
     | EXPERTS
     | list_single("q_a_proj q_b_proj")
-    | {"kv_a_proj_with_mqa": has_latent_and_position, "kv_b_proj": has_keys_and_values_by_heads}
+    | {"kv_a_proj_with_mqa": "latent and position", "kv_b_proj": "keys and values by heads"}
 )
 # Weights with a row for each token, position or class, and single rows: AdamW's.
 OTHERS = {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "score", "classifier", "shared_expert_gate"}
 
 
-def find_family(config: PreTrainedConfig) -> dict[str, Maker]:
+def find_family(config: PreTrainedConfig) -> dict[str, str]:
     """The layouts of the language model's weights; ValueError if they are not known."""
     if (model_type := text_config(config).model_type) not in FAMILIES:
         raise ValueError(
@@ -152,18 +134,18 @@ def find_matrices(model: nn.Module) -> dict[str, Layout]:
     ValueError if the model's family, or a weight with two dimensions or more, is in no table.
     """
     config = next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
-    makers, decayed, found = find_family(config), find_decayed(model), {}
+    kinds, decayed, found = find_family(config), find_decayed(model), {}
     for name, param in model.named_parameters():
         last = name.removesuffix(".weight").split(".")
         kind = ".".join(last[-2:] if last[-2:-1] == ["experts"] else last[-1:])
         if not param.requires_grad or kind in OTHERS or name not in decayed:  # norms, biases
             continue
-        if kind not in makers:
+        if kind not in kinds:
             raise ValueError(
-                f"--optimizer muon: {name} is not known to be a matrix between hidden states ({', '.join(makers)}) or"
+                f"--optimizer muon: {name} is not known to be a matrix between hidden states ({', '.join(kinds)}) or"
                 f" something else ({', '.join(sorted(OTHERS))}): use adamw"
             )
-        found[name] = makers[kind](text_config(config), param.shape[-2])
+        found[name] = MAKERS[kinds[kind]](text_config(config), param.shape[-2])
     return found
 
 

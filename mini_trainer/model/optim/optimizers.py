@@ -1,17 +1,148 @@
-"""The optimizer: construction, per-step settings, state sizes and gradient clipping."""
+"""The optimizer: construction, per-step settings, state sizes and gradient clipping; learning rates, weight
+decay, and the reduction of gradients over ranks by one collective and one host sync.
 
+Schedules are pure functions of the step. A parameter's role, not its number of dimensions, decides its weight decay.
+"""
+
+import functools
+import math
+import operator
+import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
-from mini_trainer.model.optim.rates import Rates, choose_rates, find_decayed
-from mini_trainer.options import OptimizationOptions
-from mini_trainer.options.doors import OPTIMIZERS
+from mini_trainer.distributed.devices import peak_memory
+from mini_trainer.objectives.objective import LossSums
+from mini_trainer.options import OptimizationOptions, parse_rate
+from mini_trainer.options.doors import DECAYS, OPTIMIZERS
+
+# Modules whose "weight" is a matrix or a table of rows; torch's convolutions share a private base class.
+MATRICES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear, Conv1D, nn.modules.conv._ConvNd)
+# Names of parameters that other modules hold: biases, norms, scales and the decay rates of a recurrence. All else that
+# they hold are matrices, such as fused experts, and tables.
+NEVER = re.compile(r"bias|norm|scale|gamma|lambda|decay|^a_log$|^d$")
+
+
+def find_decayed(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to: weights of linear layers, embeddings and convolutions, and
+    other parameters with two dimensions or more, such as fused experts, unless they are biases, norms or scales."""
+    return {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key, param in module.named_parameters(recurse=False)
+        if is_decayed(module, key, param)
+    }
+
+
+def is_decayed(module: nn.Module, key: str, param: nn.Parameter) -> bool:
+    """Whether weight decay applies to the parameter that `module` itself holds as `key`."""
+    if param.ndim < 2 or key.endswith("bias"):
+        return False
+    if isinstance(module, MATRICES):
+        return True
+    # Every transformers model has its own norm classes, with Norm in the name.
+    is_norm = any("norm" in base.__name__.lower() for base in type(module).__mro__)
+    return not is_norm and NEVER.search(key.lower()) is None
+
+
+INVERSE_SQRT_STEPS = 10_000  # time scale of inverse_sqrt without warm-up, as in transformers
+
+
+def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int | None) -> float:
+    """Learning rate of optimizer step `step` (0-based) of `num_steps`.
+
+    Warm-up rises linearly and reaches the peak at step `num_warmup_steps`; step 0 already trains, with
+    peak / (num_warmup_steps + 1). Schedules that decay towards the end (`SCHEDULES_WITH_END`; wsd in its last
+    `num_decay_steps`) reach `min_lr_ratio` * peak one step after the last, so that the last step still trains when the
+    ratio is 0. After warm-up, schedules have the shapes of transformers.optimization; inverse_sqrt's time scale is the
+    warm-up, or `INVERSE_SQRT_STEPS`.
+    """
+    scheduler, peak, given = options.lr_scheduler, options.learning_rate, options.num_warmup_steps
+    # A share is rounded up, as in transformers.
+    num_warmup_steps = math.ceil(given * num_steps) if 0 < given < 1 else int(given)
+    if step < num_warmup_steps and scheduler != "constant":
+        return peak * (step + 1) / (num_warmup_steps + 1)
+    if scheduler in ("constant", "constant_with_warmup"):
+        return peak
+    if scheduler == "inverse_sqrt":
+        time_scale = num_warmup_steps or INVERSE_SQRT_STEPS
+        return peak / math.sqrt((step - num_warmup_steps + time_scale) / time_scale)
+    assert num_steps is not None, f"{scheduler} needs the number of steps"
+    if scheduler == "wsd":
+        decay_length = options.num_decay_steps or max(1, num_steps // 10)
+        decay_start = max(num_warmup_steps, num_steps - decay_length)
+    else:
+        decay_start = num_warmup_steps
+    progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
+    least = options.min_lr_ratio or 0.0
+    return peak * (least + (1 - least) * DECAYS[scheduler](progress, options))
+
+
+def decay_linearly(progress: float, options: OptimizationOptions) -> float:
+    return 1 - progress
+
+
+def decay_by_power(progress: float, options: OptimizationOptions) -> float:
+    return (1 - progress) ** (options.lr_shape or 1.0)
+
+
+def decay_by_cosine(progress: float, options: OptimizationOptions) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def decay_in_cycles(progress: float, options: OptimizationOptions) -> float:
+    in_cycle = 1.0 if progress >= 1 else (options.lr_shape * progress) % 1.0
+    return decay_by_cosine(in_cycle, options)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A parameter's multiple of --learning-rate, and its weight decay."""
+
+    rate: float
+    weight_decay: float
+
+
+def choose_rates(model: nn.Module, options: OptimizationOptions) -> dict[str, Rates]:
+    """The rates of each trained parameter, by name.
+
+    ValueError if a pattern of --learning-rate-for matches no parameter.
+    """
+    peak = options.learning_rate
+    patterns = {pattern: values for pattern, *values in map(parse_rate, options.learning_rate_for)}
+    names = {name: name_of_file(name) for name, param in model.named_parameters() if param.requires_grad}
+    decayed, rates, unused = find_decayed(model), {}, dict(patterns)
+    for name, own in names.items():
+        rate, decay = 1.0, options.weight_decay if name in decayed else 0.0
+        found = next((pattern for pattern in patterns if fnmatchcase(own, pattern)), None)
+        if found is not None:
+            unused.pop(found, None)
+            given_rate, given_decay = patterns[found]
+            rate = rate if given_rate is None else given_rate / peak
+            decay = decay if given_decay is None else given_decay
+        rates[name] = Rates(rate, decay)
+    if unused:
+        raise ValueError(
+            f"--learning-rate-for {next(iter(unused))}: no trained parameter has such a name that no pattern before it"
+            f" has; they are like {', '.join(list(names.values())[:3])}"
+        )
+    return rates
+
+
+def name_of_file(name: str) -> str:
+    """A parameter's name in the model's own files, by its name in the model that is trained."""
+    return name.removeprefix("model.")
 
 
 class AdamW:
@@ -123,3 +254,63 @@ def clip_gradients(gradients: list[torch.Tensor], *, grad_norm: float, max_grad_
     """Scales the gradients in place so that their global norm, now `grad_norm`, is at most `max_grad_norm`."""
     if max_grad_norm is not None and grad_norm > max_grad_norm:
         torch._foreach_mul_(gradients, max_grad_norm / grad_norm)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """A step's results over all ranks, after one all-gather."""
+
+    loss_sum: float
+    grad_norm: float
+    peak_memory_bytes: float
+    data_wait_seconds: float
+    bad_micro_batches: list[tuple[int, int]]  # (k, rank) of each micro-batch whose loss is not finite
+    flags: int  # distributed.ending.Flag, OR-ed over ranks
+    reports: dict[str, np.ndarray]  # `LossSums.reports`, summed over micro-batches and ranks; fp64
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss_sum) and math.isfinite(self.grad_norm)
+
+
+def reduce_step(
+    sums: list[LossSums],
+    gradients: list[Tensor],
+    *,
+    device: torch.device,
+    num_shards: int,
+    data_wait_seconds: float,
+    flags: int = 0,
+) -> StepSums:
+    """Combines all ranks' `sums`, gradient norms, memory, waiting times and flags: one collective, one sync.
+
+    `sums` are of the rank's micro-batches, as many on every rank. The first `num_shards` ranks hold the whole gradient;
+    the others hold copies.
+    """
+    totals = {name: sum(each.reports[name].double() for each in sums) for name in sums[0].reports}
+    squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square()  # fp32 sums lose 1e-5 on CPU
+    own = [
+        squares.sum().to(device, non_blocking=True),  # on the CPU with --cpu-offload
+        torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync
+        torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
+        torch.full((), flags, dtype=torch.float64, device=device),
+    ]
+    losses = torch.stack([each.loss for each in sums])
+    row = torch.cat([torch.stack(own), losses.double(), *(total.flatten() for total in totals.values())])
+    rows = row.new_empty(dist.get_world_size(), len(row))
+    dist.all_gather(list(rows.unbind()), row)
+    rows = rows.cpu()
+    sizes = [len(sums), *(total.numel() for total in totals.values())]
+    losses_by_rank, *reports_by_rank = rows[:, len(own) :].split(sizes, dim=1)
+    return StepSums(
+        loss_sum=losses_by_rank.sum().item(),
+        grad_norm=rows[:num_shards, 0].sum().sqrt().item(),
+        peak_memory_bytes=rows[:, 1].max().item(),
+        data_wait_seconds=rows[:, 2].max().item(),
+        flags=functools.reduce(operator.or_, map(int, rows[:, 3].tolist())),
+        reports={
+            name: by_rank.sum(0).reshape(total.shape).numpy()
+            for (name, total), by_rank in zip(totals.items(), reports_by_rank, strict=True)
+        },
+        bad_micro_batches=[(k, rank) for rank, k in (~losses_by_rank.isfinite()).nonzero().tolist()],
+    )

@@ -17,9 +17,8 @@ from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, count_sharing
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.families.micro_batch import MicroBatch
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.families.family import MicroBatch
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.sampler import prefetch, read_micro_batch
 
 NUM_PACKED = 8192  # samples that are packed together

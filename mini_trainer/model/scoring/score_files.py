@@ -21,7 +21,6 @@ from mini_trainer.data.stores.contents import check_recorded, sign, warn_of_edit
 from mini_trainer.data.stores.disk import list_wrong, naming_failed_writes, read_fields, read_object, written_aside
 from mini_trainer.data.tokenized.by_row import RowNumbers, RunningSums
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.ending import log
 from mini_trainer.model.fingerprints import digest_data
 from mini_trainer.objectives.soft_targets import make_even_records, make_record_type
 from mini_trainer.options.tools import MOST_TOP_K
@@ -29,7 +28,7 @@ from mini_trainer.options.tools import MOST_TOP_K
 # Types of the sidecar's entries.
 SIDECAR_TYPES = {"data": str, "teacher": str, "tokenizer": str, "top_k": int, "temperature": float | int,
                  "num_ids": int, "dtype": str, "num_tokens": int, "loss": float, "tail": float,
-                 "max_token_id": int}  # fmt: skip
+                 "max_token_id": int, "file": dict}  # fmt: skip
 FILE_TYPES = {"size": int, "sha256": str}
 PART_BYTES = 32 << 20  # of records that are computed before they are written
 SERVED = "served_weights"  # the field that a server does not always say
@@ -142,8 +141,8 @@ def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> No
 def read_score_sidecar(path: Path) -> dict[str, Any]:
     """The sidecar of complete scores; ValueError naming the entries that are missing or of another kind."""
     sidecar = read_fields(path, SIDECAR_TYPES, written_by="score-data", advice=": score the data again")
-    recorded = sidecar.get("file", {})
-    is_odd = recorded != {} and (not isinstance(recorded, dict) or list_wrong(recorded, FILE_TYPES))
+    recorded = sidecar["file"]
+    is_odd = bool(list_wrong(recorded, FILE_TYPES))
     if is_odd or not 1 <= sidecar["top_k"] <= MOST_TOP_K:
         found = f"file is {recorded!r:.80}" if is_odd else f"top_k is {sidecar['top_k']}, allowed: 1 to {MOST_TOP_K}"
         raise ValueError(f"{path}: {found}: score the data again")
@@ -172,10 +171,7 @@ class ScoreFile:
             raise ValueError(f"{self.path}: has {self.path.stat().st_size:,} bytes, expected {expected:,}: score again")
 
     def verify(self) -> None:
-        """Checks the file against the hash in its sidecar; the log says if an older version recorded none."""
-        if "file" not in self.sidecar:
-            log.info(f"{self.path}: its sidecar records no hash: it is used unverified")
-            return
+        """Checks the file against the hash in its sidecar."""
         check_recorded(self.path, self.sidecar["file"], record=str(self.sidecar_path))
         warn_of_edited(self.sidecar_path, self.sidecar)
 

@@ -25,8 +25,16 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.family import Encoded, Family, ReferenceForward, RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, describe_row, pack_row
+from mini_trainer.objectives.families.family import (
+    Encoded,
+    Family,
+    MicroBatch,
+    ReferenceForward,
+    Row,
+    RowModel,
+    describe_row,
+    pack_row,
+)
 from mini_trainer.objectives.families.text_tower import find_base
 
 NO_TOKEN = -1  # not the id of any token
@@ -136,10 +144,10 @@ class ClassifierFamily(Family):
     ) -> "ClassifierFamily":
         return replace(self, pad_token_id=tokenizer.pad_token_id)
 
-    def open_reader(self, model: PreTrainedModel) -> "ClassifierReader":
+    def open_row_model(self, model: PreTrainedModel) -> "ClassifierRowModel":
         if self.pad_token_id is not None and self.pad_token_id < model.config.vocab_size:
             model.config.pad_token_id = self.pad_token_id  # as in an export: decoders search for it
-        return ClassifierReader(model, of_tokens=self.of_tokens)
+        return ClassifierRowModel(model, of_tokens=self.of_tokens)
 
     def pack(self, samples: Sequence[Sample]) -> tuple[Row, TokenTypes | None]:
         row = replace(pack_row([ids for sample in samples for ids in list_sequences(sample)]), is_two_sided=True)
@@ -149,7 +157,7 @@ class ClassifierFamily(Family):
         return row, TokenTypes(torch.from_numpy(np.concatenate(types).astype(np.int64))[None])
 
 
-class ClassifierReader(RowModel):
+class ClassifierRowModel(RowModel):
     """Reads rows with a classifier.
 
     The base model runs once over the packed row. The state that its head reads from each sequence (or labelled token)

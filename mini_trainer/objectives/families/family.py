@@ -1,22 +1,249 @@
 """Interface of model families: making and loading transformers' models, and running them on packed rows.
 
-T tokens in a packed row, L tokens of one sequence, N tokens with a target, H hidden size, V vocabulary size.
+A micro-batch is what a rank trains on: one packed row of samples, the family's additional inputs, and the targets.
+Ranks can share a row (--context-parallel): it is split into parts, and gathered again. T tokens in a packed row of n
+sequences, L tokens of one of them, N targets, or ranks that share a row, H hidden size, V vocabulary size.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, find_pad_position, pack_row
-from mini_trainer.objectives.families.text_tower import LeftOut
+from mini_trainer.distributed.world import RowGroup
+from mini_trainer.objectives.families.text_tower import LeftOut, find_decoder
+
+Part = TypeVar("Part")
+
+
+@dataclass
+class Blocks:
+    """Image tokens, which attend to each other in both directions."""
+
+    of: Tensor  # (T,) int64: index of each token's image; -1 for text
+    are_everywhere: bool = True  # False: only in layers whose attention is limited to a window (Gemma 4)
+
+
+@dataclass  # not frozen: torch.compile would recompile frozen ones for each new value of a field
+class Row:
+    """Sequences packed into one row: tokens, positions, borders and attention rules."""
+
+    input_ids: Tensor  # (1, T) int64
+    position_ids: Tensor  # (1, T) int64, restarts at 0 in every sequence
+    cu_seqlens: Tensor  # (n + 1,) int32, cumulative lengths
+    max_seqlen: int
+    seq_lengths: list[int]
+    has_targets: Tensor  # (n,) bool: whether each sequence has any; `Objective.pack` sets it
+    is_two_sided: bool = False  # whether bidirectional attention is allowed
+    blocks: Blocks | None = None
+    chunks: "Row | None" = None  # the same row with borders inside sequences (see `chunk_sequences`)
+    # The ranks that share the row: this is a part of it, with the whole row's borders (see take_part). None: all of it.
+    row_group: RowGroup | None = None
+
+
+@dataclass
+class Targets:
+    """An objective's targets for a row. Subclasses of objectives add fields."""
+
+    index: Tensor  # (N,) int64: what has a target, by its number in the row: tokens, or for some objectives sequences
+    sources: Tensor | None = None  # (N,) int64: each target's data set; None: all are of the first
+    num_sources: int = 1  # number of data sets
+
+    def find_sequences(self, row: Row) -> Tensor:  # (N,)
+        """Index of each target's sequence in the row."""
+        return torch.searchsorted(row.cu_seqlens[1:].long(), self.index, right=True)
+
+    def find_sources(self) -> Tensor:  # (N,) int64
+        """The data set of each target."""
+        return torch.zeros_like(self.index) if self.sources is None else self.sources
+
+    def with_sample_sources(self, sources: np.ndarray) -> "Targets":
+        """The targets, possibly with each sample's data set (samples,)."""
+        return self
+
+    def take_part(self, part: slice) -> "Targets":
+        """The targets of the row's tokens in `part` (--context-parallel)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
+
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "Targets":
+        """The targets of all parts of a row, limited to its first `num_tokens` tokens. All ranks of the group call
+        this."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
+
+
+class MicroBatch:
+    """Input of one forward and backward pass on one rank.
+
+    A plain class, since it is passed to blocks: FSDP's hooks would descend into a dataclass and cast its tensors.
+    """
+
+    def __init__(self, row: Row, targets: Targets, *, extras: Any = None, stream_positions: list[int] | None = None):
+        """`extras`: the family's additional inputs. `stream_positions`: of each sequence's sample in the run's stream;
+        None for an idle micro-batch."""
+        self.row, self.targets, self.extras, self.stream_positions = row, targets, extras, stream_positions
+
+    def replace(self, **parts: Any) -> "MicroBatch":
+        """A copy with other parts, by their names."""
+        return MicroBatch(**vars(self) | parts)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Applies `function` to every tensor."""
+        parts = {name: map_tensors(getattr(self, name), function) for name in ("row", "targets", "extras")}
+        return self.replace(**parts)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Copies to `device`, without blocking if the memory is pinned."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        return self.map(Tensor.pin_memory)
+
+
+def map_tensors(part: Part, function: Callable[[Tensor], Tensor]) -> Part:
+    """Applies `function` to all tensors in `part`, also in nested dataclasses, dicts and micro-batches."""
+    if isinstance(part, Tensor):
+        return function(part)
+    if isinstance(part, MicroBatch):
+        return part.map(function)
+    if isinstance(part, dict):
+        return {name: map_tensors(value, function) for name, value in part.items()}
+    if is_dataclass(part):
+        return replace(part, **{entry.name: map_tensors(getattr(part, entry.name), function) for entry in fields(part)})
+    return part
+
+
+def pack_row(sequences: Sequence[np.ndarray]) -> Row:
+    """Packs the token ids of sequences, each (length,), into one row."""
+    lengths = [len(input_ids) for input_ids in sequences]
+    return Row(
+        input_ids=torch.from_numpy(np.concatenate(sequences).astype(np.int64))[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
+        max_seqlen=max(lengths),
+        seq_lengths=lengths,
+        has_targets=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+def chunk_sequences(row: Row, size: int) -> Row:
+    """Adds a border after every `size` tokens of each sequence, for chunked attention."""
+    lengths = [min(size, length - start) for length in row.seq_lengths for start in range(0, length, size)]
+    device = row.cu_seqlens.device
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    cu_seqlens = borders.to(device, non_blocking=True)  # without pinned memory the host would wait
+    return replace(row, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), seq_lengths=lengths)
+
+
+LEAST_TOKENS = 2  # minimum tokens per part: torch.compile specializes on sizes 0 and 1
+
+
+def take_part(row: Row, row_group: RowGroup) -> tuple[Row, slice]:
+    """Returns this rank's part of a packed row, with the whole row's borders, and its slice of the row.
+
+    The row is padded to N parts of equal length by an additional sequence without targets.
+    """
+    num_tokens = row.input_ids.shape[1]
+    length = max(LEAST_TOKENS, -(-num_tokens // row_group.size))
+    row = fill_up(row, length * row_group.size - num_tokens)
+    part = slice(row_group.rank * length, (row_group.rank + 1) * length)
+    return replace(
+        row,
+        input_ids=row.input_ids[:, part].contiguous(),
+        position_ids=row.position_ids[:, part].contiguous(),
+        row_group=row_group,
+    ), part
+
+
+def fill_up(row: Row, num_more: int) -> Row:
+    """Appends a sequence of `num_more` tokens to the row."""
+    if num_more == 0:
+        return row
+    lengths = [*row.seq_lengths, num_more]
+    return replace(
+        row,
+        input_ids=torch.nn.functional.pad(row.input_ids, (0, num_more), value=0),
+        position_ids=torch.cat([row.position_ids, torch.arange(num_more)[None]], dim=1),
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        seq_lengths=lengths,
+        has_targets=torch.nn.functional.pad(row.has_targets, (0, 1)),
+    )
+
+
+def gather_ids(row: Row) -> torch.Tensor:  # (1, L)
+    """Gathers the ids of a row of one sequence, without padding. All ranks of the group call this."""
+    if row.row_group is None:
+        return row.input_ids
+    return row.row_group.gather(row.input_ids, dim=1)[:, : row.seq_lengths[0]]
+
+
+def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
+    """Arguments of a base model's forward pass over the packed row."""
+    row = micro_batch.row
+    return dict(
+        input_ids=row.input_ids,
+        position_ids=number_positions(row, pad_position=pad_position),
+        use_cache=False,
+        cu_seq_lens_q=row.cu_seqlens,
+        cu_seq_lens_k=row.cu_seqlens,
+        max_length_q=row.max_seqlen,
+        max_length_k=row.max_seqlen,
+        micro_batch=micro_batch,  # for the functions of model.attention
+    )
+
+
+def number_positions(row: Row, *, pad_position: int | None) -> Tensor:  # (1, T)
+    """Each token's position in its sequence, from 0, or, if padding has a position (RoBERTa), from the next one.
+
+    In the second case padding tokens get that position and are not counted, as in the model's own forward.
+    """
+    if pad_position is None:
+        return row.position_ids
+    is_counted = (row.input_ids != pad_position).long()
+    counts = is_counted.cumsum(dim=1)
+    index = torch.arange(counts.shape[1], device=counts.device)
+    firsts = index - row.position_ids  # (1, T): index of the first token of each token's sequence
+    before = (counts - is_counted).gather(1, firsts)
+    return (counts - before) * is_counted + pad_position
+
+
+def find_pad_position(model: PreTrainedModel) -> int | None:
+    """Padding's index in the model's table of positions (RoBERTa), after which sequences start; None without one."""
+    table = find_position_table(model)
+    return None if table is None else table.padding_idx
+
+
+def find_position_table(model: PreTrainedModel) -> nn.Embedding | None:
+    """The model's learned position embeddings; None for other kinds of positions (rotary embeddings)."""
+    tables = [
+        module
+        for name, module in find_decoder(model).named_modules()
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding)
+    ]
+    return tables[0] if tables else None
+
+
+def check_positions(model: PreTrainedModel, *, longest: int) -> None:
+    """ValueError if the longest sample, of `longest` tokens, exceeds the model's positions."""
+    table = find_position_table(model)
+    if table is None:
+        return
+    limit = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    if longest > limit:
+        raise ValueError(
+            f"model type {model.config.model_type!r} has positions for {limit} tokens, but the longest sample has"
+            f" {longest}: drop longer samples (--max-tokens-per-gpu {limit} --drop-overlong), or tokenize the data"
+            f" again with --max-sample-num-tokens {limit}"
+        )
+
 
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several experts
 NO_SUMS: Mapping[str, Tensor] = MappingProxyType({})
@@ -43,7 +270,7 @@ class Teacher(Protocol):
     """Another model, or this one at another time, that reads the same rows without gradients."""
 
     def read(self, micro_batch: MicroBatch, predict: Callable[["RowModel", MicroBatch], Any]) -> Any:
-        """Calls `predict` with the teacher's own reader. Ranks that share a model call this together."""
+        """Calls `predict` with the teacher's own `RowModel`. Ranks that share a model call this together."""
 
 
 class RowModel(ABC):
@@ -90,8 +317,8 @@ class Family(ABC):
         """Loads the model; also returns transformers' report of missing and mismatched weights."""
 
     @abstractmethod
-    def open_reader(self, model: PreTrainedModel) -> RowModel:
-        """Makes the reader of rows for the model."""
+    def open_row_model(self, model: PreTrainedModel) -> RowModel:
+        """Makes the `RowModel` that runs the model on rows."""
 
     def complete(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool

@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.distributed.world import sum_parts
-from mini_trainer.objectives.families.family import Encoded, Family, ReferenceForward, RowModel
-from mini_trainer.objectives.families.micro_batch import MicroBatch, Row, chunk_sequences, describe_row, gather_ids
+from mini_trainer.objectives.families.family import (
+    Encoded,
+    Family,
+    MicroBatch,
+    ReferenceForward,
+    Row,
+    RowModel,
+    chunk_sequences,
+    describe_row,
+    gather_ids,
+)
 from mini_trainer.objectives.families.text_tower import (
     LeftOut,
     find_decoder,
@@ -99,9 +108,9 @@ class TextFamily(Family):
                 " --router-aux-loss, such as 0.001, or remove the option"
             )
 
-    def open_reader(self, model: PreTrainedModel) -> "TextReader":
+    def open_row_model(self, model: PreTrainedModel) -> "TextRowModel":
         coefficient = find_router_loss(model, self.router_aux_loss)
-        return TextReader(model, router_aux_loss=coefficient, router_loss_over=self.router_loss_over)
+        return TextRowModel(model, router_aux_loss=coefficient, router_loss_over=self.router_loss_over)
 
 
 def choose_auto_class(config: PreTrainedConfig) -> Any:
@@ -136,7 +145,7 @@ class Projection:
     softcap: float | None = None
 
 
-class TextReader(RowModel):
+class TextRowModel(RowModel):
     """Reads rows with a language model, and returns the projection that computes its logits."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):
@@ -160,7 +169,7 @@ class TextReader(RowModel):
     def encode(self, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Encoded:
         if self.chunk_size is not None:
             chunks = chunk_sequences(micro_batch.row, self.chunk_size)
-            micro_batch = micro_batch.with_row(replace(micro_batch.row, chunks=chunks))
+            micro_batch = micro_batch.replace(row=replace(micro_batch.row, chunks=chunks))
         inputs = describe_row(micro_batch, pad_position=self.pad_position) | self.embed(micro_batch)
         outputs = find_decoder(self.model)(**inputs, **self.routed)
         if not self.router_aux_loss:
@@ -195,7 +204,7 @@ class TextReader(RowModel):
     def transform_hidden(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, H')
         """Applies the head's transform (BERT) before its projection."""
         head = self.model.get_output_embeddings()
-        head.forward = pass_on  # the transform may include the projection itself
+        head.forward = lambda hidden: hidden  # the transform may include the projection itself
         try:
             return self.transform(hidden)
         finally:
@@ -210,10 +219,6 @@ class TextReader(RowModel):
         if not self.router_aux_loss:
             return ReferenceForward(hidden, outputs.logits)
         return ReferenceForward(hidden, outputs.logits, self.router_aux_loss * outputs.aux_loss * hidden.shape[1])
-
-
-def pass_on(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def find_head_transform(model: PreTrainedModel) -> nn.Module | None:

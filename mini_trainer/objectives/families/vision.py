@@ -20,9 +20,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 
 from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.data.stores.image_files import as_data_url, load_processor, open_image
-from mini_trainer.objectives.families.family import Family, ReferenceForward
-from mini_trainer.objectives.families.micro_batch import Blocks, MicroBatch, Row, pack_row
-from mini_trainer.objectives.families.text import TextFamily, TextReader, find_lost_scale, find_router_loss
+from mini_trainer.objectives.families.family import Blocks, Family, MicroBatch, ReferenceForward, Row, pack_row
+from mini_trainer.objectives.families.text import TextFamily, TextRowModel, find_lost_scale, find_router_loss
 from mini_trainer.objectives.families.text_tower import (
     find_base,
     find_decoder,
@@ -187,9 +186,9 @@ class VisionLanguageFamily(Family):
     ) -> "VisionLanguageFamily":
         return replace(self, vision_inputs=VisionInputs(config, trust_remote_code=trust_remote_code))
 
-    def open_reader(self, model: PreTrainedModel) -> "VisionLanguageReader":
+    def open_row_model(self, model: PreTrainedModel) -> "VisionLanguageRowModel":
         coefficient = find_router_loss(model, self.text.router_aux_loss)
-        return VisionLanguageReader(model, router_aux_loss=coefficient, router_loss_over=self.text.router_loss_over)
+        return VisionLanguageRowModel(model, router_aux_loss=coefficient, router_loss_over=self.text.router_loss_over)
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
         """Placeholder ids for videos and audio."""
@@ -241,7 +240,7 @@ class VisionLanguageFamily(Family):
         return samples
 
 
-class VisionLanguageReader(TextReader):
+class VisionLanguageRowModel(TextRowModel):
     """Reads rows with a vision-language model: the tower encodes images, whose features replace placeholders."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):

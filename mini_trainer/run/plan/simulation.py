@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mini_trainer.distributed.devices import DTYPES, OFFLOADED, MemoryCounter, memory_kind
 from mini_trainer.distributed.world import World, make_mesh, make_row_group
+from mini_trainer.model.activation_memory import apply_tiling
 from mini_trainer.model.build import check_divisible, make_meta_model, set_weights_dtype
 from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import MetaModel, Method
@@ -36,9 +37,7 @@ from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.compact_adamw import load_map
 from mini_trainer.model.optim.optimizers import build_optimizer, count_state_bytes, open_optimizer
 from mini_trainer.model.sharding import apply_sharding, prepare_backward
-from mini_trainer.model.tiling import apply_tiling
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ComputeOptions
 from mini_trainer.options.doors import KEEPING
 from mini_trainer.run.inputs import RunInputs
@@ -288,7 +287,7 @@ def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks
             with _disable_current_modes():
                 seen = planned.objective.make_probe(load.num_seen, load.num_trained, longest=load.longest)
             simulated = seen.map(lambda tensor: counter.count(known.simulate(tensor)))
-            packed_model.predict(simulated, lambda reader, micro_batch: reader.encode(micro_batch))
+            packed_model.predict(simulated, lambda row_model, micro_batch: row_model.encode(micro_batch))
             peaks.append(counter.peak)
     elsewhere = (OFFLOADED, *(SHARDED if ranks.offloads else ()))
     peaks = [Counter({kind: size for kind, size in peak.items() if kind not in elsewhere}) for peak in peaks]

@@ -292,7 +292,7 @@ def find_direction(metric: str) -> bool:
     """Whether more of a metric is better; ValueError for one that no validation reports."""
     if metric == "loss":
         return False
-    from mini_trainer.objectives.specs import list_metrics  # seconds to import
+    from mini_trainer.objectives.objective import list_metrics  # seconds to import
 
     found = list_metrics()
     if metric not in found:

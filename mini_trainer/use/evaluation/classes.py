@@ -11,8 +11,7 @@ import torch
 
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.model.scoring.data_scores import DataScores
-from mini_trainer.objectives.class_scores import describe_prediction, predict_classes, summarize_classes
-from mini_trainer.objectives.classes import Classification
+from mini_trainer.objectives.classes import Classification, describe_prediction, predict_classes, summarize_classes
 from mini_trainer.use.evaluation.comparison import Folded, SampleScores
 from mini_trainer.use.evaluation.results import Measured, Sample, read_lines
 

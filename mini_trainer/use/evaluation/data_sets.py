@@ -25,11 +25,9 @@ from mini_trainer.model.fingerprints import fingerprint_data
 from mini_trainer.model.method import Full
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.objectives.classes import PROBLEM_TYPES
-from mini_trainer.objectives.families.micro_batch import check_positions
-from mini_trainer.objectives.objective import Objective
-from mini_trainer.objectives.packed_model import PackedModel
+from mini_trainer.objectives.families.family import check_positions
+from mini_trainer.objectives.objective import Objective, ObjectiveSettings, PackedModel, make_family, make_objective
 from mini_trainer.objectives.rewards import REWARD
-from mini_trainer.objectives.specs import ObjectiveSettings, make_family, make_objective
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
 from mini_trainer.options.doors import METHODS
 from mini_trainer.use.evaluation import classes, losses, pairs

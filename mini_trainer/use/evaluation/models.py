@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mini_trainer.data.stores.disk import ASIDE, is_link_beside
-from mini_trainer.model.methods.adapter_settings import ADAPTER_CONFIG
+from mini_trainer.model.methods.adapter_files import ADAPTER_CONFIG
 from mini_trainer.run.file_names import EXPORTS_DIR
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from mini_trainer.data.rows.prompts import Prompt, encode_prompt, find_refusal
-from mini_trainer.model.methods.adapter_settings import check_settings
+from mini_trainer.model.methods.adapter_files import check_settings
 from mini_trainer.options import parse_named_values
 from mini_trainer.options.command_line import suggest
 from mini_trainer.options.problems.finding import require
@@ -205,7 +205,7 @@ def choose_rank(found: FoundModel) -> int:
     from peft import PeftConfig
     from vllm.config.lora import MaxLoRARanks
 
-    check_settings(found.adapter, flag="--engine vllm: --adapter", reader="vllm")
+    check_settings(found.adapter, flag="--engine vllm: --adapter", runner="vllm")
     rank, allowed = PeftConfig.from_pretrained(str(found.adapter)).r, sorted(get_args(MaxLoRARanks))
     if rank > allowed[-1]:
         raise ValueError(

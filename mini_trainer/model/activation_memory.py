@@ -1,15 +1,27 @@
-"""Activation offloading: recomputed blocks' inputs stay in CPU memory until backward, copied while the GPU computes."""
+"""Less memory for activations.
+
+Offloading: recomputed blocks' inputs stay in CPU memory until backward, copied while the GPU computes.
+Tiling: MLPs, experts and norms run on a tile of the row at a time, since their intermediate activations dominate the
+memory of long rows. Each tile is a torch checkpoint: it keeps its part of the input and is recomputed in backward.
+Routers are not tiled, so their statistics are unchanged.
+"""
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.distributed.devices import OFFLOADED, memory_kind
+from mini_trainer.model.activation_checkpointing import inside_tiles
+from mini_trainer.model.method import MetaModel
 
 
 class Waiting:
@@ -102,3 +114,78 @@ def run_offloaded(offloader: Offloader, forward: Callable, hidden_states: Tensor
     offloader.hidden_storage = hidden_states.untyped_storage()._cdata
     with saved_tensors_hooks(offloader.pack, offloader.unpack):
         return forward(hidden_states, *args, **kwargs)
+
+
+MOST_TILES = 16  # tiles per row: each tile's contribution to a weight gradient is rounded to the compute dtype
+LEAST_TOKENS = 1024  # tokens per tile: enough rows to keep a GPU busy
+LINEAR = (nn.Linear, Conv1D)
+
+
+def find_tiled(model: PreTrainedModel, blocks: nn.ModuleList) -> tuple[str, ...]:
+    """Names of the blocks' modules that process each token separately. ValueError if no MLP is among them.
+
+    Call this before a method inserts its layers, which may disguise a module.
+    """
+    modules = [module for block in blocks for module in list_tiled(block)]
+    if all(map(is_norm, modules)):
+        raise ValueError(
+            f"--tiled-mlp: model type {model.config.model_type!r} has no MLP modules that take only hidden states, so"
+            " nothing can be tiled: remove the option"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    return tuple(names[module] for module in modules)
+
+
+def list_tiled(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost modules inside `module` that can be tiled."""
+    for child in module.children():
+        if is_mlp(child) or holds_experts(child) or is_norm(child):
+            yield child
+        else:
+            yield from list_tiled(child)
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether the module takes only hidden states, and all its parameters belong to linear layers."""
+    parts = list(module.modules())
+    linear = [part for part in parts if isinstance(part, LINEAR)]
+    num_held = sum(len(list(layer.parameters())) for layer in linear)
+    has_choice = any(isinstance(part, nn.ModuleList) for part in parts)  # a list of experts, with their router
+    is_whole = num_held == len(list(module.parameters())) and not has_choice
+    return count_inputs(module) == 1 and len(linear) > 1 and is_whole
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module takes hidden states, each token's experts and their weights, and fuses all experts."""
+    return count_inputs(module) == 3 and any(param.ndim == 3 for param in module.parameters(recurse=False))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the module is a norm that takes only hidden states and has at most one-dimensional parameters."""
+    is_named = "norm" in type(module).__name__.lower()
+    return is_named and count_inputs(module) == 1 and all(param.ndim == 1 for param in module.parameters())
+
+
+def count_inputs(module: nn.Module) -> int | None:
+    """Number of parameters of the module's forward; None if that is variable."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    has_any = any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters)
+    return None if has_any else len(parameters)
+
+
+def apply_tiling(meta: MetaModel) -> None:
+    """Makes modules run a tile at a time, including layers that a method has put in or around them."""
+    for name in meta.tiled:
+        module = meta.model.get_submodule(name)
+        module.forward = functools.partial(run_in_tiles, module.forward)
+
+
+def run_in_tiles(forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:  # each (1, T, ...) or (T, ...)
+    shape = inputs[0].shape
+    dim = next((i for i, size in enumerate(shape[:-1]) if size > 1), 0)
+    size = max(LEAST_TOKENS, -(-shape[dim] // MOST_TILES))
+    if shape[dim] <= size:
+        return forward(*inputs)
+    tiles = zip(*(tensor.split(size, dim) for tensor in inputs), strict=True)
+    with inside_tiles():
+        return torch.cat([checkpoint(forward, *tile, use_reentrant=False) for tile in tiles], dim)
