@@ -79,7 +79,7 @@ from mini_trainer.data.rows.report import (
     report_progress,
 )
 from mini_trainer.data.rows.rows import NUM_REASONS_SHOWN, ChunkResult, process_chunk, read_formatted_chunks
-from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, describe_split, mark_place
+from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, mark_place
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
@@ -308,8 +308,10 @@ def write_companions(
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
         if changes_tokenizer(options):
             tokenizer.save_pretrained(aside[files.tokenizer])
-        other = outputs.data_sets[1 - i].data if outputs.is_split else None
-        split = None if other is None else describe_split(SIDES[i], share=options.rows.validation_share, other=other)
+        split = None
+        if outputs.is_split:
+            other = outputs.data_sets[1 - i].data.name
+            split = {"side": SIDES[i], "validation_share": options.rows.validation_share, "other_side": other}
         tokenizer_dir = files.tokenizer.name if changes_tokenizer(options) else None
         made = {"tokenizer_dir": tokenizer_dir, "split": split, "file": hash_file(aside[files.data])}
         aside[files.sidecar].write_text(json.dumps(sign(describe(totals) | made), indent=2) + "\n")

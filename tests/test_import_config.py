@@ -26,8 +26,8 @@ from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.foreign_names import TABLE
 from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.tools.import_config import recognize
 from mini_trainer.tools.importers.conversion import convert, measure_packs
-from mini_trainer.tools.importers.recognition import recognize
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """
@@ -88,7 +88,7 @@ assistant_only_loss: true
 @pytest.fixture(autouse=True)
 def every_package_is_installed(monkeypatch):
     """For the scripts that read what was written; the importer itself asks for none."""
-    monkeypatch.setattr("mini_trainer.options.problems.packages.is_installed", lambda module: True)
+    monkeypatch.setattr("mini_trainer.options.problems.finding.is_installed", lambda module: True)
 
 
 def run_import(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess:

@@ -27,7 +27,11 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append("no rows are given: give --input-file or --input-dataset")
     problems += [*find_row_problems(o.rows, as_chat=o.contents.as_chat), *find_content_problems(o)]
     if o.shard is not None:
-        problems += find_shard_problems(o)
+        try:
+            parse_shard(o.shard)
+            problems += ["--shard has no effect with --join, which joins all parts"] if o.join else []
+        except ValueError as error:
+            problems.append(f"--shard {error}")
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
     if o.string_for_printing_masks is not None and o.rows.format == "classification":
@@ -52,15 +56,6 @@ def find_content_problems(o: ProcessDataOptions) -> list[str]:
         blocking += ["--thinking-prefix train-as-prompted"] if o.rows.thinking_prefix == "train-as-prompted" else []
         problems += [f"--control-tokens as-text cannot be used with {flag}" for flag in blocking]
     return problems
-
-
-def find_shard_problems(o: ProcessDataOptions) -> list[str]:
-    """Problems with --shard, which is given."""
-    try:
-        parse_shard(o.shard)
-    except ValueError as error:
-        return [f"--shard {error}"]
-    return ["--shard has no effect with --join, which joins all parts"] if o.join else []
 
 
 def find_row_problems(o: RowOptions, *, as_chat: bool = False) -> list[str]:

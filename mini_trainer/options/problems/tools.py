@@ -90,12 +90,9 @@ def is_address(text: str) -> bool:
 
 def find_sampling_problems(o: SamplingOptions) -> list[str]:
     """Problems with sampling options: out of range, or without effect on greedy decoding."""
-    problems = []
     if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
-        problems.append(
-            "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"
-        )
-    return problems
+        return ["--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"]
+    return []
 
 
 def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
