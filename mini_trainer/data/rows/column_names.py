@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Message
+from mini_trainer.data.stores.json_lines import quote
 
 Fields = dict[str, Any]
 
@@ -110,6 +111,17 @@ def look_up(row: Fields, path: str) -> Any:
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def find_name(values: Fields, given: str | None, choices: Sequence[str], *, option: str) -> str:
+    """The name of the row's column: `given`, or the only one of `choices` that the row has."""
+    found = [name for name in ([given] if given else choices) if look_up(values, name) is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: name one with {option}")
+    names = " or ".join(repr(name) for name in ([given] if given else choices))
+    raise ValueError(f"{names} is missing or empty; the row has {quote(sorted(values))} ({option})")
 
 
 def list_paths(row: Fields) -> list[str]:
