@@ -91,7 +91,7 @@ from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_vers
 from mini_trainer.distributed.ending import ExitCode, exit_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
 from mini_trainer.use.pages.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
@@ -106,11 +106,6 @@ def process_data(options: ProcessDataOptions) -> None:
     page = None if options.preview_html is None else Path(options.preview_html)
     outputs = Outputs(Path(options.output_file), page, options.rows.validation_share is not None)
     outputs.check([source.path for source in sources if source.is_local])
-    make_outputs(outputs, sources, options)
-
-
-def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDataOptions) -> None:
-    """Writes the data set; with `--shard` or `--join` a part of it, or all of its parts joined."""
     before = identify_file(outputs.data)
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = divide(sources, index, count) if count > 1 else sources

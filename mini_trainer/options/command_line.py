@@ -28,8 +28,7 @@ from mini_trainer.options import (
     list_types,
     replace_options,
 )
-from mini_trainer.options.choices import explain_removed, list_choices
-from mini_trainer.options.fields import flag_for
+from mini_trainer.options.fields import explain_removed, flag_for, list_choices
 from mini_trainer.options.problems.finding import find_problems
 
 HELP = ("--help", "-h")

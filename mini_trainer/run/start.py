@@ -42,7 +42,7 @@ from mini_trainer.options import (
     names_raw_data,
     parse_subset,
 )
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.choosing import choose_method, choose_objective, choose_settings
 from mini_trainer.run.identity import flatten_with_urls

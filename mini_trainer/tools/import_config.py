@@ -25,7 +25,7 @@ import dataclasses
 from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
 from mini_trainer.options.foreign_names import find_row
 from mini_trainer.tools.importers.conversion import Conversion, convert
 
