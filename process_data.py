@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from mini_trainer.options import RowOptions, parse_shard
+from mini_trainer.options import parse_shard
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import ProcessDataOptions
 
@@ -102,7 +102,12 @@ def process_data(options: ProcessDataOptions) -> None:
     parts joined. ValueError or OSError for errors that a user can fix."""
     check_choices(options)
     # Check options and outputs before any row is read.
-    sources = open_sources(options.rows)
+    if options.rows.mock_data is not None:
+        sources = [make_random_source(options.rows)]
+    elif options.rows.input_dataset is not None:
+        sources = [find_dataset(options.rows)]
+    else:
+        sources = find_sources(options.rows.input_file)
     page = None if options.preview_html is None else Path(options.preview_html)
     outputs = Outputs(Path(options.output_file), page, options.rows.validation_share is not None)
     outputs.check([source.path for source in sources if source.is_local])
@@ -279,15 +284,6 @@ def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: Proces
             num_bytes = sum(source.num_bytes for source in prepared.sources)
             write_data_set(outputs, read_results(parts), num_bytes, prepared, options)
             remove_parts(parts)
-
-
-def open_sources(options: RowOptions) -> list[Source]:
-    """The sources of the rows."""
-    if options.mock_data is not None:
-        return [make_random_source(options)]
-    if options.input_dataset is not None:
-        return [find_dataset(options)]
-    return find_sources(options.input_file)
 
 
 def write_companions(

@@ -131,13 +131,11 @@ class PromptMatcher:
         if key not in self.closings:
             closing = find_closing(beginning.prompted, self.template, render)
             candidates = [] if closing is None else [closing, closing.lstrip()]
-            self.closings[key] = next((c for c in candidates if self.stays_apart(beginning.prompt, c)), None)
+            ids = self.encode(beginning.prompt).ids
+            # No token may span the border between the prompt and the closing.
+            apart = (c for c in candidates if self.encode(beginning.prompt + c).ids[: len(ids)] == ids)
+            self.closings[key] = next(apart, None)
         return self.closings[key]
-
-    def stays_apart(self, prompt: str, closing: str) -> bool:
-        """Whether no token spans the border between the prompt and `closing`."""
-        ids = self.encode(prompt).ids
-        return self.encode(prompt + closing).ids[: len(ids)] == ids
 
 
 def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> Remark:

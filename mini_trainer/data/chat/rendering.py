@@ -196,17 +196,6 @@ def check_in_child(function: Callable[[], object]) -> None:
         raise ValueError(f"ends its process with code {child.exitcode}")
 
 
-def prepare_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages without null fields, as recent versions of `apply_chat_template` pass them, and with reasoning under
-    both of its keys, because gpt-oss reads "thinking" and others "reasoning_content"."""
-    prepared = []
-    for message in messages:
-        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        prepared.append({key: value for key, value in named.items() if value is not None})
-    return prepared
-
-
 def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages in the form that the tokenizer's chat template reads. Used for rows and prompts, so that a model is
     prompted with the text that it was trained on."""
@@ -223,7 +212,13 @@ def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
 
 def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages with contents in the form that the chat template reads."""
-    prepared = prepare_messages(messages)
+    prepared = []
+    for message in messages:
+        # Reasoning has both of its keys, because gpt-oss reads "thinking" and others "reasoning_content". Null fields
+        # are left out, as recent versions of `apply_chat_template` leave them.
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        prepared.append({key: value for key, value in named.items() if value is not None})
     if takes_parts(tokenizer):
         return [as_parts(message) for message in prepared]
     return [

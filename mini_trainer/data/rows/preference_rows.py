@@ -329,17 +329,13 @@ def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options:
     else:
         beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
         messages, num_prompt = [*beginning, *read_answer(answer, name, tally, ignored)], len(beginning)
-    return [Feedback(*build_answer(messages, num_prompt, values), is_good, weight)]
-
-
-def build_answer(messages: list[Any], num_prompt: int, values: Fields) -> tuple[list[Message], Chat]:
-    """The prompt's messages, and a chat in which everything after them is trained on."""
+    # Everything after the prompt's messages is trained on.
     chat = build_chat(messages, {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values})
     refuse_images(chat)
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
         raise ValueError("the answer must be an assistant's message after a prompt")
     check_ends(chat.messages, num_prompt, "the answer")
-    return chat.messages[:num_prompt], leave_untrained(chat, num_prompt)
+    return [Feedback(chat.messages[:num_prompt], leave_untrained(chat, num_prompt), is_good, weight)]
 
 
 def mask_feedback(masker: ChatMasker, rows: Sequence[Feedback]) -> list[TokenizedFeedback | ValueError]:

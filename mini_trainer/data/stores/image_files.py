@@ -151,15 +151,11 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
         own = processor_class_from_name(name) if name in PROCESSOR_MAPPING_NAMES.values() else None
         if own is None:
             raise ValueError(f"transformers has no processor {name!r}")
-        without_videos = type(own.__name__, (own,), {"check_argument_for_proper_class": accept_absent})
+        # The check of its parts is replaced, as the video processor may be missing.
+        without_videos = type(own.__name__, (own,), {"check_argument_for_proper_class": lambda *given: type(given[-1])})
         parts = {"image_processor": images, "tokenizer": tokenizer}
         return without_videos.from_args_and_dict(
             [parts.get(attribute) for attribute in own.get_attributes()], dict(settings)
         )
     except (OSError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{where} can be loaded: {one_line(error)}") from None
-
-
-def accept_absent(processor: Any, name: str, argument: Any) -> Any:
-    """Replaces a processor's check of its parts: the video processor may be missing."""
-    return type(argument)

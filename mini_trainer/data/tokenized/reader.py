@@ -52,7 +52,12 @@ class TokenizedData:
         self.task = read_task(recorded, named=f"{path}.meta.json")
         self.kind = COLUMNS[self.task.objective]
         if self.path.is_file():
-            check_size(recorded, self.path)
+            size = self.path.stat().st_size
+            if (said := find_recorded_file(recorded).get("size", size)) != size:  # older versions recorded none
+                raise ValueError(
+                    f"{path}: {size:,} bytes, but {path}.meta.json says {said:,}: it was changed later, or copied only"
+                    " in part; copy both again, or tokenize the data again with process_data.py"
+                )
         self._files, index = open_files(self.path, self.kind, option=option)
         self._maps = [file.map for file in self._files] + ([] if index.map is None else [index.map])
         self.lengths = index.lengths
@@ -334,16 +339,6 @@ def verify_data(data: TokenizedData, tell: Tell = log.info) -> None:
         return
     check_recorded(data.path, recorded, record=f"{data.path}.meta.json")
     warn_of_edited(f"{data.path}.meta.json", data.sidecar)
-
-
-def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:
-    """ValueError if the data set's size differs from its sidecar's; sidecars of older versions have none."""
-    recorded, size = find_recorded_file(sidecar).get("size", path.stat().st_size), path.stat().st_size
-    if recorded != size:
-        raise ValueError(
-            f"{path}: {size:,} bytes, but {path}.meta.json says {recorded:,}: it was changed later, or copied only in"
-            " part; copy both again, or tokenize the data again with process_data.py"
-        )
 
 
 def find_recorded_file(sidecar: dict[str, Any] | None) -> dict[str, Any]:
