@@ -47,9 +47,10 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         say(describe_version())
         sys.exit()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
-    if (topic := find_topic(argv)) is not None:
+    if (asked := next((argv[i + 1 : i + 2] for i, word in enumerate(argv) if word in HELP), None)) is not None:
         from mini_trainer.options.help import show_help
 
+        topic = "".join(asked).lstrip("-").replace("-", "_")  # empty without a word after --help
         show_help(options_class, topic, is_shown=is_first)
     try:
         import tyro
@@ -95,15 +96,6 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     if isinstance(options, TrainOptions) and options.plan.dry_run:
         return leave_out_callbacks(options, argv, is_first=is_first)
     return options
-
-
-def find_topic(argv: Sequence[str]) -> str | None:
-    """The word after --help, empty if there is none; None without --help."""
-    for i, word in enumerate(argv):
-        if word in HELP:
-            after = argv[i + 1 : i + 2]
-            return after[0].lstrip("-").replace("-", "_") if after else ""
-    return None
 
 
 def leave_out_callbacks(options: TrainOptions, argv: list[str], *, is_first: bool) -> TrainOptions:

@@ -14,7 +14,7 @@ the end of an earlier turn, minus the text that the same turn already has as the
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from mini_trainer.data.chat.conversation import (
     ASSISTANT,
@@ -25,6 +25,7 @@ from mini_trainer.data.chat.conversation import (
     Chat,
     Located,
     Message,
+    PreparedChat,
     Remark,
     TokenizedChat,
     has_calls,
@@ -411,13 +412,6 @@ def squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-class Weighted(Protocol):
-    """A conversation with the weight of each message; 0: not trained."""
-
-    messages: list[Message]
-    weights: list[float]
-
-
 class StopAppender:
     """Appends the missing stop token after the last turn of conversations, for one chat template.
 
@@ -435,7 +429,7 @@ class StopAppender:
             raise ValueError("--missing-stop-token append: the chat template has none, and the tokenizer no eos_token")
         self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
-    def append(self, located: Located, chat: Weighted) -> Located:
+    def append(self, located: Located, chat: PreparedChat) -> Located:
         """The rendered conversation, plus a trained stop token if its last turn is a trained assistant turn that lacks
         one."""
         if chat.messages[-1]["role"] != ASSISTANT or chat.weights[-1] == 0 or not located.passages:

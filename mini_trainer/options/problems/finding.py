@@ -82,7 +82,7 @@ def list_row_sources(o: RowOptions) -> list[str]:
 TOGETHER = Doors(
     {
         "TrainOptions": "mini_trainer.options.problems.training:find_train_problems",
-        "ProcessDataOptions": "mini_trainer.options.problems.rows:find_data_problems",
+        "ProcessDataOptions": "mini_trainer.options.problems.tools:find_data_problems",
         "PlotOptions": "mini_trainer.options.problems.tools:find_plot_problems",
         "BoardOptions": "mini_trainer.options.problems.tools:find_board_problems",
         "GenerateOptions": "mini_trainer.options.problems.tools:find_generate_problems",

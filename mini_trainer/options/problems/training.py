@@ -69,7 +69,7 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
     problems = []
     if list_changed(options.rows):
-        from mini_trainer.options.problems.rows import find_row_problems
+        from mini_trainer.options.problems.tools import find_row_problems
 
         problems += find_row_problems(complete_rows(options.rows, options.classification.objective))
     if not o.data_path and not rows:

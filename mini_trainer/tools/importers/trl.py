@@ -23,23 +23,18 @@ DATA_KEYS = (
 def prepare(to: Conversion) -> None:
     if "max_seq_length" in to.given:
         to.given.setdefault("max_length", to.given["max_seq_length"])
+    if to.name == "trl":
+        to.given.setdefault("assistant_only_loss", False)
+    elif to.name == "trl-dpo":
+        to.given.setdefault("loss_type", ["sigmoid"])
+        settle_losses(to, "loss_type", "loss_weights")
+    elif to.name == "trl-cpo":
+        settle_simpo(to)
 
 
-def prepare_sft(to: Conversion) -> None:
-    prepare(to)
-    to.given.setdefault("assistant_only_loss", False)
-
-
-def prepare_dpo(to: Conversion) -> None:
-    prepare(to)
-    to.given.setdefault("loss_type", ["sigmoid"])
-    settle_losses(to, "loss_type", "loss_weights")
-
-
-def prepare_cpo(to: Conversion) -> None:
+def settle_simpo(to: Conversion) -> None:
     """ "alphapo" is short for simpo without the likelihood; the SimPO paper's own trainer has gamma_beta_ratio and
     sft_weight in place of simpo_gamma and cpo_alpha."""
-    prepare(to)
     given = to.given
     loss = given.pop("loss_type", "sigmoid")
     if loss == "alphapo":
@@ -101,16 +96,10 @@ SFT = Trainer(
     packing=("packing",),
     data_keys=DATA_KEYS,
     read_data=read_data,
-    prepare=prepare_sft,
+    prepare=prepare,
     defaults=DEFAULTS | {"learning_rate": 2e-5},
 )
-DPO = replace(
-    SFT,
-    objective="preference",
-    prepare=prepare_dpo,
-    defaults=DEFAULTS | {"learning_rate": 1e-6, "preference_beta": 0.1},
-)
-KTO = replace(DPO, objective="kto", prepare=prepare)
-ORPO = replace(DPO, prepare=prepare, defaults=DPO.defaults | {"preference_loss": "orpo"})
-CPO = replace(DPO, prepare=prepare_cpo)
-REWARD = replace(SFT, objective="reward", prepare=prepare, defaults=DEFAULTS | {"learning_rate": 1e-4})
+DPO = CPO = replace(SFT, objective="preference", defaults=DEFAULTS | {"learning_rate": 1e-6, "preference_beta": 0.1})
+KTO = replace(DPO, objective="kto")
+ORPO = replace(DPO, defaults=DPO.defaults | {"preference_loss": "orpo"})
+REWARD = replace(SFT, objective="reward", defaults=DEFAULTS | {"learning_rate": 1e-4})
