@@ -126,7 +126,14 @@ def process_data(options: ProcessDataOptions) -> None:
         num_bytes = sum(source.num_bytes for source in sources)
         return write_data_set(outputs, tokenize(sources, prepared, options), num_bytes, prepared, options)
     make_part(part, divided, prepared, options)
-    join_if_complete(outputs, count, prepared, options)
+    parts = list_parts(name_directory(outputs.data), count)
+    if faults := find_faults(parts, identify_parts(count, prepared, options)):
+        missing = ", ".join(map(str, faults))
+        return say(f"the process that makes the last part joins them; still to be made: {missing}")
+    try:
+        join_parts(outputs, count, prepared, options)
+    except JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
+        say(f"another process joins the parts: {error}")
 
 
 def write_data_set(
@@ -249,19 +256,6 @@ def are_joined(outputs: Outputs, prepared: Prepared, options: ProcessDataOptions
         return False
     sources, tokenizer = prepared.sources, prepared.tokenizer
     return all(is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
-
-
-def join_if_complete(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
-    """Joins the parts if all of them exist; otherwise prints which are missing."""
-    parts = list_parts(name_directory(outputs.data), count)
-    faults = find_faults(parts, identify_parts(count, prepared, options))
-    if faults:
-        missing = ", ".join(str(part) for part in faults)
-        return say(f"the process that makes the last part joins them; still to be made: {missing}")
-    try:
-        join_parts(outputs, count, prepared, options)
-    except JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
-        say(f"another process joins the parts: {error}")
 
 
 def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:

@@ -16,7 +16,7 @@ from mini_trainer.data.rows.column_names import Fields, RefusedColumn
 from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, check_paths, detect_format
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
-from mini_trainer.data.rows.lines import Encoding, parse_row
+from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
 from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
@@ -142,7 +142,12 @@ def process_chunk(
             sample = TokenizedSample(mark_place(f"{chunk.file}:{row.place}", side.name), tokens)
             side.samples.append(sample)
             count_kept(side.totals, sample)
-            for remark in remark_on_row(row, chunk.encoding):
+            # What a row of a table may have lost: nulls of its own, and missing values that became text.
+            remarks = [Remark(LOST_NULLS, place) for place in row.lost]
+            if chunk.encoding == "table":
+                cells = row.value.items()
+                remarks += [Remark(MISSING_CELL, name, cell) for name, cell in cells if cell in PRINTED_AS_MISSING]
+            for remark in remarks:
                 side.totals.count_remark(remark, 1, sample.place)
             if preparation.stop_token_ids is not None:
                 count_stops(side.totals, tokens, preparation.stop_token_ids)
@@ -173,13 +178,6 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
             totals.count_remark(remark, 1, sample.place)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
-
-
-def remark_on_row(row: Row, encoding: Encoding) -> Iterator[Remark]:
-    """Remarks on what a row of a table may have lost: nulls of its own, and missing values that became text."""
-    yield from (Remark(LOST_NULLS, place) for place in row.lost)
-    if encoding == "table":
-        yield from (Remark(MISSING_CELL, name, cell) for name, cell in row.value.items() if cell in PRINTED_AS_MISSING)
 
 
 def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset[int]) -> None:
