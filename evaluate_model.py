@@ -29,7 +29,7 @@ from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.distributed.world import World, call_on_each_node, call_with_world
 from mini_trainer.options import flatten_options
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
 from mini_trainer.options.problems.finding import require
 from mini_trainer.use.evaluation.data_sets import check_set, collect_set, measure_sets, open_set
 from mini_trainer.use.evaluation.harness import HARNESS, check_harness, collect_harness, run_harness

@@ -24,7 +24,7 @@ from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options import flatten_options
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
 from mini_trainer.use.inference.answers import (
     AnswerFile,
     answer_all,

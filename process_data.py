@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from mini_trainer.options import RowOptions, parse_shard
+from mini_trainer.options import parse_shard
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import ProcessDataOptions
 
@@ -79,7 +79,7 @@ from mini_trainer.data.rows.report import (
     report_progress,
 )
 from mini_trainer.data.rows.rows import NUM_REASONS_SHOWN, ChunkResult, process_chunk, read_formatted_chunks
-from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, describe_split, mark_place
+from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, mark_place
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
@@ -91,7 +91,7 @@ from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_vers
 from mini_trainer.distributed.ending import ExitCode, exit_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
 from mini_trainer.use.pages.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
@@ -102,15 +102,15 @@ def process_data(options: ProcessDataOptions) -> None:
     parts joined. ValueError or OSError for errors that a user can fix."""
     check_choices(options)
     # Check options and outputs before any row is read.
-    sources = open_sources(options.rows)
+    if options.rows.mock_data is not None:
+        sources = [make_random_source(options.rows)]
+    elif options.rows.input_dataset is not None:
+        sources = [find_dataset(options.rows)]
+    else:
+        sources = find_sources(options.rows.input_file)
     page = None if options.preview_html is None else Path(options.preview_html)
     outputs = Outputs(Path(options.output_file), page, options.rows.validation_share is not None)
     outputs.check([source.path for source in sources if source.is_local])
-    make_outputs(outputs, sources, options)
-
-
-def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDataOptions) -> None:
-    """Writes the data set; with `--shard` or `--join` a part of it, or all of its parts joined."""
     before = identify_file(outputs.data)
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = divide(sources, index, count) if count > 1 else sources
@@ -126,7 +126,14 @@ def make_outputs(outputs: Outputs, sources: Sequence[Source], options: ProcessDa
         num_bytes = sum(source.num_bytes for source in sources)
         return write_data_set(outputs, tokenize(sources, prepared, options), num_bytes, prepared, options)
     make_part(part, divided, prepared, options)
-    join_if_complete(outputs, count, prepared, options)
+    parts = list_parts(name_directory(outputs.data), count)
+    if faults := find_faults(parts, identify_parts(count, prepared, options)):
+        missing = ", ".join(map(str, faults))
+        return say(f"the process that makes the last part joins them; still to be made: {missing}")
+    try:
+        join_parts(outputs, count, prepared, options)
+    except JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
+        say(f"another process joins the parts: {error}")
 
 
 def write_data_set(
@@ -251,19 +258,6 @@ def are_joined(outputs: Outputs, prepared: Prepared, options: ProcessDataOptions
     return all(is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
 
 
-def join_if_complete(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
-    """Joins the parts if all of them exist; otherwise prints which are missing."""
-    parts = list_parts(name_directory(outputs.data), count)
-    faults = find_faults(parts, identify_parts(count, prepared, options))
-    if faults:
-        missing = ", ".join(str(part) for part in faults)
-        return say(f"the process that makes the last part joins them; still to be made: {missing}")
-    try:
-        join_parts(outputs, count, prepared, options)
-    except JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
-        say(f"another process joins the parts: {error}")
-
-
 def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
     """Writes the data set from its parts, and removes them. ValueError if some are missing, or of another
     configuration."""
@@ -286,15 +280,6 @@ def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: Proces
             remove_parts(parts)
 
 
-def open_sources(options: RowOptions) -> list[Source]:
-    """The sources of the rows."""
-    if options.mock_data is not None:
-        return [make_random_source(options)]
-    if options.input_dataset is not None:
-        return [find_dataset(options)]
-    return find_sources(options.input_file)
-
-
 def write_companions(
     outputs: Outputs,
     aside: dict[Path, Path],
@@ -308,8 +293,10 @@ def write_companions(
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
         if changes_tokenizer(options):
             tokenizer.save_pretrained(aside[files.tokenizer])
-        other = outputs.data_sets[1 - i].data if outputs.is_split else None
-        split = None if other is None else describe_split(SIDES[i], share=options.rows.validation_share, other=other)
+        split = None
+        if outputs.is_split:
+            other = outputs.data_sets[1 - i].data.name
+            split = {"side": SIDES[i], "validation_share": options.rows.validation_share, "other_side": other}
         tokenizer_dir = files.tokenizer.name if changes_tokenizer(options) else None
         made = {"tokenizer_dir": tokenizer_dir, "split": split, "file": hash_file(aside[files.data])}
         aside[files.sidecar].write_text(json.dumps(sign(describe(totals) | made), indent=2) + "\n")

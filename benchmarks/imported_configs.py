@@ -16,13 +16,11 @@ import yaml
 
 ROOT = paths.ROOT
 from mini_trainer.options import TrainOptions, flatten_options, group_options
-from mini_trainer.options.option_files import read_yaml
+from mini_trainer.options.option_files import parse_value, read_yaml
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.settings_files import parse_value
 from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.tools.import_config import describe_file
+from mini_trainer.tools.import_config import describe_file, recognize
 from mini_trainer.tools.importers.conversion import Conversion, convert
-from mini_trainer.tools.importers.recognition import recognize
 
 GPUS = 8
 # (key of the batch, length's key with its default, epochs' key with its default, default warm-up)

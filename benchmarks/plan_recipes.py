@@ -29,8 +29,8 @@ from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, PREFERENCE
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.option_files import RECIPES
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.recipes import FOLDER
 from mini_trainer.run.plan.planner import plan_run
 
 MACHINES = {  # by the end of a recipe's name: GPUs, their name, GiB of each
@@ -131,7 +131,7 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         data = {kind: make_data(directory, kind) for kind in (CAUSAL_LM, PREFERENCE)}
-        for recipe in [Path(word).resolve() for word in words] or sorted(FOLDER.glob("*/*.yaml")):
+        for recipe in [Path(word).resolve() for word in words] or sorted(RECIPES.glob("*/*.yaml")):
             model = copy_model(directory, recipe.parent)
             plan = plan_recipe(read_recipe(recipe, model=model, data=data[name_data(recipe)]))
             write_header(recipe, plan)

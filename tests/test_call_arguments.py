@@ -17,9 +17,9 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import takes_calls_as_text, takes_text
 from mini_trainer.data.rows.chat_rows import take_images
 from mini_trainer.data.rows.formats import read_example
+from mini_trainer.data.rows.labelled import read_row as read_feedback
 from mini_trainer.data.rows.labelled import read_row as read_labelled
 from mini_trainer.data.rows.preference_rows import read_preference
-from mini_trainer.data.rows.preference_rows import read_row as read_feedback
 from mini_trainer.data.rows.prompts import encode_prompt, read_prompt
 from mini_trainer.data.rows.values import read_message
 from mini_trainer.options import RowOptions

@@ -19,8 +19,7 @@ from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.methods.osft_subspaces import BASES
 from mini_trainer.objectives.preferences import LOSSES
 from mini_trainer.options import TrainOptions, doors, flag_name, flatten_options, group_options, tools
-from mini_trainer.options.choices import list_choices
-from mini_trainer.options.fields import iterate_fields
+from mini_trainer.options.fields import iterate_fields, list_choices
 from mini_trainer.options.tools import (
     BoardOptions,
     ContinualOptions,

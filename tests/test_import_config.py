@@ -26,8 +26,8 @@ from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.foreign_names import TABLE
 from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.tools.import_config import recognize
 from mini_trainer.tools.importers.conversion import convert, measure_packs
-from mini_trainer.tools.importers.recognition import recognize
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """

@@ -18,9 +18,9 @@ from tiny_data import make_samples, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.continual.settings_file import read_settings as read_continual
-from mini_trainer.options import TrainOptions, environment, flatten_options
+from mini_trainer.options import TrainOptions, flatten_options
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.option_files import describe_options, read_option_file, read_yaml
+from mini_trainer.options.option_files import describe_options, fill_in, read_option_file, read_yaml
 from mini_trainer.options.tools import (
     ContinualOptions,
     ImportConfigOptions,
@@ -125,7 +125,7 @@ def test_other_variables_are_refused_by_file_and_key(value: str, reason: str, wr
     for key in ("model_name_or_path", "push_to_hub"):  # all at once
         assert f"--config {path}: {key}: {value!r}: " in message
     with pytest.raises(ValueError, match=reason):
-        environment.fill_in("key", value, ())
+        fill_in("key", value, ())
     assert "the-value" not in message
 
 

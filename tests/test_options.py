@@ -20,8 +20,8 @@ from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.objective import find_class
 from mini_trainer.options import TrainOptions, flatten_options, group_options, list_types, replace_options, tools
-from mini_trainer.options.choices import list_choices
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.fields import list_choices
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES
 from mini_trainer.options.problems import finding
 from mini_trainer.options.problems.finding import find_problems, find_wrong_options

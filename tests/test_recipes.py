@@ -18,9 +18,8 @@ from mini_trainer.model.config import load_config
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.options import flatten_options
 from mini_trainer.options.command_line import find_config
-from mini_trainer.options.option_files import read_yaml
+from mini_trainer.options.option_files import RECIPES, list_recipes, read_yaml
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.recipes import FOLDER, list_recipes
 from mini_trainer.tools.recipe import simplify
 
 NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images included
@@ -104,7 +103,7 @@ def test_a_name_on_the_hub_is_that_of_its_recipes(given, name):
 @pytest.mark.long
 def test_the_models_are_those_that_their_makers_publish():
     found = {}
-    for path in FOLDER.glob("*/config.json"):
+    for path in RECIPES.glob("*/config.json"):
         config = load_config(str(path.parent), TextFamily())
         with torch.device("meta"):
             model = TextFamily().make_model(config, dtype=torch.float32, trust_remote_code=False)
@@ -116,7 +115,7 @@ def test_the_models_are_those_that_their_makers_publish():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in NARROW else wide(name) for name in NAMES])
 def test_a_recipe_is_planned_as_the_program_plans_a_run(name, elsewhere, tmp_path):
-    recipe = FOLDER / f"{name}.yaml"
+    recipe = RECIPES / f"{name}.yaml"
     model = shorten(copy_model(tmp_path, recipe.parent))
     data = make_data(tmp_path, name_data(recipe))
     plan = elsewhere(plan_recipe, read_recipe(recipe, model=model, data=data))

@@ -27,9 +27,9 @@ from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, read_example, read_fields
 from mini_trainer.data.rows.labelled import check_values
+from mini_trainer.data.rows.labelled import read_row as read_feedback
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.preference_rows import read_preference
-from mini_trainer.data.rows.preference_rows import read_row as read_feedback
 from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.options import RowOptions
 

@@ -9,8 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.options import flag_name, group_options, iterate_fields, list_types
-from mini_trainer.options.choices import iterate_literals
-from mini_trainer.options.fields import list_groups, name_type
+from mini_trainer.options.fields import iterate_literals, list_groups, name_type
 from mini_trainer.options.help import read_helps
 from mini_trainer.options.problems.finding import find_wrong_options
 

@@ -22,9 +22,17 @@ from mini_trainer.continual.settings import (
     splits_off,
 )
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.option_files import convert_each, name_values, naming_place, read_option_file, refuse
+from mini_trainer.options.option_files import (
+    convert_each,
+    make_settings,
+    name_values,
+    naming_place,
+    read_option_file,
+    read_options,
+    read_values,
+    refuse,
+)
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.settings_files import make_settings, read_options, read_values
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions, ScoreDataOptions
 from mini_trainer.options.urls import hide_credentials, is_url
 from mini_trainer.use.evaluation.metrics import MEASURES

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -28,8 +28,7 @@ from mini_trainer.options import (
     list_types,
     replace_options,
 )
-from mini_trainer.options.choices import explain_removed, list_choices
-from mini_trainer.options.fields import flag_for
+from mini_trainer.options.fields import explain_removed, flag_for, list_choices
 from mini_trainer.options.problems.finding import find_problems
 
 HELP = ("--help", "-h")
@@ -48,9 +47,10 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         say(describe_version())
         sys.exit()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
-    if (topic := find_topic(argv)) is not None:
+    if (asked := next((argv[i + 1 : i + 2] for i, word in enumerate(argv) if word in HELP), None)) is not None:
         from mini_trainer.options.help import show_help
 
+        topic = "".join(asked).lstrip("-").replace("-", "_")  # empty without a word after --help
         show_help(options_class, topic, is_shown=is_first)
     try:
         import tyro
@@ -64,14 +64,17 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         markers.append(tyro.conf.PositionalRequiredArgs)
     try:
         argv, allowed = take_allowed(argv, options_class)
-        refuse_repeated_flags(argv, options_class)
-        refuse_empty_flags(argv, options_class)
+        refuse_useless_flags(argv, options_class)
         if any("," in word for word in argv):
-            from mini_trainer.options.misread import refuse_joined_values
+            from mini_trainer.options.option_files import refuse_joined_values
 
             refuse_joined_values(iterate_flags(argv), options_class)
         check_unicode([os.getcwd(), *argv])
-        words = [*read_configs(argv, options_class, allowed), *argv]
+        words = argv
+        if paths := find_configs(argv, options_class):
+            from mini_trainer.options.option_files import read_configs_as_flags
+
+            words = [*read_configs_as_flags(paths, options_class, allowed=allowed), *argv]
         check_unicode(words)
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
@@ -95,15 +98,6 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     return options
 
 
-def find_topic(argv: Sequence[str]) -> str | None:
-    """The word after --help, empty if there is none; None without --help."""
-    for i, word in enumerate(argv):
-        if word in HELP:
-            after = argv[i + 1 : i + 2]
-            return after[0].lstrip("-").replace("-", "_") if after else ""
-    return None
-
-
 def leave_out_callbacks(options: TrainOptions, argv: list[str], *, is_first: bool) -> TrainOptions:
     """The options of a dry run, which imports only the callbacks that the command line itself names."""
     named = options.callbacks.callbacks
@@ -123,15 +117,15 @@ def take_allowed(argv: list[str], options_class: type) -> tuple[list[str], list[
     is_given = any(word.startswith(("--allow-env", "--allow_env")) for word in argv)
     if not is_given or ("config" not in names and "allow_env" not in names):
         return argv, []
-    from mini_trainer.options import environment
+    from mini_trainer.options.option_files import ALLOW_ENV, split_allowed
 
-    argv, allowed = environment.take_allowed(argv)
+    argv, allowed = split_allowed(argv)
     if not allowed:
         return argv, []
     if "allow_env" in names:
-        return [*argv, environment.FLAG, *allowed], allowed
+        return [*argv, ALLOW_ENV, *allowed], allowed
     if not find_configs(argv, options_class):
-        raise ValueError(f"{environment.FLAG} {allowed[0]}: no effect without --config")
+        raise ValueError(f"{ALLOW_ENV} {allowed[0]}: no effect without --config")
     return argv, allowed
 
 
@@ -147,7 +141,7 @@ def reading_flags(options_class: type) -> Iterator[None]:
             raise
         lines = [line.strip("│").rstrip() for line in said.getvalue().splitlines() if line[:1] not in "╭╰"]
         message = itertools.takewhile(lambda line: "──" not in line, lines)  # below the first rule is help
-        from mini_trainer.options.misread import describe_misread
+        from mini_trainer.options.option_files import describe_misread
 
         raise ValueError(describe_misread(textwrap.dedent("\n".join(message)), options_class)) from None
 
@@ -193,17 +187,13 @@ def find_preset_words(words: list[str], options_class: type) -> list[str]:
     return [word for name, value in values.items() for word in flag_for(name, value, field_type=types[name])]
 
 
-def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
-    """Refuses two values for one option, of which one would be dropped silently."""
-    names = [name.removeprefix("no_") for name, _ in iterate_flags(argv)]
-    repeated = {name for name in list_types(options_class) if names.count(name) > 1}
+def refuse_useless_flags(argv: list[str], options_class: type) -> None:
+    """ValueError for two values of one option, of which one would be dropped silently, and for a flag that takes
+    several values and has none, which would have no effect."""
+    types, names = list_types(options_class), [name.removeprefix("no_") for name, _ in iterate_flags(argv)]
+    repeated = sorted(name for name in types if names.count(name) > 1)
     if repeated:
-        raise ValueError(f"given more than once: {', '.join(map(flag_name, sorted(repeated)))}")
-
-
-def refuse_empty_flags(argv: list[str], options_class: type) -> None:
-    """ValueError for a flag that takes several values and has none, which would have no effect."""
-    types = list_types(options_class)
+        raise ValueError(f"given more than once: {', '.join(map(flag_name, repeated))}")
     for name, values in iterate_flags(argv):
         if values in ([], [""]) and get_origin(types.get(name)) is tuple:
             raise ValueError(f"{flag_name(name)}: given without a value; give one or more, or leave it out")
@@ -243,16 +233,6 @@ def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def read_configs(argv: list[str], options_class: type, allowed: Collection[str]) -> list[str]:
-    """The words of the option files that the command line names. `allowed`: environment variables to fill in."""
-    paths = find_configs(argv, options_class)
-    if not paths:
-        return []
-    from mini_trainer.options.option_files import read_configs_as_flags
-
-    return read_configs_as_flags(paths, options_class, allowed=allowed)
-
-
 def find_configs(argv: list[str], options_class: type) -> list[Path]:
     """The files of `--config F G` or `--config=F G`, of which some may be recipes; none for options without files."""
     if "config" not in list_types(options_class):
@@ -266,7 +246,7 @@ def find_config(given: str) -> Path:
     path = Path(given)
     if path.suffix or path.exists():
         return path
-    from mini_trainer.options.recipes import list_recipes
+    from mini_trainer.options.option_files import list_recipes
 
     recipes = {recipe.name: recipe.path for recipe in list_recipes()}
     if given not in recipes:

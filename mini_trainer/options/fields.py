@@ -1,4 +1,4 @@
-"""Access to options by name, in any group, and parsing of values given as text."""
+"""Access to options by name, in any group; their choices; and parsing of values given as text."""
 
 import dataclasses
 import json
@@ -13,6 +13,13 @@ Options = TypeVar("Options")
 
 # Values of rows whose columns can have other names.
 COLUMN_NAMES = ("messages", "prompt", "completion", "text", "system", "chosen", "rejected", "text_pair", "label")
+
+# What to use instead of values that are gone, by the option and the value.
+REMOVED = {
+    ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
+    ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
+    ("preference_loss", "apo-down"): "apo-zero or dpo",
+}
 
 
 @dataclass(frozen=True)
@@ -272,3 +279,34 @@ def list_words(name: str, value: Any) -> list[str]:
         if str(item).startswith("--") or str(item) == "-h":
             raise ValueError(f"{name}: given {item!r}, allowed: values that cannot be taken for flags")
     return list(map(str, values))
+
+
+def list_choices(options_class: type) -> dict[str, tuple[str, ...]]:
+    """Allowed values of each option that has a fixed set of them."""
+    found = {name: tuple(iterate_literals(kind)) for name, kind in list_types(options_class).items()}
+    return {name: values for name, values in found.items() if values}
+
+
+def iterate_literals(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    elif get_origin(kind) in (Union, UnionType, tuple):
+        for part in get_args(kind):
+            yield from iterate_literals(part)
+
+
+def check_choices(options: Any) -> None:
+    """ValueError for a value that is not allowed: the command line refuses it, and Python can pass it."""
+    values = flatten_options(options)
+    for name, allowed in list_choices(type(options)).items():
+        given = values[name] if isinstance(values[name], tuple) else (values[name],)
+        unknown = [value for value in given if isinstance(value, str) and value not in allowed]
+        if unknown:
+            hint = explain_removed(name, unknown[0])
+            raise ValueError(f"{flag_name(name)} {unknown[0]}: allowed: {', '.join(allowed)}{hint}")
+
+
+def explain_removed(name: str, value: str) -> str:
+    """What to use instead of a value that is gone; empty for others."""
+    instead = REMOVED.get((name, value))
+    return "" if instead is None else f"; {value} was removed: use {instead}"

@@ -1,18 +1,30 @@
-"""Options from YAML files: read within limits, with the line in errors; turned into flags, and back."""
+"""YAML files of options and settings: read within limits, with the line in errors, and written.
+
+Options become flags, so that the command line checks them. Settings are dataclasses with groups of settings and
+sections of options. `${NAME}` stands for one of the few environment variables whose values may be written into files
+that others read, `$${` for the text `${`. Recipes are option files for known models and machines, in known_models/,
+which --config takes by name; a recipe's first line is what it needs, as planned by benchmarks/plan_recipes.py.
+"""
 
 import contextlib
+import dataclasses
+import functools
+import io
 import math
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
-from mini_trainer.options import environment, iterate_fields, list_types
-from mini_trainer.options.fields import flag_for
-from mini_trainer.options.misread import refuse_joined_values
-from mini_trainer.options.reading import read_small
+from mini_trainer.options import flag_name, iterate_fields, list_types
+from mini_trainer.options.fields import flag_for, name_type
+from mini_trainer.options.problems.finding import find_single_problems
+from mini_trainer.options.reading import check_regular, open_regular
+from mini_trainer.options.urls import is_secret
 
 MOST_BYTES = 1 << 20  # of a YAML file
 MOST_KEYS = 10_000
@@ -20,6 +32,19 @@ MOST_VALUES = 100_000  # of a YAML file, with its aliases expanded
 MOST_LISTED = 40  # options that a message lists; --help all has those of train.py
 MOST_PROBLEMS = 20  # of one file that a message lists
 DATE, TEXT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:str"
+ALLOW_ENV = "--allow-env"
+ALLOWED, PREFIX = ("HOME", "USER", "SCRATCH", "TMPDIR"), "SLURM_"
+REFERENCE = re.compile(r"\$\$\{|\$\{(\w*)(\}?)")
+UNJOINED = re.compile(r"[^\s,]+")
+WITH_COMMAS = ("label_names",)  # where several are given, a comma in one belongs to it
+BRACKETS = ("()", "[]", "{}", "<>")  # where all are closed, a comma can follow
+RECIPES = Path(__file__).resolve().parent / "known_models"
+RECIPE = re.compile(
+    r"# (?P<machine>.+): (?P<memory>.+) a GPU, a step of (?P<samples>\d+) samples in (?P<seconds>\d+) s \(planned\);"
+    r" trains (?P<trained>.+)"
+)
+Settings = TypeVar("Settings")
+Readers = Mapping[str, Callable[[Any], Any]]
 
 
 class Loader(yaml.SafeLoader):
@@ -98,7 +123,12 @@ def refuse_node(reason: str, node: yaml.Node | yaml.Event) -> NoReturn:
 def read_yaml(path: Path, *, named: str, loader: type[Loader] = Loader) -> dict[Any, Any]:
     """The keys and values of a YAML file; ValueError, in which the file is called `named`, for anything else."""
     try:
-        content = yaml.load(read_small(path, MOST_BYTES), Loader=loader)
+        check_regular(path)
+        with open_regular(path) as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise OSError(f"larger than {MOST_BYTES:,} bytes, the limit")
+        content = yaml.load(text.decode(), Loader=loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{named}: cannot be read: {error}") from None
     except yaml.MarkedYAMLError as error:
@@ -120,7 +150,7 @@ def read_option_file(path: Path, *, named: str, allowed: Collection[str] = ()) -
     """
     given = read_yaml(path, named=named, loader=OptionLoader)
     with naming_place(named):
-        return convert_each(given, lambda key, value: environment.fill_in(str(key), value, allowed))
+        return convert_each(given, lambda key, value: fill_in(str(key), value, allowed))
 
 
 def read_configs_as_flags(paths: list[Path], options_class: type, *, allowed: Collection[str] = ()) -> list[str]:
@@ -210,5 +240,210 @@ def describe_options(options_class: type, values: dict[str, Any]) -> str:
         if group != last:
             lines.append(f"\n# {group}\n")
         value, last = values[option.name], group
-        lines.append(yaml.safe_dump({option.name: environment.escape(value)}, width=math.inf))
+        lines.append(yaml.safe_dump({option.name: escape(value)}, width=math.inf))
     return "".join(lines).lstrip("\n")
+
+
+def split_allowed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits every `--allow-env NAME` off a command line: returns its other words, and the names."""
+    others, names, words = [], [], iter(argv)
+    for word in words:
+        flag, equals, name = word.partition("=")
+        if flag.replace("_", "-") != ALLOW_ENV:
+            others.append(word)
+            continue
+        name = name if equals else next(words, "")
+        if not re.fullmatch(r"\w+", name):
+            raise ValueError(f"{ALLOW_ENV}: given {name!r}, allowed: the name of an environment variable")
+        if is_secret(name):
+            raise ValueError(
+                f"{ALLOW_ENV} {name}: the name of a secret, which options would write into files that others read:"
+                " leave it in the environment, where the libraries that need it look"
+            )
+        names.append(name)
+    return others, names
+
+
+def fill_in(where: str, value: Any, allowed: Collection[str]) -> Any:
+    """Fills in `${NAME}` in the `value` of the key `where`, nested values included, from the environment.
+
+    ValueError for variables other than those of `ALLOWED`, SLURM and `allowed`.
+    """
+    if isinstance(value, list):
+        return [fill_in(where, item, allowed) for item in value]
+    if isinstance(value, dict):
+        return {key: fill_in(f"{where}: {key}", item, allowed) for key, item in value.items()}
+    if not isinstance(value, str) or "${" not in value:
+        return value
+
+    def look_up(match: re.Match) -> str:
+        name = match[1]
+        if match[0] == "$${":
+            return "${"
+        if not name or not match[2]:
+            raise ValueError(f"{where}: {value!r}: not the name of a variable; write $${{ for the text ${{")
+        if is_secret(name) or not (name in ALLOWED or name.startswith(PREFIX) or name in allowed):
+            advice = "; a secret is never filled in" if is_secret(name) else f", or add {ALLOW_ENV} {name}"
+            raise ValueError(
+                f"{where}: {value!r}: the variable {name} is not filled in; allowed: {', '.join(ALLOWED)}, {PREFIX}*"
+                f"{advice} ($${{ stands for the text ${{)"
+            )
+        if name not in os.environ:
+            raise ValueError(f"{where}: {value!r}: the environment has no variable {name}")
+        return os.environ[name]
+
+    filled = REFERENCE.sub(look_up, value)
+    return {"true": True, "false": False}.get(filled, filled)
+
+
+def escape(value: Any) -> Any:
+    """Inverse of `fill_in` for a text or a list of texts."""
+    if isinstance(value, (list, tuple)):
+        return list(map(escape, value))
+    return value.replace("${", "$${") if isinstance(value, str) else value
+
+
+def describe_misread(message: str, options_class: type) -> str:
+    """tyro's message in one line, if it is about a value of the wrong type; otherwise unchanged."""
+    misread = re.match(r"Error parsing (--[\w-]+): .*?(\[.*?\]|'.*?')", message, re.DOTALL)
+    if misread is None:
+        return message
+    flag, given = misread.groups()
+    kind = list_types(options_class)[flag.removeprefix("--").replace("-", "_")]
+    return f"{flag}: given {given.strip('[]')}, allowed: {name_type(kind).removesuffix(' or null')}"
+
+
+def refuse_joined_values(flags: Iterable[tuple[str, list[str]]], options_class: type) -> None:
+    """ValueError for a list whose values are joined by commas, which would be read as a single value.
+
+    `flags`: the options' names with their values. Commas of texts, patterns, URLs and files that exist stay.
+    """
+    types = list_types(options_class)
+    for name, values in flags:
+        parts = [part for value in values for part in split_joined(value)]
+        is_text = name in WITH_COMMAS and len(values) > 1
+        if get_origin(types.get(name)) is tuple and parts != values and not is_text:
+            raise ValueError(
+                f"{flag_name(name)} {' '.join(values)}: values of a list are separated by spaces:"
+                f" {flag_name(name)} {' '.join(parts)} (in a file: [{', '.join(parts)}])"
+            )
+
+
+def split_joined(value: str) -> list[str]:
+    """The values that commas join in one word; the word itself if they are part of it."""
+    parts = [part.strip() for part in value.removesuffix(",").split(",")]
+    are_alike = len({"://" in part for part in parts}) == 1  # a comma in a URL is followed by the rest of it
+    are_balanced = all(part.count(start) == part.count(end) for part in parts for start, end in BRACKETS)
+    are_whole = are_balanced and all(UNJOINED.fullmatch(part) and part.count('"') % 2 == 0 for part in parts)
+    return parts if are_alike and are_whole and not os.path.exists(value) else [value]
+
+
+def make_settings(given: Any, settings_class: type[Settings], readers: Readers) -> Settings:
+    """Makes settings from a YAML file's mapping. ValueError, a line each, for unknown ones, wrong values, missing ones.
+
+    `readers`: functions that convert settings with a format of their own, such as sections of options, by name.
+    """
+    values = read_values(given, settings_class, readers)
+    missing = list_missing(settings_class, values)
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: required")
+    settings = settings_class(**values)
+    refuse(find_single_problems(settings, name_option=str))
+    return settings
+
+
+def read_values(given: Any, settings_class: type, readers: Readers) -> dict[str, Any]:
+    """Values of settings by name, as `make_settings` converts them; only those that are given."""
+    types = list_types(settings_class)
+
+    def read_value(name: str, value: Any) -> Any:
+        group = next(filter(dataclasses.is_dataclass, get_args(types[name])), None)
+        if name in readers:
+            return read_at(name, value, readers[name])
+        if group is None:
+            return parse_value(name, value, settings_class)
+        read_group = functools.partial(make_settings, settings_class=group, readers=readers)
+        if get_origin(types[name]) is not tuple:
+            return read_at(name, value, read_group)
+        if not isinstance(value, list):
+            raise ValueError(f"{name}: given {value!r}, allowed: a list")
+        items = {f"{name}[{i}]": item for i, item in enumerate(value)}
+        return tuple(convert_each(items, functools.partial(read_at, read=read_group)).values())
+
+    return convert_known(given, types, read_value)
+
+
+def read_at(place: str, value: Any, read: Callable[[Any], Any]) -> Any:
+    with naming_place(place):
+        return read(value)
+
+
+def list_missing(options_class: type, given: Collection[str]) -> list[str]:
+    """Names of the options that have no default and are not given."""
+    return [
+        option.name
+        for option, _ in iterate_fields(options_class)
+        if option.default is option.default_factory is dataclasses.MISSING and option.name not in given
+    ]
+
+
+def parse_value(name: str, value: Any, options_class: type) -> Any:
+    """Converts a YAML file's `value` to the option `name`; ValueError if it cannot be one."""
+    import tyro
+
+    field_type = list_types(options_class)[name]
+    words = flag_for(name, value, field_type=field_type)
+    if field_type is bool:
+        return value
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            parsed = tyro.cli(dataclasses.make_dataclass("Alone", [(name, field_type)]), args=words)
+    except SystemExit:
+        raise ValueError(f"{name} cannot be {value!r}, allowed: {name_type(field_type)}") from None
+    return getattr(parsed, name)
+
+
+def read_options(
+    given: Any,
+    options_class: type,
+    reserved: Mapping[str, str],
+    *,
+    parse: Callable[[str, Any, type], Any] = parse_value,
+) -> dict[str, Any]:
+    """Options of a program from a section of a YAML file, each converted by `parse`, by name.
+
+    One ValueError for all problems; also for `reserved` options, with the reason.
+    """
+
+    def read_option(name: str, value: Any) -> Any:
+        if name in reserved:
+            raise ValueError(f"{name}: {reserved[name]}")
+        return parse(name, value, options_class)
+
+    return convert_known(given, list_types(options_class), read_option)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe, by what its first line says."""
+
+    name: str  # qwen3-8b/lora-1x80gb
+    machine: str  # 1 x H100
+    memory: str  # 21.6 of 80 GiB
+    trained: str  # 0.04 of 8.19 billion parameters
+    seconds_per_sample: float
+
+    @property
+    def path(self) -> Path:
+        return RECIPES / f"{self.name}.yaml"
+
+
+def list_recipes() -> list[Recipe]:
+    """All recipes, by model and name."""
+    recipes = []
+    for path in sorted(RECIPES.glob("*/*.yaml")):
+        told = RECIPE.fullmatch(path.read_text().partition("\n")[0])
+        name = path.relative_to(RECIPES).with_suffix("").as_posix()
+        seconds = int(told["seconds"]) / int(told["samples"])
+        recipes.append(Recipe(name, told["machine"], told["memory"], told["trained"], seconds))
+    return recipes

@@ -27,13 +27,3 @@ def check_regular(path: Path) -> None:
     """OSError for a pipe or a device in the place of a file that a library opens by its name."""
     if path.exists() and not path.is_file():
         raise OSError(NOT_REGULAR)
-
-
-def read_small(path: Path, most_bytes: int) -> str:
-    """The text of a file; OSError, without its name, if it is too large, or no regular file."""
-    check_regular(path)
-    with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(f"larger than {most_bytes:,} bytes, the limit")
-    return content.decode()

@@ -18,7 +18,7 @@ from mini_trainer.data.stores.disk import check_output_dir, hash_file, hash_json
 from mini_trainer.distributed.ending import ExitCode, RunError, ending_with_message, exit_with_message
 from mini_trainer.distributed.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
 from mini_trainer.distributed.messages import say
-from mini_trainer.options.environment import escape
+from mini_trainer.options.option_files import escape
 from mini_trainer.run.file_names import PARAMS_FILE
 
 CAN_GROW = ("evaluate",)  # computes only missing results when its options have changed

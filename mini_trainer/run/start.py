@@ -40,8 +40,8 @@ from mini_trainer.options import (
     names_raw_data,
     parse_subset,
 )
-from mini_trainer.options.choices import check_choices
 from mini_trainer.options.doors import METHODS
+from mini_trainer.options.fields import check_choices
 from mini_trainer.options.objectives import TAUGHT
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.identity import flatten_with_urls

@@ -20,7 +20,7 @@ from mini_trainer.data.stores.disk import check_output, written_aside
 from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
 
 
 def export_gguf(options: ExportGgufOptions) -> None:

@@ -7,7 +7,10 @@ there is none, which is also written as a comment. Configurations that ask for t
 refused. If batches count packs, --tokenized-data measures how full these are, and so the batch that is equivalent.
 """
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mini_trainer.options import TrainOptions, iterate_fields
 from mini_trainer.options.command_line import parse_options
@@ -22,9 +25,29 @@ import dataclasses
 from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
-from mini_trainer.options.choices import check_choices
+from mini_trainer.options.fields import check_choices
+from mini_trainer.options.foreign_names import find_row
 from mini_trainer.tools.importers.conversion import Conversion, convert
-from mini_trainer.tools.importers.recognition import recognize
+
+# A file is a trainer's if it has all of the first keys, and one of the others. The last two are refused by name.
+SIGNS = {
+    "axolotl": ({"base_model"}, {"datasets", "micro_batch_size", "sequence_len", "adapter", "num_epochs", "rl"}),
+    "llama-factory": ({"model_name_or_path"}, {"stage", "finetuning_type", "cutoff_len", "template", "export_dir"}),
+    "LLaMA-Factory v1": ({"model"}, {"train_dataset", "peft_config", "quant_config", "sample_backend"}),
+    "ms-swift": (set(), {"tuner_type", "train_type", "load_args", "rlhf_type", "sampler_engine"}),
+    "trl": ({"model_name_or_path"}, {"dataset_name", "dataset_mixture", "dataset_mixer", "max_length", "use_peft",
+                                     "num_train_epochs", "reward_funcs"}),
+}  # fmt: skip
+# TRL's trainers, with keys that only they have, and the words that stand for them in names of files and folders.
+TRLS = {
+    "trl-dpo": ({"loss_weights", "precompute_ref_log_probs", "rpo_alpha", "ld_alpha", "use_weighting"}, {"dpo"}),
+    "trl-kto": ({"desirable_weight", "undesirable_weight"}, {"kto"}),
+    "trl-orpo": (set(), {"orpo"}),
+    "trl-cpo": ({"cpo_alpha", "simpo_gamma", "gamma_beta_ratio"}, {"cpo", "simpo"}),
+    "trl-reward": ({"center_rewards_coefficient"}, {"reward", "rm"}),
+}
+LOSSES = {"simpo": "trl-cpo", "alphapo": "trl-cpo", "kto": "trl-kto", "apo_zero_unpaired": "trl-kto"}
+SHARED_LOSSES = ("sigmoid", "hinge", "ipo", "nll", "chunked_nll", "dft")  # all others are DPO's
 
 
 def import_config(options: ImportConfigOptions) -> None:
@@ -32,16 +55,23 @@ def import_config(options: ImportConfigOptions) -> None:
     path, output_dir = Path(options.config_file), Path(options.output_dir)
     check_output_dir(output_dir)
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
+    lengths = None  # tokens of each sample
     try:
         trainer = options.trainer or recognize(given, path)
-        to = convert(given, trainer, num_gpus=options.num_gpus, lengths=read_lengths(options.tokenized_data))
+        if options.tokenized_data:
+            import numpy as np
+
+            from mini_trainer.data.tokenized.reader import TokenizedData
+
+            sets = [TokenizedData(path, option="--tokenized-data") for path in options.tokenized_data]
+            lengths = np.concatenate([data.lengths for data in sets])
+        to = convert(given, trainer, num_gpus=options.num_gpus, lengths=lengths)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if options.tokenized_data:
         to.train["data_path"] = options.tokenized_data
-    outputs = write_files(
-        to, output_dir, head=describe_comment(f"From {path.name} ({trainer}), by mini-trainer import-config.")
-    )
+    head = describe_comment(f"From {path.name} ({trainer}), by mini-trainer import-config.")
+    outputs = write_files(to, output_dir, head=head)
     say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     width = max(map(len, to.told), default=0)
     for key, outcome in to.told.items():
@@ -50,15 +80,37 @@ def import_config(options: ImportConfigOptions) -> None:
     say(f"wrote {' and '.join(map(str, outputs))}")
 
 
-def read_lengths(paths: tuple[str, ...]):  # numpy.ndarray | None
-    """Number of tokens of each sample in the tokenized data sets; None if there are no data sets."""
-    if not paths:
-        return None
-    import numpy as np
-
-    from mini_trainer.data.tokenized.reader import TokenizedData
-
-    return np.concatenate([TokenizedData(path, option="--tokenized-data").lengths for path in paths])
+def recognize(given: Mapping[str, Any], path: Path | None = None) -> str:
+    """The trainer's name; ValueError if it is none that is known, or one of several."""
+    fitting = [name for name, (all_of, one_of) in SIGNS.items() if all_of <= given.keys() and one_of & given.keys()]
+    if not fitting:
+        raise ValueError(
+            "its keys are of no trainer that is known (axolotl, llama-factory, trl): name it with --trainer"
+        )
+    if fitting[0] in ("ms-swift", "LLaMA-Factory v1"):
+        raise ValueError(
+            f"a configuration of {fitting[0]}, which is not translated: axolotl, llama-factory, trl are"
+            " (docs/tasks/coming_from.md)"
+        )
+    if fitting[0] != "trl":
+        return fitting[0]
+    # One of TRL's: by the keys that only it has, by its loss, or by the path's name; that for supervised fine-tuning if
+    # no key compares answers.
+    losses = given.get("loss_type", [])
+    losses = [losses] if isinstance(losses, str) else losses
+    found = {name for name, (own, _) in TRLS.items() if own & given.keys()}
+    found |= {LOSSES.get(loss, "trl-dpo") for loss in losses if loss not in SHARED_LOSSES}
+    found |= {"trl-reward"} if given.get("lora_task_type") == "SEQ_CLS" else set()
+    if isinstance(given.get("loss_type"), list):
+        found.add("trl-dpo")
+    words = set(re.findall("[a-z]+", "/".join(path.absolute().parts[-2:]).lower())) if path else set()
+    found = found or {name for name, (_, named) in TRLS.items() if named & words}
+    if len(found) == 1:
+        return found.pop()
+    compares = [key for key in given if (row := find_row(key)) is not None and row.decides and "trl-dpo" in row.of]
+    if not compares:
+        return "trl"
+    raise ValueError(f"{', '.join(compares)}: keys of several of TRL's trainers: name one with --trainer, as trl-dpo")
 
 
 def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:

@@ -40,8 +40,8 @@ from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks, is_multimodal, text_config
 from mini_trainer.objectives.families.vision import VisionLanguageFamily
-from mini_trainer.options.choices import check_choices
 from mini_trainer.options.doors import METHODS
+from mini_trainer.options.fields import check_choices
 from mini_trainer.run.export import ExportParts, write_export
 
 

@@ -4,7 +4,7 @@
     python -m mini_trainer recipe qwen3-8b
     python -m mini_trainer recipe qwen3-8b/lora-1x80gb > recipe.yaml
 
-The files are those of options/recipes.py.
+The files are those of options/option_files.py.
 """
 
 from mini_trainer.options.command_line import parse_options
@@ -18,7 +18,7 @@ import re
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.command_line import suggest
-from mini_trainer.options.recipes import Recipe, list_recipes
+from mini_trainer.options.option_files import Recipe, list_recipes
 
 NUM_SAMPLES, NUM_EPOCHS = 10_000, 2  # for the time in lists: chats of about 1,000 tokens
 COLUMNS = ("recipe", "GPUs", "memory a GPU", "hours", "trains")

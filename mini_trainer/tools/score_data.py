@@ -49,8 +49,8 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
 from mini_trainer.options import flatten_options
-from mini_trainer.options.choices import check_choices
 from mini_trainer.options.doors import SCORERS
+from mini_trainer.options.fields import check_choices
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model

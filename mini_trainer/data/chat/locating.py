@@ -9,13 +9,11 @@ from mini_trainer.data.chat.conversation import (
     ASSISTANT,
     PLACEHOLDER,
     Chat,
-    Leaf,
     Located,
     Message,
     Outline,
     Passage,
     PreparedChat,
-    Remark,
     make_outline,
     prepare_chat,
     split_at_placeholders,
@@ -49,22 +47,17 @@ MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversation
 def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
     """Sets `beginning` and `lacks_reasoning` of the skeleton's assistant turns."""
     written = {slot.leaf for slot in skeleton.slots}
-    lacking = find_lacking(outline.leaves, written)
+    reasoning: dict[int, list[int]] = {}  # by message, under any of its keys
+    for i, leaf in enumerate(outline.leaves):
+        if leaf.kind == "reasoning":
+            reasoning.setdefault(leaf.message, []).append(i)
+    lacking = {message for message, own in reasoning.items() if written.isdisjoint(own)}
     skeleton.turns[:] = [
         replace(turn, beginning=describe_beginning(turn, outline, skeleton), lacks_reasoning=turn.message in lacking)
         if outline.messages[turn.message]["role"] == ASSISTANT
         else turn
         for turn in skeleton.turns
     ]
-
-
-def find_lacking(leaves: Sequence[Leaf], written: set[int]) -> set[int]:
-    """The messages whose reasoning is not written, under any of its keys."""
-    by_message: dict[int, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.kind == "reasoning":
-            by_message.setdefault(leaf.message, []).append(i)
-    return {message for message, own in by_message.items() if written.isdisjoint(own)}
 
 
 def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Beginning | None:
@@ -405,18 +398,6 @@ class PassageLocator:
             if chat.unmasked:
                 others = self.finder.find_spans(text, chat)
                 spans += [span for span in others if chat.messages[span.message]["role"] != ASSISTANT]
-        text, spans, remarks = self.match_prompts(text, spans, chat)
-        passages = [
-            Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
-            for span in sorted(spans, key=lambda span: span.start)
-            if chat.weights[span.message] > 0
-        ]
-        is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
-        return Located(text, passages, is_weighted, remarks=tuple(remarks))
-
-    def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
-        """The row and its spans, with the generation prompt's text before the last turn if asked for; and remarks on
-        turns that differ from their prompt."""
         render = partial(self.renderer.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
         trained = [weight > 0 for weight in chat.weights]
@@ -425,4 +406,10 @@ class PassageLocator:
         )
         if self.strict_reasoning:
             refuse_untrained_reasoning(remarks)
-        return text, spans, remarks + unread
+        passages = [
+            Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
+            for span in sorted(spans, key=lambda span: span.start)
+            if chat.weights[span.message] > 0
+        ]
+        is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
+        return Located(text, passages, is_weighted, remarks=(*remarks, *unread))

@@ -53,22 +53,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 TRIED_SIZE = (64, 48)  # width and height of the image used to test a processor
-WITH_PATCH_TOKEN = ("Llama4Processor",)  # processors whose `image_token_ids` omit the token of an image's parts
+# Processors whose `image_token_ids` omit the token of an image's parts: Llama 4's has its placeholder's id instead,
+# which also precedes the tile of the whole image.
+WITH_PATCH_TOKEN = ("Llama4Processor",)
 
 MODEL_TEMPLATE = "the model's chat template"
 
 MAX_NUM_OTHERS = 16  # sets of arguments that rows have for themselves
 THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether the generation prompt's words win
-
-
-def find_image_ids(processor: Any) -> frozenset[int]:
-    """Ids of the tokens that stand for parts of an image.
-
-    Llama 4's processor reports its placeholder's id instead, which also precedes the tile of the whole image.
-    """
-    if type(processor).__name__ in WITH_PATCH_TOKEN:
-        return frozenset(processor.tokenizer.convert_tokens_to_ids([processor.img_patch_token]))
-    return frozenset(token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
 
 
 class ImageExpander:
@@ -83,7 +75,10 @@ class ImageExpander:
             raise ValueError(f"{type(processor).__name__} has no image_token, so images cannot be located in the text")
         self.processor, self.directory = processor, directory
         self.placeholder = processor.image_token
-        self.image_token_ids = find_image_ids(processor)
+        ids = processor.image_token_ids  # of the tokens that stand for parts of an image; None: not in the vocabulary
+        if type(processor).__name__ in WITH_PATCH_TOKEN:
+            ids = processor.tokenizer.convert_tokens_to_ids([processor.img_patch_token])
+        self.image_token_ids = frozenset(token for token in ids if token is not None)
         self.image_tokens = tuple(processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids)))
         import PIL.Image
 

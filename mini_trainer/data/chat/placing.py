@@ -159,7 +159,9 @@ class PlaceMemory:
         the outline's rendering."""
         forms = {}
         for call, stretches in find_stretches(outline, skeleton, text).items():
-            description = describe_call(outline.messages[call[0]]["tool_calls"][call[1]])
+            written = repr(outline.messages[call[0]]["tool_calls"][call[1]])
+            # Its placeholders are replaced by words that do not depend on its place in the conversation.
+            description = PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", written)
             forms[call] = {(description, *stretch.literals): stretch for stretch in stretches}
         new = [call for call, by_form in forms.items() if self.known.isdisjoint(by_form)]
         if not new:
@@ -172,11 +174,6 @@ class PlaceMemory:
         for call in new:
             holding = [form for form, stretch in forms[call].items() if stretch.holds(prober.places[call])]
             self.known.update(holding[:1])
-
-
-def describe_call(call: Any) -> str:
-    """The call with placeholders that do not depend on its place in the conversation."""
-    return PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", repr(call))
 
 
 def find_stretches(outline: Outline, skeleton: Skeleton, text: str) -> dict[Call, list[Stretch]]:

@@ -14,7 +14,7 @@ the end of an earlier turn, minus the text that the same turn already has as the
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from mini_trainer.data.chat.conversation import (
     ASSISTANT,
@@ -25,6 +25,7 @@ from mini_trainer.data.chat.conversation import (
     Chat,
     Located,
     Message,
+    PreparedChat,
     Remark,
     TokenizedChat,
     has_calls,
@@ -131,13 +132,11 @@ class PromptMatcher:
         if key not in self.closings:
             closing = find_closing(beginning.prompted, self.template, render)
             candidates = [] if closing is None else [closing, closing.lstrip()]
-            self.closings[key] = next((c for c in candidates if self.stays_apart(beginning.prompt, c)), None)
+            ids = self.encode(beginning.prompt).ids
+            # No token may span the border between the prompt and the closing.
+            apart = (c for c in candidates if self.encode(beginning.prompt + c).ids[: len(ids)] == ids)
+            self.closings[key] = next(apart, None)
         return self.closings[key]
-
-    def stays_apart(self, prompt: str, closing: str) -> bool:
-        """Whether no token spans the border between the prompt and `closing`."""
-        ids = self.encode(prompt).ids
-        return self.encode(prompt + closing).ids[: len(ids)] == ids
 
 
 def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> Remark:
@@ -413,13 +412,6 @@ def squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-class Weighted(Protocol):
-    """A conversation with the weight of each message; 0: not trained."""
-
-    messages: list[Message]
-    weights: list[float]
-
-
 class StopAppender:
     """Appends the missing stop token after the last turn of conversations, for one chat template.
 
@@ -437,7 +429,7 @@ class StopAppender:
             raise ValueError("--missing-stop-token append: the chat template has none, and the tokenizer no eos_token")
         self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
-    def append(self, located: Located, chat: Weighted) -> Located:
+    def append(self, located: Located, chat: PreparedChat) -> Located:
         """The rendered conversation, plus a trained stop token if its last turn is a trained assistant turn that lacks
         one."""
         if chat.messages[-1]["role"] != ASSISTANT or chat.weights[-1] == 0 or not located.passages:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeVar
 
 from mini_trainer.data.chat.conversation import (
@@ -111,16 +111,6 @@ def write_json(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the arguments of calls as JSON text."""
-    return [
-        {**message, "tool_calls": [replace_arguments(call, write_json) for call in message["tool_calls"]]}
-        if has_calls(message)
-        else message
-        for message in messages
-    ]
-
-
 class UnreadableContent(ValueError):
     """A message's content has a form that the chat template does not read."""
 
@@ -206,29 +196,29 @@ def check_in_child(function: Callable[[], object]) -> None:
         raise ValueError(f"ends its process with code {child.exitcode}")
 
 
-def prepare_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages without null fields, as recent versions of `apply_chat_template` pass them, and with reasoning under
-    both of its keys, because gpt-oss reads "thinking" and others "reasoning_content"."""
-    prepared = []
-    for message in messages:
-        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        prepared.append({key: value for key, value in named.items() if value is not None})
-    return prepared
-
-
 def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages in the form that the tokenizer's chat template reads. Used for rows and prompts, so that a model is
     prompted with the text that it was trained on."""
     prepared = prepare_contents(tokenizer, messages)
-    return (
-        with_text_arguments(prepared) if any(map(has_calls, prepared)) and takes_calls_as_text(tokenizer) else prepared
-    )
+    if not any(map(has_calls, prepared)) or not takes_calls_as_text(tokenizer):
+        return prepared
+    return [
+        {**message, "tool_calls": [replace_arguments(call, write_json) for call in message["tool_calls"]]}
+        if has_calls(message)
+        else message
+        for message in prepared
+    ]
 
 
 def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages with contents in the form that the chat template reads."""
-    prepared = prepare_messages(messages)
+    prepared = []
+    for message in messages:
+        # Reasoning has both of its keys, because gpt-oss reads "thinking" and others "reasoning_content". Null fields
+        # are left out, as recent versions of `apply_chat_template` leave them.
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        prepared.append({key: value for key, value in named.items() if value is not None})
     if takes_parts(tokenizer):
         return [as_parts(message) for message in prepared]
     return [
@@ -237,15 +227,21 @@ def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Messag
     ]
 
 
+def cached_by_template(function: Callable[..., T]) -> Callable[..., T]:
+    """Caches a function of a tokenizer, and of other arguments, also by the tokenizer's template, or all named ones."""
+    cached = lru_cache(maxsize=64)(lambda template, *args: function(*args))
+
+    @wraps(function)
+    def call(tokenizer: Any, *args: Any) -> T:
+        template = tokenizer.chat_template
+        return cached(template if isinstance(template, str) else repr(template), tokenizer, *args)
+
+    return call
+
+
+@cached_by_template
 def reads_parts(tokenizer: Any, role: str) -> bool:
     """Whether the template writes the text of a content that is a list of parts, for messages of this role."""
-    template = tokenizer.chat_template
-    return writes_parts(tokenizer, role, template if isinstance(template, str) else repr(template))
-
-
-@lru_cache(maxsize=64)
-def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
-    """`reads_parts`, cached by tokenizer, role and template."""
     said = {"role": role, "content": "Two and two."}
     others = [message for message in EXCHANGE if message["role"] != role]
     messages = [*others, as_parts(said)] if role in (ASSISTANT, "tool") else [as_parts(said), *others]
@@ -257,20 +253,9 @@ def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
     return found != "" and LIST_AS_IT_STANDS.search(before) is None
 
 
-def template_text(tokenizer: Any) -> str:
-    """The template, or all named ones, as a key of caches."""
-    template = tokenizer.chat_template
-    return template if isinstance(template, str) else repr(template)
-
-
+@cached_by_template
 def takes_parts(tokenizer: Any) -> bool:
     """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
-    return find_form(tokenizer, template_text(tokenizer))
-
-
-@lru_cache(maxsize=8)
-def find_form(tokenizer: Any, _template: str) -> bool:
-    """`takes_parts`, cached by tokenizer and template."""
 
     def writes(messages: list[Message]) -> bool:
         try:
@@ -283,14 +268,9 @@ def find_form(tokenizer: Any, _template: str) -> bool:
     return not writes(EXCHANGE) and writes([as_parts(message) for message in EXCHANGE])
 
 
+@cached_by_template
 def takes_calls_as_text(tokenizer: Any) -> bool:
     """Whether the template takes the arguments of calls as JSON text, not as an object."""
-    return find_form_of_calls(tokenizer, template_text(tokenizer))
-
-
-@lru_cache(maxsize=8)
-def find_form_of_calls(tokenizer: Any, _template: str) -> bool:
-    """`takes_calls_as_text`, cached by tokenizer and template."""
 
     def render(messages: list[Message]) -> str | None:
         prepared = prepare_contents(tokenizer, messages)

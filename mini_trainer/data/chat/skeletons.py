@@ -6,6 +6,7 @@ generates are known, not guessed.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -291,7 +292,9 @@ def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) ->
     if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
         return None
     rest = text[len(before) : len(text) - len(after)]
-    if any(not part or count_overlapping(rest, part) != count for part, count in Counter(between).items()):
+    if any(
+        not part or len(re.findall(f"(?={re.escape(part)})", rest)) != count for part, count in Counter(between).items()
+    ):
         return None
     bodies, at = [], 0
     for part in between:
@@ -301,14 +304,6 @@ def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) ->
         bodies.append(rest[at:found])
         at = found + len(part)
     return [*bodies, rest[at:]]
-
-
-def count_overlapping(text: str, part: str) -> int:
-    """Number of occurrences of `part` in `text`, including overlapping ones."""
-    count, at = 0, text.find(part)
-    while at >= 0:
-        count, at = count + 1, text.find(part, at + 1)
-    return count
 
 
 def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) -> str | None:

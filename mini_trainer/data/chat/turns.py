@@ -172,14 +172,10 @@ class TurnLearner:
         end = self.learn_end(message, start)
         if end is not None:
             return Turn(message, start, end, rests, prompt=prompt)
-        return Turn(message, start, (self.find_content(message) + 1, 0), rests, prompt=prompt, has_stop=False)
-
-    def find_content(self, message: int) -> int:
-        """The slot of the content, which must be the last of a turn without an end-of-turn token."""
         last = self.slots_by_message[message][-1]
         if self.outline.leaves[self.order[last]].kind != "content":
             raise ValueError(f"message {message + 1} ends with tool calls, and the chat template writes no stop token")
-        return last
+        return Turn(message, start, (last + 1, 0), rests, prompt=prompt, has_stop=False)
 
     def learn_start(self, message: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
         """The turn's start, the parts of the prompt that it can begin with, and the prompt's text after the last
@@ -318,16 +314,13 @@ class TurnLearner:
         if cut_own[-1] not in remaining or None in ends:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
         last = max(ends)
-        if not self.is_ended(literals[-1], self.skeleton.literals[last + 1]):  # some write ids only before a result
+        cut, literal = literals[-1], self.skeleton.literals[last + 1]
+        is_ended = self.stops.special.search(cut) is not None and literal.startswith(cut.rstrip())
+        if not is_ended:  # some write ids only before a result
             known_ids = [k for k in own if leaves[self.order[k]].kind == "id" and self.order[k] not in cut_own]
             last = max([last, *(k for k in known_ids if k == last + 1)])
-        end = self.learn_end_in_literal(message, literals[-1], self.skeleton.literals[last + 1], cut_own[-1])
+        end = self.learn_end_in_literal(message, cut, self.skeleton.literals[last + 1], cut_own[-1])
         return None if end is None else (last + 1, end)
-
-    def is_ended(self, cut: str, literal: str) -> bool:
-        """Whether `cut`, the turn's end in a conversation cut there, has a special token, and `literal`, the text after
-        the turn in the whole conversation, begins with `cut`."""
-        return self.stops.special.search(cut) is not None and literal.startswith(cut.rstrip())
 
     def find_last(self, leaf: int, cut_own: list[int], own: list[int]) -> int | None:
         """The leaf's last slot within its turn, which has it as often as a conversation cut there."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, Counts, DataTask, RowFacts, Sample
+from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, DataTask, RowFacts, Sample
 from mini_trainer.data.columns.token_columns import TextColumns
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ class PreferenceColumns(TextColumns):
     def describe(self, task: DataTask) -> str:
         return "preferences"
 
-    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
-        return {"objective": task.objective}
-
     def check(self, sample: Sample, row: RowFacts) -> None:
         super().check(sample, row)
         lengths, labels = sample[LENGTHS_COLUMN], sample["labels"]
@@ -65,7 +62,7 @@ class PreferenceColumns(TextColumns):
 
         return pair_up(*make_random_answers(random, token_ids, length))
 
-    encode = Columns.encode
+    describe_data, encode = Columns.describe_data, Columns.encode
 
 
 class FeedbackColumns(TextColumns):
@@ -90,9 +87,6 @@ class FeedbackColumns(TextColumns):
     def describe(self, task: DataTask) -> str:
         return "binary feedback"
 
-    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
-        return {"objective": task.objective}
-
     def check(self, sample: Sample, row: RowFacts) -> None:
         own, *unrelated = np.split(sample["labels"], sample[LENGTHS_COLUMN][:-1].cumsum())
         super().check(sample | {"labels": own}, row)
@@ -113,7 +107,7 @@ class FeedbackColumns(TextColumns):
 
         return add_mismatched(*make_random_answers(random, token_ids, length), is_good=bool(random.integers(2)))
 
-    encode = Columns.encode
+    describe_data, encode = Columns.describe_data, Columns.encode
 
 
 PREFERENCES, FEEDBACKS = PreferenceColumns(), FeedbackColumns()

@@ -120,9 +120,6 @@ class PicturedColumns(TextColumns):
     def describe(self, task: DataTask) -> str:
         return "language modelling on texts with images"
 
-    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
-        return {"objective": task.objective}
-
     def make_row(self, tokens: "TokenizedChat") -> dict[str, Any]:
         row, pictures = super().make_row(tokens), tokens.pictures
         return row | {
@@ -131,7 +128,7 @@ class PicturedColumns(TextColumns):
             IMAGES_COLUMN: None if pictures is None else list(pictures.references),
         }
 
-    encode = Columns.encode
+    describe_data, encode = Columns.describe_data, Columns.encode
 
 
 TEXTS, PICTURED = TextColumns(), PicturedColumns()

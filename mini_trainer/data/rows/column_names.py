@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Message
+from mini_trainer.data.stores.json_lines import quote
 
 Fields = dict[str, Any]
 
@@ -112,6 +113,17 @@ def look_up(row: Fields, path: str) -> Any:
     return value
 
 
+def find_name(values: Fields, given: str | None, choices: Sequence[str], *, option: str) -> str:
+    """The name of the row's column: `given`, or the only one of `choices` that the row has."""
+    found = [name for name in ([given] if given else choices) if look_up(values, name) is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: name one with {option}")
+    names = " or ".join(repr(name) for name in ([given] if given else choices))
+    raise ValueError(f"{names} is missing or empty; the row has {quote(sorted(values))} ({option})")
+
+
 def list_paths(row: Fields) -> list[str]:
     """The paths by which `look_up` finds a row's values."""
     paths = []
@@ -198,7 +210,8 @@ def check_keys(
     marks: Collection[str],
     meanings: Collection[str],
 ) -> Any:
-    """The message without the `ignored` keys, which are named `prefix`.KEY; RefusedColumn as in `check_messages`."""
+    """The message, or the part of its content, without the `ignored` keys, which are named `prefix`.KEY; RefusedColumn
+    as in `check_messages`."""
     if not isinstance(message, dict):
         return message
     checked, refused = {}, {}
@@ -208,27 +221,13 @@ def check_keys(
             count_column(tally, name)
             continue
         if key == "content" and isinstance(value, list):
-            value = [check_part_keys(part, name, ignored, tally) for part in value]
+            value = [check_keys(part, name, ignored, tally, marks=(), meanings=(WEIGHING,)) for part in value]
         elif not says_nothing(value) and key not in marks and find_meaning(key) in meanings:
             refused[name] = value
         checked[key] = value
     if refused:
-        raise refuse_columns(refused, "Such keys of messages are not read")
+        raise refuse_columns(refused, "Such keys of messages, and of their contents' parts, are not read")
     return checked
-
-
-def check_part_keys(part: Any, prefix: str, ignored: Collection[str], tally: Counter[str]) -> Any:
-    """The content's part without the `ignored` keys. RefusedColumn for a key that affects the part's training."""
-    if not isinstance(part, dict):
-        return part
-    names = {key: f"{prefix}.{key}" for key in part}
-    for name in set(names.values()) & set(ignored):
-        count_column(tally, name)
-    kept = {key: value for key, value in part.items() if names[key] not in ignored}
-    refused = {names[key]: value for key, value in kept.items() if value is not None and find_meaning(key) == WEIGHING}
-    if refused:
-        raise refuse_columns(refused, "Such keys of a content's parts are not read")
-    return kept
 
 
 def translate_marks(message: Message) -> Message:

@@ -184,32 +184,28 @@ def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
 
 def choose_files(paths: Iterable[PurePath]) -> tuple[list[PurePath], tuple[str, ...]]:
     """The files of a folder that hold rows, by name, and the names of those with other endings. Leaves out hidden ones,
-    and those that are ours."""
-    others = sorted(path for path in paths if not is_hidden(path))
+    and those that process_data.py writes next to an output."""
+    others = [
+        path
+        for path in sorted(paths)
+        if not path.name.endswith((".meta.json", ".rejected.jsonl"))
+        and not any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
+    ]
     chosen = [path for path in others if data_ending(path) in ENDINGS]
     return chosen, tuple(path.as_posix() for path in others if data_ending(path) not in ENDINGS)
-
-
-def is_hidden(path: PurePath) -> bool:
-    """Whether a file within a folder is hidden, or was written by process_data.py next to an output."""
-    is_ours = path.name.endswith((".meta.json", ".rejected.jsonl"))
-    return is_ours or any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
 
 
 def describe_skipped(sources: Sequence[Source]) -> list[str]:
     """A note on each folder that has files with endings that are not read."""
     folders = dict.fromkeys(source.folder for source in sources if source.folder is not None and source.folder.skipped)
     return [
-        f"{folder.name}: {count_files(len(folder.skipped))} not read, because of the ending:"
+        f"{folder.name}: {len(folder.skipped):,} file{'s are' if len(folder.skipped) > 1 else ' is'} not read, because"
+        " of the ending:"
         f" {', '.join(map(repr, folder.skipped[:NUM_SKIPPED_SHOWN]))}"
         f"{f' and {len(folder.skipped) - NUM_SKIPPED_SHOWN} more' * (len(folder.skipped) > NUM_SKIPPED_SHOWN)};"
         f" files of rows end in {ENDINGS_IN_WORDS}"
         for folder in folders
     ]
-
-
-def count_files(count: int) -> str:
-    return "1 file is" if count == 1 else f"{count:,} files are"
 
 
 def check_folder(source: Source, firsts: dict[Folder, Source]) -> None:
@@ -282,7 +278,10 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
     has_end = source.sections.end is None
     with HashingReader(source.open(), hashes=has_end) as raw, refused_if_damaged(source):
         with open_decompressed(raw, source.compression) as stream:
-            check_layout(stream, source)
+            if source.ending in (".jsonl", ".json") and source.sections.start == 0:
+                fault = find_fault(stream.peek(BLOCK_BYTES), may_be_list=source.ending == ".json")
+                if fault is not None:
+                    raise ValueError(f"{source}: {fault}")
             if source.ending == ".parquet":
                 yield from read_parquet(stream, source=source, is_file=source.is_local and source.compression is None)
             elif source.has_sections:
@@ -298,15 +297,6 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         source.sha256 = raw.digest.hexdigest() if has_end else None
     if source.remote is not None:
         source.remote.check_unchanged()
-
-
-def check_layout(stream: BinaryIO, source: Source) -> None:
-    """Raises ValueError for a JSON file whose lines are not rows."""
-    if source.ending not in (".jsonl", ".json") or source.sections.start > 0:
-        return
-    fault = find_fault(stream.peek(BLOCK_BYTES), may_be_list=source.ending == ".json")
-    if fault is not None:
-        raise ValueError(f"{source}: {fault}")
 
 
 @contextmanager

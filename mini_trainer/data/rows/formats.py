@@ -16,7 +16,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, list_parts
 from mini_trainer.data.rows.chat_rows import (
@@ -223,7 +222,9 @@ def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = (
                 f"no {given[name]!r} (--columns {name}=), or it is empty: the row has {quote(sorted(row))}"
             )
     beside = BESIDE["completion" if "prompt" in found or "completion" in found else next(iter(found))]
-    if "messages" in found and is_sharegpt(found["messages"]):
+    turns = found.get("messages")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    if isinstance(first, dict) and "from" in first and "role" not in first:
         found["conversations"], beside = found.pop("messages"), BESIDE["conversations"]
     if "completion" in found:
         beside = ("prompt",)
@@ -233,11 +234,6 @@ def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = (
         beside = TEXT_FORMATS[paths.data_format].columns
         found = {paths.rename(name): value for name, value in found.items()}
     return {name: row[name] for name in (*beside, *also_read) if name in row} | found
-
-
-def is_sharegpt(turns: Any) -> bool:
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return isinstance(first, dict) and "from" in first and "role" not in first
 
 
 @functools.cache  # every row asks
@@ -259,7 +255,9 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
     """The row's example. Raises ValueError for a row of a format other than the file's, or with invalid values."""
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
-        expected = "; ".join(f"{name}: {describe_keys(name)}" for name in TEXT_FORMATS)
+        expected = "; ".join(
+            f"{name}: {' and '.join(map(' or '.join, TEXT_FORMATS[name].keys))}" for name in TEXT_FORMATS
+        )
         wanted = f"not a {data_format} row" if data_format else "unrecognised format"
         raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
     if found != data_format and not is_given:
@@ -279,10 +277,6 @@ def refuse_images(chat: Chat) -> None:
             )
 
 
-def describe_keys(name: str) -> str:
-    return " and ".join(" or ".join(choices) for choices in TEXT_FORMATS[name].keys)
-
-
 def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
     """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
     prompt = look_up(row, paths.prompt or "prompt")
@@ -293,9 +287,13 @@ def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, 
     return ()
 
 
-def read_conversation(row: Fields, names: tuple[str, ...]) -> Chat:
-    """Reads {"prompt": [...], "completion": [...]}, lists of messages: only the assistant's of the completion are
-    trained."""
+def read_completion(row: Fields) -> Completion | Chat:
+    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages.
+
+    Of these only the assistant's of the completion are trained."""
+    names = list_conversation(row)
+    if not names:
+        return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
     prompt, answer = (require_list(parse_turns(row, names), name) for name in names)
     prompt = read_system(row) + prompt
     chat = build_chat([*prompt, *answer], row)
@@ -303,13 +301,6 @@ def read_conversation(row: Fields, names: tuple[str, ...]) -> Chat:
     if any(message.get("train") for message in chat.messages[: len(prompt)]):
         raise ValueError("has 'train': true in a message of the prompt: only the completion's messages are trained")
     return leave_untrained(chat, len(prompt))
-
-
-def read_completion(row: Fields) -> Completion | Chat:
-    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages."""
-    if answered := list_conversation(row):
-        return read_conversation(row, answered)
-    return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
 
 
 def read_document(row: Fields) -> Document:

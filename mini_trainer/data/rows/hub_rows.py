@@ -4,8 +4,9 @@ The library and its dependencies are imported only here, and only when such rows
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, make_chunk
-from mini_trainer.data.stores.parquet import Batch, check_groups, count_rows, cut_batch
+from mini_trainer.data.stores.parquet import check_groups, count_rows, cut_batch
 from mini_trainer.options import RowOptions
 from mini_trainer.options.urls import list_http_errors
 
@@ -29,21 +30,16 @@ def find_dataset(options: RowOptions) -> Source:
         if options.revision is not None:
             raise ValueError(f"--revision {options.revision}: {FLAG} {given} is a local folder, which has no revisions")
         files = list_files(folder)
-        check_files(files)
+        for path in (path for path in files if path.suffix.lower() == ".parquet"):
+            try:
+                check_groups(pq.read_metadata(path), f"{FLAG} {path}")
+            except (OSError, pa.ArrowException) as error:
+                raise ValueError(f"{FLAG} {path}: cannot be read: {error}") from None
         num_bytes = sum(path.stat().st_size for path in files)
         return Source(folder, f"{folder.resolve().name} {split}", num_bytes, read=open_rows(given, split, None))
     revision = find_revision(options)
     name = f"{given}@{revision[:12]} {split}"
     return Source(Path(given), name, 0, read=open_rows(given, split, revision))
-
-
-def check_files(files: Sequence[Path]) -> None:
-    """Raises ValueError for a Parquet file that needs too much memory."""
-    for path in (path for path in files if path.suffix.lower() == ".parquet"):
-        try:
-            check_groups(pq.read_metadata(path), f"{FLAG} {path}")
-        except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{FLAG} {path}: cannot be read: {error}") from None
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -117,7 +113,8 @@ def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
     digest, first_row = hashlib.sha256(), 1
     try:
         for table in data.with_format("arrow").iter(batch_size=CHUNK_ROWS):
-            for batch in cut_table(table):
+            contiguous = table.combine_chunks().to_batches()
+            for batch in chain.from_iterable(cut_batch(part, most_bytes=2 * CHUNK_BYTES) for part in contiguous):
                 chunk = make_chunk(source.name, first_row, batch)
                 digest.update(chunk.table or repr(batch).encode())
                 yield chunk
@@ -125,9 +122,3 @@ def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{FLAG} {source.path}: its rows cannot be read: {error}") from None
     source.sha256 = digest.hexdigest()
-
-
-def cut_table(table: pa.Table) -> Iterable[Batch]:
-    """The rows in contiguous batches of about CHUNK_BYTES at most."""
-    for batch in table.combine_chunks().to_batches():
-        yield from cut_batch(batch, most_bytes=2 * CHUNK_BYTES)

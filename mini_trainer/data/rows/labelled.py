@@ -26,6 +26,7 @@ from mini_trainer.data.rows.column_names import (
     check_columns,
     check_messages,
     drop_ignored,
+    find_name,
     look_up,
 )
 from mini_trainer.data.rows.files import Chunk
@@ -94,7 +95,7 @@ def check_values(values: Fields, options: RowOptions, tally: Counter[str]) -> Fi
 def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
     """The row's content and label. Raises ValueError if one is missing or there are two contents."""
     content = read_content(values, options)
-    name = find_name(values, options.column("label"), ("label", "labels"), what="label", option="--columns label=")
+    name = find_name(values, options.column("label"), ("label", "labels"), option="--columns label=")
     given = look_up(values, name)
     if isinstance(content, Words):
         labels = [read_label(label, f"{name!r}, word {i}") for i, label in enumerate(require_items(given, name), 1)]
@@ -112,7 +113,7 @@ def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
 def read_content(values: Fields, options: RowOptions) -> Content:
     """The content to classify."""
     choices = ("text", "tokens", "messages") if options.column("text") is None else ()
-    name = find_name(values, options.column("text"), choices, what="text", option="--columns text=")
+    name = find_name(values, options.column("text"), choices, option="--columns text=")
     pair = options.column("text_pair") or "text_pair"
     is_pair = options.column("text_pair") is not None or look_up(values, pair) is not None
     value = look_up(values, name)
@@ -124,21 +125,6 @@ def read_content(values: Fields, options: RowOptions) -> Content:
         words = require_items(value, name)
         return Words(tuple(read_text(word, f"{name}, word {i}") for i, word in enumerate(words, start=1)))
     return read_text(value, name)
-
-
-def find_name(values: Fields, given: str | None, choices: tuple[str, ...], *, what: str, option: str) -> str:
-    """The name of the row's column: `given`, or the only one of `choices` that the row has."""
-    if given is not None:
-        if look_up(values, given) is None:
-            raise ValueError(f"no {given!r} ({option}), or it is empty: the row has {quote(sorted(values))}")
-        return given
-    found = [name for name in choices if values.get(name) is not None]
-    if len(found) > 1:
-        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: name one with {option}")
-    if not found:
-        names = " or ".join(repr(name) for name in choices)
-        raise ValueError(f"no {what}: {names} is missing or empty; the row has {quote(sorted(values))} ({option})")
-    return found[0]
 
 
 def read_text(value: Any, name: str) -> str:

@@ -5,7 +5,6 @@ integers by value, unless the order is set (--label-names), another data set's (
 (`ClassLabel` of the package datasets, in Parquet).
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask,
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.labelled import Label, Labelled, Words, is_ignored
+from mini_trainer.data.rows.values import read_features
 from mini_trainer.data.stores.disk import read_object
 
 INTEGER = re.compile(r"[+-]?\d{1,18}")
@@ -116,11 +116,8 @@ class Labels:
             raise ValueError(f"the row has {given}; --label-type {task.label_type} needs {wanted}")
         if not is_list:
             return [float(self.find_class(row.label))]
-        return self.encode_several(row.label)
-
-    def encode_several(self, labels: Sequence[Label]) -> list[float]:
-        target = [0.0] * self.task.num_labels
-        for label in labels:
+        target = [0.0] * task.num_labels
+        for label in row.label:
             found = self.find_class(label)
             if target[found]:
                 raise ValueError(
@@ -166,8 +163,12 @@ def decide_labels(
         if label_type not in (None, known.label_type):
             raise ValueError(f"--label-type {label_type}: the labels of --labels-from are for {describe_task(known)}")
         return Labels(known, takes_indices=takes_indices(known.label_names))
-    if len(counts.kinds) > 1 and not ({*counts.kinds} <= {"integer", "number", "name"} and label_type == "single"):
-        check_mixed_kinds(counts, label_type)
+    kinds = {*counts.kinds}
+    are_numbers = kinds == {"integer", "number"} and label_type != "multi"
+    are_names = kinds <= {"integer", "number", "name"} and label_type == "single"
+    if len(kinds) > 1 and not (are_numbers or are_names):
+        found = " and ".join(f"{KINDS[kind]} ({counts.kinds[kind]})" for kind in KINDS if kind in kinds)
+        raise ValueError(f"labels are of several kinds: {found}; fix the rows, or name one kind with --label-type")
     objective = TOKENS if "words" in counts.kinds else SEQUENCES
     label_type = choose_label_type(counts, label_type)
     if label_type == "regression":
@@ -175,7 +176,8 @@ def decide_labels(
             raise ValueError("--label-names has no effect: regression labels have no names")
         num_values = len(first.label) if first is not None and isinstance(first.label, list) else 1
         return Labels(DataTask(objective, label_type, (), num_values), takes_indices=False)
-    names = tuple(label_names) or sort_names(counts.names)
+    are_integers = all(map(INTEGER.fullmatch, counts.names))
+    names = tuple(label_names) or tuple(sorted(counts.names, key=int if are_integers else None))
     if len(names) < 2 and label_type == "single":
         raise ValueError(
             f"all labels are {next(iter(counts.names), None)!r}: at least two classes are needed; list all possible"
@@ -186,15 +188,6 @@ def decide_labels(
 
 def takes_indices(names: Sequence[str]) -> bool:
     return not any(INTEGER.fullmatch(name) for name in names)
-
-
-def check_mixed_kinds(counts: LabelCounts, label_type: LabelType | None) -> None:
-    """Raises ValueError for several kinds of labels, except integers among numbers."""
-    if {*counts.kinds} == {"integer", "number"} and label_type != "multi":
-        return
-    places = [(kind, counts.kinds[kind]) for kind in KINDS if kind in counts.kinds]
-    found = " and ".join(f"{KINDS[kind]} ({place})" for kind, place in places)
-    raise ValueError(f"labels are of several kinds: {found}; fix the rows, or name one kind with --label-type")
 
 
 def choose_label_type(counts: LabelCounts, given: LabelType | None) -> LabelType:
@@ -229,13 +222,6 @@ def choose_label_type(counts: LabelCounts, given: LabelType | None) -> LabelType
             " --label-type single, or regression if they are values to predict"
         )
     return "single"
-
-
-def sort_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names in order; integers by value."""
-    if all(INTEGER.fullmatch(name) for name in names):
-        return tuple(sorted(names, key=int))
-    return tuple(sorted(names))
 
 
 def read_known_labels(path: str) -> DataTask:
@@ -273,9 +259,8 @@ def read_metadata(source: Source) -> dict[str, Any]:
     """The features of the columns that `datasets` stored; empty if unreadable, as reading the rows reports damage."""
     try:
         with source.open() as file:
-            metadata = pq.read_schema(file).metadata or {}
-        return json.loads(metadata[b"huggingface"])["info"]["features"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return read_features(pq.read_schema(file))
+    except (OSError, ValueError):
         return {}
 
 

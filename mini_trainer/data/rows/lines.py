@@ -6,7 +6,7 @@ Rows are not parsed. One longer than MAX_ROW_BYTES is skipped, and only its begi
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, BinaryIO, Literal
 
@@ -315,24 +315,16 @@ def find_fault(beginning: bytes, *, may_be_list: bool) -> str | None:
     if not newline or text[0] not in "[{" or is_json(line):
         return None
     is_cut = line.strip() in ("{", "[") and not is_json(rest.lstrip().partition("\n")[0])
-    if not is_cut and not begins_with_json(text):
+    if not is_cut and not is_json(text, json.JSONDecoder().raw_decode):
         return None
     if text[0] == "[":
         return None if may_be_list else LIST
     return SPREAD
 
 
-def is_json(text: str) -> bool:
+def is_json(text: str, read: Callable[[str], Any] = json.loads) -> bool:
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def begins_with_json(text: str) -> bool:
-    try:
-        json.JSONDecoder().raw_decode(text)
+        read(text)
     except (ValueError, RecursionError):
         return False
     return True

@@ -44,6 +44,7 @@ from mini_trainer.data.rows.column_names import (
     check_columns,
     check_keys,
     drop_ignored,
+    find_name,
     look_up,
 )
 from mini_trainer.data.rows.files import Chunk
@@ -138,17 +139,6 @@ def read_plain_prompt(values: Fields, name: str, given: str | None) -> str | Non
         return None
     refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
     return require_text({"prompt": prompt}, "prompt")
-
-
-def find_name(values: Fields, given: str | None, choices: Sequence[str], *, option: str) -> str:
-    """The name of the row's column: `given`, or the only one of `choices` that the row has."""
-    found = [name for name in ([given] if given else choices) if look_up(values, name) is not None]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: name one with {option}")
-    names = " or ".join(repr(name) for name in ([given] if given else choices))
-    raise ValueError(f"{names} is missing or empty; the row has {quote(sorted(values))} ({option})")
 
 
 def read_number(values: Fields, name: str) -> float | None:
@@ -307,10 +297,6 @@ def prepare_feedback(masker: ChatMasker, options: RowOptions) -> Preparation[Fee
     return Preparation(DataTask(FEEDBACK), read, partial(mask_feedback, masker), masker.chats.stop_token_ids)
 
 
-def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
-    return [read_row(values, options, tally)]
-
-
 def read_pairs(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
     """Both answers of a preference."""
     pair = read_preference(values, options, tally)
@@ -320,7 +306,7 @@ def read_pairs(values: Fields, chunk: Chunk, tally: Counter[str], *, options: Ro
     return [Feedback(pair.prompt, answer, is_good, pair.weight) for answer, is_good in sides]
 
 
-def read_row(values: Fields, options: RowOptions, tally: Counter[str]) -> Feedback:
+def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
     """The row's feedback. Raises ValueError for a missing prompt, answer or label."""
     ignored, prompt_field, answer_field = options.ignore_columns, options.column("prompt"), options.column("completion")
     values = read_turns(values, (prompt_field, answer_field), ignored, tally)
@@ -335,7 +321,7 @@ def read_row(values: Fields, options: RowOptions, tally: Counter[str]) -> Feedba
     check_beside(values, read, ignored, tally, why="Feedback does not read such columns")
     weight, answer = read_number(values, "weight"), None if name is None else look_up(values, name)
     if isinstance(answer, str) and (prompt := read_plain_prompt(values, prompt_name, prompt_field)) is not None:
-        return Feedback(prompt, Completion(prompt, require_text({name: answer}, name)), is_good, weight)
+        return [Feedback(prompt, Completion(prompt, require_text({name: answer}, name)), is_good, weight)]
     if is_whole:
         whole = read_messages(look_up(values, prompt_name), prompt_name, tally, ignored)
         messages = [*read_system(values), *whole]
@@ -343,17 +329,13 @@ def read_row(values: Fields, options: RowOptions, tally: Counter[str]) -> Feedba
     else:
         beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
         messages, num_prompt = [*beginning, *read_answer(answer, name, tally, ignored)], len(beginning)
-    return Feedback(*build_answer(messages, num_prompt, values), is_good, weight)
-
-
-def build_answer(messages: list[Any], num_prompt: int, values: Fields) -> tuple[list[Message], Chat]:
-    """The prompt's messages, and a chat in which everything after them is trained on."""
+    # Everything after the prompt's messages is trained on.
     chat = build_chat(messages, {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values})
     refuse_images(chat)
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
         raise ValueError("the answer must be an assistant's message after a prompt")
     check_ends(chat.messages, num_prompt, "the answer")
-    return chat.messages[:num_prompt], leave_untrained(chat, num_prompt)
+    return [Feedback(chat.messages[:num_prompt], leave_untrained(chat, num_prompt), is_good, weight)]
 
 
 def mask_feedback(masker: ChatMasker, rows: Sequence[Feedback]) -> list[TokenizedFeedback | ValueError]:

@@ -65,13 +65,21 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
     )
     with without_collector():  # imports transformers
-        tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
+        tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
+    added_tokens = {}
+    if changes_tokenizer(options):
+        template, special_tokens = options.rows.chat_template, options.rows.add_special_tokens
+        added_tokens = change_tokenizer(tokenizer, template=template, special_tokens=special_tokens)
     stop_token_id, open_turns, notes = None, set(), []
     if options.rows.mock_data is not None:
         preparation = prepare_random(tokenizer, options.rows)
     elif options.rows.format == CLASSIFICATION:
         preparation, notes = prepare_classification(tokenizer, sources, options.rows)
     else:
+        expander = None
+        if options.rows.images:
+            processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
+            expander = ImageExpander(processor, directory=Path(options.output_file).resolve().parent)
         masker = ChatMasker(
             tokenizer,
             stop_token_ids=load_stop_token_ids(model_dir),
@@ -79,7 +87,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
             append_stop_token=options.rows.missing_stop_token == "append",
             thinking_prefix=options.rows.thinking_prefix,
             strict_reasoning=options.contents.strict_reasoning,
-            expander=open_expander(model_dir, options),
+            expander=expander,
             contents=Contents(options.contents.control_tokens, parse_named_values(options.contents.template_args)),
         )
         notes = check_template(masker, options)
@@ -103,26 +111,6 @@ def choose_paths(options: ProcessDataOptions) -> FieldPaths:
 
 def changes_tokenizer(options: ProcessDataOptions) -> bool:
     return options.rows.chat_template is not None or bool(options.rows.add_special_tokens)
-
-
-def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any, dict[str, int]]:
-    """The model's tokenizer, changed according to the options, and the new entries of its vocabulary."""
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
-    if not changes_tokenizer(options):
-        return tokenizer, {}
-    added = change_tokenizer(
-        tokenizer, template=options.rows.chat_template, special_tokens=options.rows.add_special_tokens
-    )
-    return tokenizer, added
-
-
-def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander | None:
-    """The expander of images if rows may have them."""
-    if not options.rows.images:
-        return None
-    processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
-    directory = Path(options.output_file).resolve().parent
-    return ImageExpander(processor, directory=directory)
 
 
 def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation[Any]:

@@ -18,7 +18,6 @@ from mini_trainer.data.chat.tokens import CONTROL, CONTROL_AS_TEXT
 from mini_trainer.data.columns.base import COLUMNS, DataTask, format_count
 from mini_trainer.data.rows.column_names import count_column
 from mini_trainer.data.rows.files import Source
-from mini_trainer.data.rows.labelled_tokens import TokenizedText
 from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import RowOptions
@@ -97,9 +96,6 @@ class Totals:
         self.shown.append((lot, sample))
         if len(self.shown) > 2 * self.num_shown:
             self.keep_shown()
-
-    def add_labels(self, tokens: TokenizedText) -> None:
-        self.labels.update(tokens.label_counts)
 
     def add_invalid(self, reason: str) -> None:
         """Counts a reason, without the row's own text in it."""

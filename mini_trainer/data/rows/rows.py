@@ -16,7 +16,7 @@ from mini_trainer.data.rows.column_names import Fields, RefusedColumn
 from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, check_paths, detect_format
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
-from mini_trainer.data.rows.lines import Encoding, parse_row
+from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
 from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
@@ -86,8 +86,10 @@ def read_formatted_chunks(
     firsts: dict[Folder, Source] = {}
     for source in sources:
         source.format, is_beginning = data_format, source.sections.start == 0
-        if not is_beginning:
-            source.format = detect_at_beginning(source, data_format, paths)
+        if not is_beginning:  # the rows before its sections have decided
+            before = replace(source, sections=Sections(0, source.sections.start))
+            chunks = read_formatted_chunks([before], data_format, paths)
+            source.format = next((chunk.format for chunk in chunks if chunk.format is not None), data_format)
         for i, chunk in enumerate(read_chunks(source)):
             if i == 0 and is_beginning and paths.given:
                 check_paths(chunk, paths)
@@ -95,13 +97,6 @@ def read_formatted_chunks(
                 source.format = detect_format(chunk, paths)
             check_folder(source, firsts)
             yield replace(chunk, format=source.format)
-
-
-def detect_at_beginning(source: Source, data_format: str | None, paths: FieldPaths) -> str | None:
-    """The format, given or detected, that the rows before the source's sections have made the file's."""
-    beginning = replace(source, sections=Sections(0, source.sections.start))
-    chunks = read_formatted_chunks([beginning], data_format, paths)
-    return next((chunk.format for chunk in chunks if chunk.format is not None), data_format)
 
 
 def process_chunk(
@@ -147,13 +142,21 @@ def process_chunk(
             sample = TokenizedSample(mark_place(f"{chunk.file}:{row.place}", side.name), tokens)
             side.samples.append(sample)
             count_kept(side.totals, sample)
-            for remark in remark_on_row(row, chunk.encoding):
+            # What a row of a table may have lost: nulls of its own, and missing values that became text.
+            remarks = [Remark(LOST_NULLS, place) for place in row.lost]
+            if chunk.encoding == "table":
+                cells = row.value.items()
+                remarks += [Remark(MISSING_CELL, name, cell) for name, cell in cells if cell in PRINTED_AS_MISSING]
+            for remark in remarks:
                 side.totals.count_remark(remark, 1, sample.place)
             if preparation.stop_token_ids is not None:
                 count_stops(side.totals, tokens, preparation.stop_token_ids)
             if not cuts_blocks:
                 side.totals.add_sample(sample, draw())
-    count_rejected(training.totals, rejected)
+    training.totals.rows["in"] += len(rejected)
+    training.totals.rows["invalid"] += len(rejected)
+    for reason in rejected.values():
+        training.totals.add_invalid(reason)
     # Samples are written as they are; documents to be cut need only their tokens.
     encode = concatenate_ids if cuts_blocks else partial(encode_samples, ending=ending, task=preparation.task)
     results = [SideResult(encode(side.samples), side.totals) for side in sides]
@@ -169,19 +172,12 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
     totals.rows["kept"] += 1
     if isinstance(sample.tokens, TokenizedText):
         totals.rows["truncated"] += sample.tokens.is_truncated
-        totals.add_labels(sample.tokens)
+        totals.labels.update(sample.tokens.label_counts)
     else:
         for remark in set(sample.tokens.remarks):
             totals.count_remark(remark, 1, sample.place)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
-
-
-def remark_on_row(row: Row, encoding: Encoding) -> Iterator[Remark]:
-    """Remarks on what a row of a table may have lost: nulls of its own, and missing values that became text."""
-    yield from (Remark(LOST_NULLS, place) for place in row.lost)
-    if encoding == "table":
-        yield from (Remark(MISSING_CELL, name, cell) for name, cell in row.value.items() if cell in PRINTED_AS_MISSING)
 
 
 def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset[int]) -> None:
@@ -193,14 +189,6 @@ def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset
     totals.stops["rows"] += 1
     totals.stops["trained"] += not stop_token_ids.isdisjoint(trained)
     totals.stops["appended"] += tokens.is_stop_appended
-
-
-def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:
-    """Counts unusable rows."""
-    totals.rows["in"] += len(rejected)
-    totals.rows["invalid"] += len(rejected)
-    for reason in rejected.values():
-        totals.add_invalid(reason)
 
 
 def describe_rejected(chunk: Chunk, rejected: dict[int, str]) -> tuple[bytes, list[tuple[str, str]]]:

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,11 +139,6 @@ class SideWriter:
 def mark_place(place: str, side: str) -> str:
     """A sample's place as shown, with its side unless that is training."""
     return place if side == "training" else f"{place} ({side})"
-
-
-def describe_split(side: str, *, share: float, other: Path) -> dict[str, Any]:
-    """The entry on the other side in a side's sidecar."""
-    return {"side": side, "validation_share": share, "other_side": other.name}
 
 
 def check_sides(sides: Sequence[Totals], *, share: float) -> None:

@@ -76,7 +76,9 @@ def begins_list(value: Any) -> bool:
 def parse_if_turns(text: str) -> Any:
     """Parses messages or ShareGPT turns from JSON text; other texts stay unchanged."""
     value = parse_text(text)
-    return value if value and isinstance(value, list) and all(map(is_turn, value)) else text
+    if not value or not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        return text
+    return value if all("role" in one or {"from", "value"} <= one.keys() for one in value) else text
 
 
 def parse_text(text: str) -> Any:
@@ -85,7 +87,3 @@ def parse_text(text: str) -> Any:
         return parse_json(text)
     except ValueError:
         return text
-
-
-def is_turn(value: Any) -> bool:
-    return isinstance(value, dict) and ("role" in value or {"from", "value"} <= value.keys())

@@ -59,7 +59,8 @@ class RowReader:
         """A function that converts values of this type, except null. `feature`: what the datasets library says of it;
         `place`: the object that it is in, if a null can mean something there."""
         is_extension = isinstance(kind, pa.BaseExtensionType)
-        if (is_extension and kind.extension_name == "arrow.json") or is_json(feature):
+        is_json = isinstance(feature, dict) and feature.get("_type") == "Json"
+        if is_json or (is_extension and kind.extension_name == "arrow.json"):
             return read_json
         if is_extension:
             return self.find(kind.storage_type, feature, place)
@@ -70,7 +71,9 @@ class RowReader:
         if pa.types.is_map(kind):
             return make_map_reader(kind, self.find(kind.item_type, None, place))
         if any(is_kind(kind) for is_kind in LISTS):
-            return make_list_reader(self.find(kind.value_type, find_inner(feature), place))
+            read = self.find(kind.value_type, find_inner(feature), place)
+            # A list's nulls are the row's own, and stay.
+            return keep if read is keep else lambda values: [None if one is None else read(one) for one in values]
         if any(is_kind(kind) for is_kind in DATES):
             return lambda value: value.isoformat()
         if place is not None and (pa.types.is_float32(kind) or pa.types.is_float16(kind)):
@@ -104,13 +107,6 @@ def keep(value: Any) -> Any:
     return value
 
 
-def make_list_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A list's nulls are the row's own, and stay."""
-    if read is keep:
-        return keep
-    return lambda values: [None if value is None else read(value) for value in values]
-
-
 def make_map_reader(kind: pa.MapType, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     if not (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
         return lambda _: Unreadable(f"a map with keys of the type {kind.key_type}; JSON's keys are texts")
@@ -135,13 +131,9 @@ def read_features(schema: pa.Schema) -> dict[str, Any]:
     """The datasets library's description of the columns in the schema's metadata; empty if there is none."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
     return features if isinstance(features, dict) else {}
-
-
-def is_json(feature: Any) -> bool:
-    return isinstance(feature, dict) and feature.get("_type") == "Json"
 
 
 def find_inner(feature: Any) -> Any:

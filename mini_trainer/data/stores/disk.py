@@ -332,12 +332,11 @@ def read_fields(path: Path, kinds: Mapping[str, Any], *, written_by: str, advice
 
 def list_wrong(content: dict[str, Any], kinds: Mapping[str, Any]) -> list[str]:
     """The keys that an object lacks, or has with a value of another type."""
-    return [name for name, kind in kinds.items() if name not in content or not has_kind(content[name], kind)]
 
+    def fits(value: Any, kind: Any) -> bool:  # true and false are not numbers
+        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
-def has_kind(value: Any, kind: Any) -> bool:
-    """Whether a JSON value has this type; true and false are not numbers."""
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    return [name for name, kind in kinds.items() if name not in content or not fits(content[name], kind)]
 
 
 def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:

@@ -8,14 +8,13 @@ import base64
 import binascii
 import contextlib
 import io
-import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import hide_secrets, one_line
+from mini_trainer.options.reading import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,28 +55,16 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
     if "://" in reference:
         raise ValueError(f"{name_reference(reference)}: images are read from files and data: URLs: download it before")
     try:
-        return read_regular_file(directory / reference)
+        with open_regular(directory / reference) as file:
+            data = file.read(LIMIT_OF_BYTES + 1)  # the size that fstat reports may be wrong, as under /proc
+        if len(data) > LIMIT_OF_BYTES:
+            raise OSError(f"larger than {LIMIT_OF_BYTES:,} bytes")
+        return data
     except FileNotFoundError:
         raise ValueError(f"{name_reference(reference)}: no such file") from None
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error).removeprefix(f"{directory / reference}: ")
         raise ValueError(f"{name_reference(reference)}: cannot be read: {reason}") from None
-
-
-def read_regular_file(path: Path) -> bytes:
-    """A file's bytes. OSError for devices, pipes and sockets, which may be endless, and for files over the limit."""
-    with open(path, "rb", opener=open_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("not a regular file")
-        data = file.read(LIMIT_OF_BYTES + 1)  # the size that fstat reports may be wrong, as under /proc
-    if len(data) > LIMIT_OF_BYTES:
-        raise OSError(f"larger than {LIMIT_OF_BYTES:,} bytes")
-    return data
-
-
-def open_without_waiting(path: str, flags: int) -> int:
-    """Opens a pipe at once, even if nobody ever writes to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def open_image(reference: str, *, directory: Path) -> "Image":
@@ -164,15 +151,11 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
         own = processor_class_from_name(name) if name in PROCESSOR_MAPPING_NAMES.values() else None
         if own is None:
             raise ValueError(f"transformers has no processor {name!r}")
-        without_videos = type(own.__name__, (own,), {"check_argument_for_proper_class": accept_absent})
+        # The check of its parts is replaced, as the video processor may be missing.
+        without_videos = type(own.__name__, (own,), {"check_argument_for_proper_class": lambda *given: type(given[-1])})
         parts = {"image_processor": images, "tokenizer": tokenizer}
         return without_videos.from_args_and_dict(
             [parts.get(attribute) for attribute in own.get_attributes()], dict(settings)
         )
     except (OSError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{where} can be loaded: {one_line(error)}") from None
-
-
-def accept_absent(processor: Any, name: str, argument: Any) -> Any:
-    """Replaces a processor's check of its parts: the video processor may be missing."""
-    return type(argument)

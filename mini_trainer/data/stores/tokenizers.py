@@ -128,17 +128,6 @@ NAMED_TEMPLATES = {
 }
 
 
-def find_template(name_or_file: str) -> NamedTemplate:
-    """The template with that name or in that file."""
-    if name_or_file in NAMED_TEMPLATES:
-        return NAMED_TEMPLATES[name_or_file]
-    try:
-        return NamedTemplate(Path(name_or_file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        names = ", ".join(NAMED_TEMPLATES)
-        raise ValueError(f"--chat-template {name_or_file}: allowed: {names}, or a Jinja file ({error})") from None
-
-
 def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Sequence[str]) -> dict[str, int]:
     """Sets the template (a name or a file) and adds the tokens; returns the new entries of the vocabulary.
 
@@ -148,7 +137,13 @@ def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Se
     useless = [token for token in special_tokens if token in known or not token.strip()]
     if useless:
         raise ValueError(f"--add-special-tokens {' '.join(useless)}: has no effect: the tokenizer has them already")
-    named = NamedTemplate("") if template is None else find_template(template)
+    named = NAMED_TEMPLATES.get(template, NamedTemplate(""))
+    if template is not None and template not in NAMED_TEMPLATES:
+        try:
+            named = NamedTemplate(Path(template).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            names = ", ".join(NAMED_TEMPLATES)
+            raise ValueError(f"--chat-template {template}: allowed: {names}, or a Jinja file ({error})") from None
     wanted = [*dict.fromkeys([*named.special_tokens, *special_tokens])]
     vocabulary = tokenizer.get_vocab()
     tokenizer.add_tokens([token for token in wanted if token not in known], special_tokens=True)

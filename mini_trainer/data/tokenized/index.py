@@ -9,6 +9,7 @@ All processes of a machine that map it share its pages. It is made from the data
 without one, and again if a file of the data set has another size or time of change.
 """
 
+import contextlib
 import io
 import itertools
 import json
@@ -116,12 +117,9 @@ def write_index(file: BinaryIO, files: Sequence[ArrowFile], identity: list[Any])
     """Writes the index in one pass over the record batches, in constant memory."""
     first_rows, null_within, num_sequences = [0], set(), 0
     num_nulls, has_sequences = Counter(dict.fromkeys(files[0].schema.names, 0)), has_lists(files, LENGTHS_COLUMN)
-    with (
-        tempfile.SpooledTemporaryFile(SPOOLED_BYTES) as lengths,
-        tempfile.SpooledTemporaryFile(SPOOLED_BYTES) as counts,
-        tempfile.SpooledTemporaryFile(SPOOLED_BYTES) as first_sequences,
-        tempfile.SpooledTemporaryFile(SPOOLED_BYTES) as sequence_lengths,
-    ):
+    with contextlib.ExitStack() as stack:
+        spools = [stack.enter_context(tempfile.SpooledTemporaryFile(SPOOLED_BYTES)) for _ in range(4)]
+        lengths, counts, first_sequences, sequence_lengths = spools
         first_sequences.write(np.zeros(int(has_sequences), np.int64).tobytes())
         for batch in itertools.chain.from_iterable(map(iterate_batches, files)):
             first_rows.append(first_rows[-1] + batch.num_rows)

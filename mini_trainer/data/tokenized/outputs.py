@@ -125,7 +125,7 @@ class Outputs:
 
 
 if TYPE_CHECKING:
-    import datasets
+    pass
 
 CONVERTED_ROWS = 1 << 16  # most rows of a Parquet file converted at once
 INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types
@@ -147,21 +147,16 @@ def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
             data = datasets.Dataset.from_json(
                 str(path), features=datasets.Features.from_arrow_schema(infer_schema(path, kind))
             )
-        data = add_counts(data, kind)
+        columns = set(data.column_names)
+        if kind is TEXTS and {"input_ids", "labels"} <= columns and not {"len", "num_loss_counted_tokens"} <= columns:
+            data = data.with_format("arrow").map(count_tokens, batched=True, desc="Counting trained tokens")
         return [Path(file["filename"]) for file in data.cache_files]
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
         raise OSError(str(error.__cause__ or error)) from None
 
 
-def add_counts(data: "datasets.Dataset", kind: Columns) -> "datasets.Dataset":
-    """Adds the numbers of tokens and of trained tokens to rows of texts that have tokens and labels alone."""
-    missing = {"len", "num_loss_counted_tokens"} - set(data.column_names)
-    if kind is not TEXTS or not missing or not {"input_ids", "labels"} <= set(data.column_names):
-        return data
-    return data.with_format("arrow").map(count_tokens, batched=True, desc="Counting trained tokens")
-
-
 def count_tokens(rows: pa.Table) -> pa.Table:
+    """The rows with their numbers of tokens and of trained tokens, which those that are made by hand may lack."""
     labels = [() if row.values is None else row.values.to_numpy(zero_copy_only=False) for row in rows["labels"]]
     counts = {
         "len": [len(row) for row in labels],

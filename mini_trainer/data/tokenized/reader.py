@@ -52,7 +52,12 @@ class TokenizedData:
         self.task = read_task(recorded, named=f"{path}.meta.json")
         self.kind = COLUMNS[self.task.objective]
         if self.path.is_file():
-            check_size(recorded, self.path)
+            size = self.path.stat().st_size
+            if (said := find_recorded_file(recorded).get("size", size)) != size:  # older versions recorded none
+                raise ValueError(
+                    f"{path}: {size:,} bytes, but {path}.meta.json says {said:,}: it was changed later, or copied only"
+                    " in part; copy both again, or tokenize the data again with process_data.py"
+                )
         self._files, index = open_files(self.path, self.kind, option=option)
         self._maps = [file.map for file in self._files] + ([] if index.map is None else [index.map])
         self.lengths = index.lengths
@@ -73,7 +78,7 @@ class TokenizedData:
         if has_images:
             from mini_trainer.data.tokenized.index import read_image_sizes
 
-            self.image_sizes = read_image_sizes(self._list_batches())
+            self.image_sizes = read_image_sizes([batch for file in self._files for batch in iterate_batches(file)])
         self.sequences = RowSequences(index.first_sequences, index.sequence_lengths) if has_sequences else None
         if self.lengths.min() < 1:
             row = int(np.argmin(self.lengths))
@@ -81,11 +86,13 @@ class TokenizedData:
                 f"{path}: row {row + 1}: len is {self.lengths[row]}, but a sample has at least one token; leave the"
                 " row out, or tokenize the data again with process_data.py"
             )
-        self.sidecar = check_sidecar(recorded, path, num_samples=len(self.lengths))
+        self.sidecar = recorded
+        if recorded is not None and (num_samples := recorded.get("num_samples", num_rows)) != num_rows:
+            raise ValueError(
+                f"{path}.meta.json belongs to another data set: it says {num_samples:,} samples, but {path} has"
+                f" {num_rows:,}; tokenize the data again with process_data.py"
+            )
         self.release_pages()
-
-    def _list_batches(self) -> list[pa.RecordBatch]:
-        return [batch for file in self._files for batch in iterate_batches(file)]
 
     def _read_batch(self, number: int) -> dict[str, "ColumnChunk"]:
         """The columns of a record batch, by name."""
@@ -196,7 +203,10 @@ class ColumnChunk:
         """The i-th list; None for null."""
         if self.has_nulls and not self.chunk[i].is_valid:
             return None
-        return self.chunk[i].as_py() if self.views is None else slice_list(self.views, i)
+        if self.views is None:
+            return self.chunk[i].as_py()
+        offsets, values = self.views
+        return values[offsets[i] : offsets[i + 1]]
 
 
 @dataclass(frozen=True)
@@ -296,11 +306,6 @@ def check_column(found: pa.DataType, expected: pa.Field, index: Index, *, is_opt
         raise ValueError(f"{named}: column {name} has lists with null, expected numbers")
 
 
-def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:
-    offsets, values = views
-    return values[offsets[i] : offsets[i + 1]]
-
-
 def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
     """The sidecar that process_data.py wrote next to a data set; None if there is no such file."""
     path = Path(f"{data_path}.meta.json")
@@ -326,16 +331,6 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
     return sidecar
 
 
-def check_sidecar(sidecar: dict[str, Any] | None, data_path: str | Path, *, num_samples: int) -> dict[str, Any] | None:
-    """The sidecar; ValueError if it is not of a data set of `num_samples`."""
-    if sidecar is not None and sidecar.get("num_samples", num_samples) != num_samples:
-        raise ValueError(
-            f"{data_path}.meta.json belongs to another data set: it says {sidecar['num_samples']:,} samples, but"
-            f" {data_path} has {num_samples:,}; tokenize the data again with process_data.py"
-        )
-    return sidecar
-
-
 def verify_data(data: TokenizedData, tell: Tell = log.info) -> None:
     """Checks the data set's file against the hash in its sidecar; reports if there is none."""
     recorded = find_recorded_file(data.sidecar)
@@ -344,16 +339,6 @@ def verify_data(data: TokenizedData, tell: Tell = log.info) -> None:
         return
     check_recorded(data.path, recorded, record=f"{data.path}.meta.json")
     warn_of_edited(f"{data.path}.meta.json", data.sidecar)
-
-
-def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:
-    """ValueError if the data set's size differs from its sidecar's; sidecars of older versions have none."""
-    recorded, size = find_recorded_file(sidecar).get("size", path.stat().st_size), path.stat().st_size
-    if recorded != size:
-        raise ValueError(
-            f"{path}: {size:,} bytes, but {path}.meta.json says {recorded:,}: it was changed later, or copied only in"
-            " part; copy both again, or tokenize the data again with process_data.py"
-        )
 
 
 def find_recorded_file(sidecar: dict[str, Any] | None) -> dict[str, Any]:

@@ -29,6 +29,8 @@ def describe_data_set(
     added_tokens: dict[str, int],
 ) -> dict[str, Any]:
     """The sidecar's content; docs/reference/data.md explains each key. Independent of --num-proc."""
+    columns = COLUMNS[task.objective]
+    row_keys = ("blank_lines", "in", "kept", *DROPPED, *(("truncated",) if columns.has_labels else ()))
     return {
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
@@ -40,14 +42,14 @@ def describe_data_set(
         "num_loss_counted_tokens": totals.num_loss_counted_tokens,
         "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
         "max_len": max(totals.lengths),
-        "rows": {key: totals.rows[key] for key in list_row_keys(task)},
+        "rows": {key: totals.rows[key] for key in row_keys},
         "sources": list(map(describe_source, sources)),
         "options": hide_in(describe_options(options)),
         "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
         "added_special_tokens": added_tokens,
         "stop_tokens": {"rows_that_train_one": totals.stops["trained"], "appended": totals.stops["appended"]},
-        **COLUMNS[task.objective].describe_data(totals, task),
+        **columns.describe_data(totals, task),
     }
 
 
@@ -84,14 +86,13 @@ def describe_source(source: Source) -> dict[str, Any]:
     return {"file": source.name, "format": source.format, "sha256": source.sha256} | redirected
 
 
-def list_row_keys(task: DataTask) -> tuple[str, ...]:
-    """Keys of the counts of rows."""
-    return ("blank_lines", "in", "kept", *DROPPED, *(("truncated",) if COLUMNS[task.objective].has_labels else ()))
-
-
 def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
     """The options that the data depends on; files and directories by their names only."""
-    model = Path(options.model_name_or_path)
+    model, of_labels = Path(options.model_name_or_path), {}
+    if options.rows.format == CLASSIFICATION:
+        labels_from = None if options.rows.labels_from is None else Path(options.rows.labels_from).name
+        of_labels = {name: getattr(options.rows, name) for name in ("truncate", "label_separator")}
+        of_labels["labels_from"] = labels_from
     return {
         "model_name_or_path": model.resolve().name if model.is_dir() else options.model_name_or_path,
         "format": options.rows.format,
@@ -101,7 +102,7 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "block_size": options.rows.block_size,
         "validation_share": options.rows.validation_share,
         "skip_invalid": options.rows.skip_invalid,
-        **(describe_label_options(options) if options.rows.format == CLASSIFICATION else {}),
+        **of_labels,
         "missing_stop_token": options.rows.missing_stop_token,
         "columns": list(options.rows.columns),
         "ignore_columns": list(options.rows.ignore_columns),
@@ -110,14 +111,6 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "control_tokens": options.contents.control_tokens,
         "template_args": list(options.contents.template_args),
         "as_chat": options.contents.as_chat,
-    }
-
-
-def describe_label_options(options: ProcessDataOptions) -> dict[str, Any]:
-    return {
-        "truncate": options.rows.truncate,
-        "label_separator": options.rows.label_separator,
-        "labels_from": None if options.rows.labels_from is None else Path(options.rows.labels_from).name,
     }
 
 

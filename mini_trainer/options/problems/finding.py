@@ -82,7 +82,7 @@ def list_row_sources(o: RowOptions) -> list[str]:
 TOGETHER = Doors(
     {
         "TrainOptions": "mini_trainer.options.problems.training:find_train_problems",
-        "ProcessDataOptions": "mini_trainer.options.problems.rows:find_data_problems",
+        "ProcessDataOptions": "mini_trainer.options.problems.tools:find_data_problems",
         "PlotOptions": "mini_trainer.options.problems.tools:find_plot_problems",
         "BoardOptions": "mini_trainer.options.problems.tools:find_board_problems",
         "GenerateOptions": "mini_trainer.options.problems.tools:find_generate_problems",
@@ -98,11 +98,9 @@ def find_problems(options: Any) -> list[str]:
 
     Packages that are not installed are named once nothing else is wrong.
     """
-    problems = find_wrong_options(options)
-    if problems:
+    if problems := find_wrong_options(options):
         return problems
-
-    return find_missing_packages(options)
+    return [line for given, modules in list_needed(options) for line in describe_missing(given, modules)]
 
 
 def find_wrong_options(options: Any) -> list[str]:
@@ -112,11 +110,6 @@ def find_wrong_options(options: Any) -> list[str]:
 
 
 NAMES = {"sklearn": "scikit-learn"}  # of packages whose module has another name
-
-
-def find_missing_packages(options: Any) -> list[str]:
-    """One line for each option that needs packages which are not installed; the options have no other problem."""
-    return [line for given, modules in list_needed(options) for line in describe_missing(given, modules)]
 
 
 def describe_missing(given: str, modules: Sequence[str]) -> list[str]:
@@ -141,8 +134,8 @@ def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
         return
     for name in dict.fromkeys(options.tracking.track):
         yield f"--track {name}", TRACKER_PACKAGES.get(name, (name,))
-    if options.exports.upload_to is not None:
-        yield f"--upload-to {options.exports.upload_to}", list_readers(options.exports.upload_to)
+    if (url := options.exports.upload_to) is not None:
+        yield f"--upload-to {url}", [PACKAGES[split_scheme(url)[0]]] if is_url(url) else []
     if options.validation.validation_data_path or options.rows.validation_share:
         objective = options.classification.objective
         yield f"validation with --objective {objective}", OBJECTIVES[objective].validation_modules
@@ -150,11 +143,6 @@ def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
         yield "--lora", ("peft",)
     if options.lora.base_quantization == "nf4":
         yield "--base-quantization nf4", ("bitsandbytes",)
-
-
-def list_readers(path: str) -> list[str]:
-    """The module that reads and writes a URL; none for a local path."""
-    return [PACKAGES[split_scheme(path)[0]]] if is_url(path) else []
 
 
 def is_installed(module: str) -> bool:

@@ -1,10 +1,12 @@
-"""Problems with the options of the programs other than train.py and process_data.py."""
+"""Problems with the options of rows and their tokenization, and of the programs other than train.py."""
 
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mini_trainer.options import parse_named_values
+from mini_trainer.options import RowOptions, flag_name, parse_named_values, parse_shard
+from mini_trainer.options.doors import RANDOM_FORMATS
+from mini_trainer.options.problems.finding import list_changed, list_row_sources
 from mini_trainer.options.problems.learning import find_unpaired
 from mini_trainer.options.tools import (
     BoardOptions,
@@ -13,9 +15,143 @@ from mini_trainer.options.tools import (
     EvaluateOptions,
     GenerateOptions,
     PlotOptions,
+    ProcessDataOptions,
     SamplingOptions,
     ScoreDataOptions,
 )
+from mini_trainer.options.urls import hide_credentials, is_url
+
+LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
+
+
+def find_data_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with the options of process_data.py."""
+    problems = []
+    if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
+        problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
+    if is_url(o.output_file):
+        problems.append(
+            f"--output-file {hide_credentials(o.output_file)}: must be a local path: write it here, and copy it with"
+            " the files next to it that begin with its name"
+        )
+    if o.preview_html is not None and is_url(o.preview_html):
+        problems.append(f"--preview-html {o.preview_html}: must be a local path")
+    if not list_row_sources(o.rows):
+        problems.append("no rows are given: give --input-file or --input-dataset")
+    problems += [*find_row_problems(o.rows, as_chat=o.contents.as_chat), *find_content_problems(o)]
+    if o.shard is not None:
+        try:
+            parse_shard(o.shard)
+            problems += ["--shard has no effect with --join, which joins all parts"] if o.join else []
+        except ValueError as error:
+            problems.append(f"--shard {error}")
+    if o.string_for_printing_masks is not None and o.preview == 0:
+        problems.append("--string-for-printing-masks has no effect with --preview 0")
+    if o.string_for_printing_masks is not None and o.rows.format == "classification":
+        problems.append("--string-for-printing-masks: no effect with --format classification")
+    return problems
+
+
+def find_content_problems(o: ProcessDataOptions) -> list[str]:
+    """Problems with the options of `ContentOptions`."""
+    given = [flag_name(name) for name in list_changed(o.contents)]
+    if given and (o.rows.mock_data is not None or o.rows.format == "classification"):
+        return [f"{', '.join(given)}: no effect on random and labelled rows"]
+    problems = []
+    try:
+        parse_named_values(o.contents.template_args)
+    except ValueError as error:
+        problems.append(f"--template-args: {error}")
+    if o.contents.as_chat and o.rows.format != "completion":
+        problems.append("--as-chat needs --format completion: it makes chats of prompts and completions")
+    if o.contents.control_tokens == "as-text":
+        blocking = ["--images"] if o.rows.images else []
+        blocking += ["--thinking-prefix train-as-prompted"] if o.rows.thinking_prefix == "train-as-prompted" else []
+        problems += [f"--control-tokens as-text cannot be used with {flag}" for flag in blocking]
+    return problems
+
+
+def find_row_problems(o: RowOptions, *, as_chat: bool = False) -> list[str]:
+    """Problems with row options: values out of range, options without effect, and several row sources. `as_chat`:
+    completions become chats."""
+    problems, given = [], list_row_sources(o)
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)} both specify rows: give only one of them")
+    if o.mock_data is not None:
+        kept = ("mock_data", "block_size", "num_proc", *(["format"] if o.format in RANDOM_FORMATS else []))
+        given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
+        if given:
+            problems.append(f"{', '.join(map(flag_name, given))}: no effect with --mock-data, which reads no rows")
+        if o.format in RANDOM_FORMATS and o.block_size is not None and o.block_size < LEAST_PAIR:
+            problems.append(f"--block-size {o.block_size}: must be at least {LEAST_PAIR} with --format {o.format}")
+        return problems
+    if o.block_size is not None and o.max_sample_num_tokens is not None:
+        problems.append("--max-sample-num-tokens has no effect with --block-size, which sets the length of samples")
+    if o.block_size is not None and o.format not in (None, "messages", "document"):
+        problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
+    if o.images and o.format == "classification":
+        problems.append("--images has no effect with --format classification: classifiers do not support images")
+    if o.images and o.format in ("preference", "feedback"):
+        problems.append(f"--images cannot be used with --format {o.format}, which does not support images")
+    if o.feedback_from_pairs and o.format != "preference":
+        problems.append("--feedback-from-pairs: no effect without --format preference")
+    if o.images and any(map(is_url, o.input_file)):
+        problems.append("--images: image paths are relative to the rows' files, which therefore have to be local")
+    if o.images and o.input_dataset is not None:
+        problems.append("--images: image paths are relative to the rows' files: give these with --input-file")
+    return [*problems, *find_column_problems(o, as_chat=as_chat), *find_classification_problems(o)]
+
+
+# Names of --columns, by the formats that have them; of the first four, some are detected.
+FORMATS_OF_COLUMNS = {
+    "messages": ("messages", "sharegpt"),
+    "prompt": ("completion", "alpaca", "preference", "feedback"),
+    "completion": ("completion", "alpaca", "feedback"),
+    "text": ("document", "classification"),
+    "system": ("alpaca", "sharegpt"),
+    "chosen": ("preference",),
+    "rejected": ("preference",),
+    "text_pair": ("classification",),
+    "label": ("classification", "feedback"),
+}
+DETECTED = ("messages", "prompt", "completion", "text")
+
+
+def find_column_problems(o: RowOptions, *, as_chat: bool) -> list[str]:
+    """Problems with --columns: for several formats, or for a different one than --format."""
+    formats = FORMATS_OF_COLUMNS | ({"system": ("completion", "alpaca", "sharegpt")} if as_chat else {})
+    given = [name for column in o.columns if (name := column.partition("=")[0]) in formats]
+    if len(set(given)) < len(given):
+        return [f"--columns {' '.join(o.columns)}: a name is given twice"]
+    if given and not set.intersection(*(set(formats[name]) for name in given)):
+        return [f"--columns {' '.join(o.columns)}: are for different formats, but rows have one"]
+    return [
+        f"--columns {name}= has no effect {f'with --format {o.format}' if o.format else 'without --format'}, only with"
+        f" {' and '.join(formats[name])}"
+        for name in given
+        if o.format not in (*formats[name], *([None] if name in DETECTED else []))
+    ]
+
+
+def find_classification_problems(o: RowOptions) -> list[str]:
+    """Problems with options only for classifiers or only for language models, and with labels."""
+    only_classification = (*("truncate", "label_separator", "label_type", "label_names", "labels_from"),)
+    is_classification = o.format == "classification"
+    useless = ("missing_stop_token", "thinking_prefix") if is_classification else only_classification
+    given = [flag_name(name) for name in useless if name in list_changed(o)]
+    problems = []
+    if given:
+        word = "with" if is_classification else "without"
+        problems.append(f"{', '.join(given)}: no effect {word} --format classification")
+    if o.label_names and o.labels_from is not None:
+        problems.append("--label-names and --labels-from both set the labels: give only one")
+    if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
+        problems.append(f"--label-names {' '.join(o.label_names)}: has a duplicate or blank name")
+    if o.label_separator is not None and o.label_type == "single":
+        problems.append("--label-separator has no effect with --label-type single: each row has one label")
+    if o.label_names and o.label_type == "regression":
+        problems.append("--label-names has no effect with --label-type regression")
+    return problems
 
 
 def find_plot_problems(o: PlotOptions) -> list[str]:
@@ -90,12 +226,9 @@ def is_address(text: str) -> bool:
 
 def find_sampling_problems(o: SamplingOptions) -> list[str]:
     """Problems with sampling options: out of range, or without effect on greedy decoding."""
-    problems = []
     if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
-        problems.append(
-            "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"
-        )
-    return problems
+        return ["--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"]
+    return []
 
 
 def find_evaluate_problems(o: EvaluateOptions) -> list[str]:

@@ -10,7 +10,6 @@ from mini_trainer.options import (
     HubOptions,
     OSFTOptions,
     RowOptions,
-    TrackingOptions,
     TrainOptions,
     VisionOptions,
     flag_name,
@@ -70,7 +69,7 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
     problems = []
     if list_changed(options.rows):
-        from mini_trainer.options.problems.rows import find_row_problems
+        from mini_trainer.options.problems.tools import find_row_problems
 
         problems += find_row_problems(complete_rows(options.rows, options.classification.objective))
     if not o.data_path and not rows:
@@ -218,17 +217,13 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
 
 def find_reporting_problems(options: TrainOptions) -> list[str]:
     """Problems with trackers, callbacks, and places of exports."""
+    track = options.tracking.track
     return [
-        *find_tracking_problems(options.tracking),
+        *(f"--track {name}: given twice" for name in dict.fromkeys(track) if track.count(name) > 1),
         *find_callback_problems(options.callbacks),
         *find_hub_problems(options.hub),
         *find_upload_problems(options.exports),
     ]
-
-
-def find_tracking_problems(o: TrackingOptions) -> list[str]:
-    """Trackers that are given twice."""
-    return [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
 
 
 def find_callback_problems(o: CallbackOptions) -> list[str]:

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.rows.files import ENDINGS, data_ending
-from mini_trainer.tools.importers.conversion import Conversion, Trainer, read_names
-from mini_trainer.tools.importers.sources import (
+from mini_trainer.tools.importers.conversion import (
     IMAGES,
+    Conversion,
+    Trainer,
     add_sources,
     find_message_format,
     name_columns,
     name_hub_rows,
+    read_names,
     set_template,
 )
 
@@ -63,25 +65,19 @@ def prepare(to: Conversion) -> None:
             to.tell(key, "rl does not use it")
     if "rl_beta" in given:
         given.pop("dpo_beta", None)
-    settle_targets(to)
+    names = to.get("lora_target_modules", default=[])
+    if to.get("lora_target_linear") and names:  # every linear layer, and those that are named: their union
+        outside = OUTSIDE & set([names] if isinstance(names, str) else names)
+        if outside:
+            raise ValueError(
+                f"lora_target_linear: adapters on {', '.join(sorted(outside))} beside every linear layer of the blocks"
+                " cannot be asked for together: name the layers in lora_target_modules"
+            )
+        del given["lora_target_modules"]
+        to.tell("lora_target_modules", "lora_target_linear asks for every linear layer, these among them")
     if given.get("rl") == "dpo":
         given.setdefault("dpo_loss_type", ["sigmoid"])
         settle_losses(to, "dpo_loss_type", "dpo_loss_weights")
-
-
-def settle_targets(to: Conversion) -> None:
-    """Every linear layer, and those that are named: their union."""
-    names = to.get("lora_target_modules", default=[])
-    if not to.get("lora_target_linear") or not names:
-        return
-    outside = OUTSIDE & set([names] if isinstance(names, str) else names)
-    if outside:
-        raise ValueError(
-            f"lora_target_linear: adapters on {', '.join(sorted(outside))} beside every linear layer of the blocks"
-            " cannot be asked for together: name the layers in lora_target_modules"
-        )
-    del to.given["lora_target_modules"]
-    to.tell("lora_target_modules", "lora_target_linear asks for every linear layer, these among them")
 
 
 # Losses with a reference by TRL's names. "sft" beside one of them is the chosen answers' negative log-likelihood.
@@ -112,18 +108,13 @@ def read_data(to: Conversion) -> None:
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
     if to.get("processor_type"):
         raise ValueError(f"processor_type: {IMAGES}")
-    read_templates(to)
-    key = "pretraining_dataset" if to.get("pretraining_dataset") and not to.get("datasets") else "datasets"
-    add_sources(to, key, [read_entry(to, dict(entry), key) for entry in entries])
-
-
-def read_templates(to: Conversion) -> None:
     set_template(to, "chat_template_jinja")
     to.data |= choose_template(to, to.get("chat_template"))
-    arguments = to.get("chat_template_kwargs", default={})
-    if arguments:
+    if arguments := to.get("chat_template_kwargs"):
         words = [f"{name}={json.dumps(argument)}" for name, argument in arguments.items()]
         to.set("chat_template_kwargs", template_args=words)
+    key = "pretraining_dataset" if to.get("pretraining_dataset") and not to.get("datasets") else "datasets"
+    add_sources(to, key, [read_entry(to, dict(entry), key) for entry in entries])
 
 
 def choose_template(to: Conversion, name: Any) -> dict[str, Any]:
@@ -186,7 +177,13 @@ def read_texts(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any
         allowed = ", ".join(("chat_template", "completion", "sharegpt", *ALPACA))
         raise ValueError(f"type {given} of a data set is not known here: {allowed} are")
     data_format, own = find_message_format(*pop_message_keys(rest))
-    check_trained(rest)
+    # Only the assistant's turns, with their ends, are trained here.
+    roles = rest.get("roles_to_train")
+    if roles is not None and not (isinstance(roles, list) and all(role in ASSISTANT for role in map(str, roles))):
+        raise ValueError(f"roles_to_train {roles}: only the assistant's tokens are trained on here")
+    for name in ("train_on_eos", "train_on_eot"):
+        if rest.get(name, "turn") != "turn":
+            raise ValueError(f"{name} {rest[name]!r}: the end of each trained turn is trained on here ('turn')")
     if rest.pop("drop_system_message", False):
         to.note("datasets", "system messages stay")
     field = rest.pop("field_messages", "messages")
@@ -229,16 +226,6 @@ def pop_message_keys(rest: dict[str, Any]) -> tuple[str, str]:
         rest["message_property_mappings of other keys"] = True
     role = rest.pop("message_field_role", None) or mapping.get("role", "role")
     return role, rest.pop("message_field_content", None) or mapping.get("content", "content")
-
-
-def check_trained(rest: dict[str, Any]) -> None:
-    """Refuses data sets that train on anything but the assistant's turns with their ends."""
-    roles = rest.get("roles_to_train")
-    if roles is not None and not (isinstance(roles, list) and all(role in ASSISTANT for role in map(str, roles))):
-        raise ValueError(f"roles_to_train {roles}: only the assistant's tokens are trained on here")
-    for name in ("train_on_eos", "train_on_eot"):
-        if rest.get(name, "turn") != "turn":
-            raise ValueError(f"{name} {rest[name]!r}: the end of each trained turn is trained on here ('turn')")
 
 
 AXOLOTL = Trainer(

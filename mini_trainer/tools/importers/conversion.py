@@ -1,9 +1,9 @@
-"""Converts a whole configuration: each key by its row in options/foreign_names.py, then what follows from several."""
+"""Converts a configuration: each key by options/foreign_names.py, what follows from several, and the data sets."""
 
 import bisect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_origin
 
@@ -13,9 +13,9 @@ from mini_trainer.options import LoRAOptions, RowOptions, TrainOptions, flag_nam
 from mini_trainer.options.doors import TRACKERS, TRAINERS
 from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, TRACKED, convert_schedule, find_row
 from mini_trainer.options.objectives import OBJECTIVES
+from mini_trainer.options.option_files import parse_value
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.problems.training import LORA_ADAPTER_SAYS
-from mini_trainer.options.settings_files import parse_value
 from mini_trainer.options.tools import ProcessDataOptions
 
 TYPES = {options_class: list_types(options_class) for options_class in (TrainOptions, ProcessDataOptions)}
@@ -28,11 +28,7 @@ CADENCES = {
 GOOD_WEIGHTS = ("desirable_weight", "kto_desirable_weight", "kto_chosen_weight")
 BAD_WEIGHTS = ("undesirable_weight", "kto_undesirable_weight", "kto_rejected_weight")
 COMPUTED = CADENCES | {
-    "gradient_accumulation_steps",
-    "max_steps",
-    "warmup_steps",
-    "warmup_ratio",
-    "lr_scheduler_kwargs",
+    *("gradient_accumulation_steps", "max_steps", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"),
     *("use_rslora", "peft_use_rslora", "label_smoothing_factor", *GOOD_WEIGHTS, *BAD_WEIGHTS),
 }
 # Options that a file of another trainer cannot set: what it names is of another kind, or on this machine.
@@ -40,9 +36,11 @@ NOT_FROM_FILES = {
     *("data_path", "input_file", "input_dataset", "validation_data_path", "output_file", "resume", "attention"),
     *("export_best", "best_metric", "logging_level", "callbacks", "max_sample_num_tokens"),
 }
-
-
 STAND_INS = {"model_name_or_path": "model"}  # for what the user has to give
+MOST_LENGTHS = 20_000  # maximum number of samples to pack; with more, the share no longer changes
+IMAGES = "rows with images are not translated: --images reads them, and --freeze chooses what trains"
+# Keys of a message, with the format that has them, and the column that it reads.
+MESSAGE_KEYS = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ class Conversion:
 
     def get_number(self, *names: str, default: int) -> int | float:
         """Value, as a number, of the first of these keys that the file has."""
-        name = next((name for name in names if self.given.get(name) is not None), None)
-        return default if name is None else read_number(name, self.given[name])
+        found = (read_number(name, self.given[name]) for name in names if self.given.get(name) is not None)
+        return next(found, default)
 
     def tell(self, key: str, text: str) -> None:
         self.told[key] = f"{self.told[key]}; {text}" if key in self.told else text
@@ -112,11 +110,10 @@ class Conversion:
                 continue
             types = [options_class for options_class, known in TYPES.items() if name in known]
             parsed = check_option(name, value, types[0])
-            if name in ROWS or TrainOptions not in types:
+            if TrainOptions in types and name not in ROWS:
+                self.train[name] = parsed
+            if ProcessDataOptions in types:
                 self.data[name] = parsed
-            else:
-                for options, options_class in ((self.train, TrainOptions), (self.data, ProcessDataOptions)):
-                    options |= {name: parsed} if options_class in types else {}
             self.tell(key, f"{name}: {describe(parsed)}")
 
     def list_outputs(self, kind: str = "") -> list[str]:
@@ -177,16 +174,15 @@ def convert(given: Mapping[str, Any], name: str, *, num_gpus: int, lengths: np.n
     for key, value in to.given.items():
         if key not in computed:
             attempt(refused, to, lambda to, key=key, value=value: follow_row(to, key, value), key)
-    attempt(refused, to, set_defaults)
     for rule in (
+        set_defaults,
         convert_lengths,
         count_batch,
         convert_end,
         convert_rates,
         convert_warmup,
-        convert_alpha,
+        convert_ratios,
         convert_smoothing,
-        convert_weights,
         convert_cadences,
     ):
         attempt(refused, to, rule)
@@ -209,7 +205,8 @@ def attempt(refused: list[str], to: Conversion, step: Callable[[Conversion], Non
 
 
 def follow_row(to: Conversion, key: str, value: Any) -> None:
-    """What the table says of one key. ValueError if it decides what is learned, and has no counterpart."""
+    """Sets a key's options by the table. A value that an option cannot have becomes a comment; ValueError if the key
+    decides what is learned, or would without a counterpart."""
     row = find_row(key, to.name)
     is_set = value not in (False, 0, "", [], {})
     if row is None:
@@ -236,30 +233,23 @@ def follow_row(to: Conversion, key: str, value: Any) -> None:
             to.set(key, track=sorted({*to.train.get("track", ()), tracker}))
         to.note(key, row.reason)
         return
-    set_converted(to, key, ours, is_set=is_set, decides=row.decides)
-    if options and row.reason and not row.decides and ours:
-        to.note(key, row.reason)
-    if isinstance(value, str) and value.endswith("4bit"):
-        to.note(key, DIFFERENCES[value])
-
-
-def set_converted(to: Conversion, key: str, ours: dict[str, Any], *, is_set: bool, decides: bool) -> None:
-    """Sets the options of a key; a value that an option cannot have becomes a comment, unless it decides."""
     elsewhere = [flag_name(name) for name in ours if name in NOT_FROM_FILES]
     if elsewhere and is_set:
         to.note(key, f"not taken from a file: {elsewhere[0]}")
-    if elsewhere or not ours:
-        return
     if "track" in ours:
         names = [ours["track"]] if isinstance(ours["track"], str) else ours["track"]
         ours["track"] = sorted({*to.train.get("track", ()), *names})
     try:
-        to.set(key, **ours)
+        to.set(key, **({} if elsewhere else ours))
     except (ValueError, TypeError) as error:
-        if decides:
+        if row.decides:
             raise ValueError(str(error)) from None
         if is_set:
             to.note(key, str(error))
+    if options and row.reason and not row.decides and ours:
+        to.note(key, row.reason)
+    if isinstance(value, str) and value.endswith("4bit"):
+        to.note(key, DIFFERENCES[value])
 
 
 def set_defaults(to: Conversion) -> None:
@@ -330,9 +320,6 @@ def count_batch(to: Conversion) -> None:
     to.note("batch_tokens", f"samples with as many tokens as {packs}, {how_full}")
 
 
-MOST_LENGTHS = 20_000  # maximum number of samples to pack; with more, the share no longer changes
-
-
 def measure_packs(lengths: np.ndarray, pack_length: int) -> tuple[float, int]:
     """Share of tokens in the packs that best-fit decreasing fills with the samples no longer than a pack (at most
     MOST_LENGTHS of them), and the longest of these."""
@@ -353,11 +340,10 @@ def measure_packs(lengths: np.ndarray, pack_length: int) -> tuple[float, int]:
 def convert_end(to: Conversion) -> None:
     """The run's end: steps, or epochs, or for fractional epochs samples, if there is tokenized data."""
     key, default = to.trainer.epochs
+    epochs = to.get_number(key, default=default)
     if (steps := to.get_number("max_steps", default=-1)) > 0:
         to.set("max_steps", max_steps=steps)
-        return
-    epochs = to.get_number(key, default=default)
-    if epochs == int(epochs):
+    elif epochs == int(epochs):
         to.set(key, max_epochs=epochs)
     elif to.lengths is not None:
         to.set(key, max_samples=max(1, round(epochs * len(to.lengths))))
@@ -395,12 +381,19 @@ def convert_warmup(to: Conversion) -> None:
             to.note("warmup", "3 % of the steps, there at most 100 steps")
 
 
-def convert_alpha(to: Conversion) -> None:
-    """The alpha with the scale of a rank-stabilized adapter: alpha / sqrt(rank), here alpha / rank."""
+def convert_ratios(to: Conversion) -> None:
+    """The alpha with the scale of a rank-stabilized adapter (alpha / sqrt(rank), here alpha / rank), and the ratio of
+    the weights of KTO's good and bad answers."""
     key = next((name for name in ("use_rslora", "peft_use_rslora") if to.given.get(name)), None)
     if key is not None:
         rank = to.train.get("lora_rank", LoRAOptions().lora_rank)
         to.set(key, lora_alpha=to.train.get("lora_alpha", 2 * rank) * math.sqrt(rank))
+    keys = [key for key in (*GOOD_WEIGHTS, *BAD_WEIGHTS) if key in to.given]
+    good, bad = (to.get_number(*names, default=1) for names in (GOOD_WEIGHTS, BAD_WEIGHTS))
+    if keys and good != bad:
+        if bad <= 0:
+            raise ValueError(f"{keys[-1]}: must be above 0: --kto-weight-ratio is a ratio")
+        to.set(keys[0], kto_weight_ratio=good / bad)
 
 
 def convert_smoothing(to: Conversion) -> None:
@@ -410,16 +403,6 @@ def convert_smoothing(to: Conversion) -> None:
         to.set(key, label_smoothing=to.get_number(key, default=0))
     elif to.get(key):
         to.note(key, "no effect on this training")
-
-
-def convert_weights(to: Conversion) -> None:
-    """The ratio of the weights of KTO's good and bad answers."""
-    keys = [key for key in (*GOOD_WEIGHTS, *BAD_WEIGHTS) if key in to.given]
-    good, bad = (to.get_number(*names, default=1) for names in (GOOD_WEIGHTS, BAD_WEIGHTS))
-    if keys and good != bad:
-        if bad <= 0:
-            raise ValueError(f"{keys[-1]}: must be above 0: --kto-weight-ratio is a ratio")
-        to.set(keys[0], kto_weight_ratio=good / bad)
 
 
 def convert_cadences(to: Conversion) -> None:
@@ -450,9 +433,8 @@ def drop_idle(to: Conversion) -> None:
     elif "lora_adapter" in to.train:
         idle |= {f"lora_{name}" for name in LORA_ADAPTER_SAYS}
     loss = to.train.get("preference_loss")
-    for name, facts in list_facts(TrainOptions).items():
-        if facts.only_with is not None and facts.only_with[0] == "preference_loss" and loss not in facts.only_with[1]:
-            idle.add(name)
+    needed = {name: facts.only_with for name, facts in list_facts(TrainOptions).items() if facts.only_with is not None}
+    idle |= {name for name, (other, losses) in needed.items() if other == "preference_loss" and loss not in losses}
     for name in ("objective", "preference_loss"):
         if to.train.get(name) in DIFFERENCES and name not in idle:
             to.note(name, DIFFERENCES[to.train[name]])
@@ -467,12 +449,11 @@ def drop_idle(to: Conversion) -> None:
 def finish_options(to: Conversion) -> None:
     """Adds the tokenized data's files, and the options of each run of process_data.py. ValueError if they contradict
     each other."""
-    outputs = zip(to.list_outputs(), to.sources or [{}], strict=True)
-    sources = [{"output_file": output} | to.data | source for output, source in outputs]
-    to.sources = [
-        {name: check_option(name, value, ProcessDataOptions) for name, value in source.items() if value is not None}
-        for source in sources
-    ]
+    sources = [to.data | source for source in to.sources or [{}]]
+    for output, source in zip(to.list_outputs(), sources, strict=True):
+        source["output_file"] = output
+        source |= {name: check_option(name, value, ProcessDataOptions) for name, value in source.items()}
+    to.sources = [{name: value for name, value in source.items() if value is not None} for source in sources]
     to.train.setdefault("data_path", tuple(to.list_outputs()))
     if "validation_share" in to.data:
         to.train["validation_data_path"] = tuple(to.list_outputs("validation."))
@@ -483,3 +464,46 @@ def finish_options(to: Conversion) -> None:
     problems = [problem for each in options for problem in find_wrong_options(each)]
     if problems:
         raise ValueError(f"its options cannot be used together: {'; '.join(problems)}")
+
+
+def name_hub_rows(name: str, config: str | None, *, split: str | None = None) -> dict[str, Any]:
+    """Options for a data set of the hub."""
+    source = {"input_dataset": name if config is None else f"{name}:{config}"}
+    return source if split in (None, "train") else source | {"split": split}
+
+
+def name_columns(**names: tuple[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The option for columns whose names are not among those that rows are looked through for."""
+    columns = [f"{value}={column}" for value, (column, known) in names.items() if column not in known]
+    return {"columns": columns} if columns else {}
+
+
+def find_message_format(role: str, content: str) -> tuple[str, str]:
+    """The format of messages with these keys, and the column that it reads."""
+    if (role, content) not in MESSAGE_KEYS:
+        raise ValueError(f"messages have role and content, or from and value, given {role} and {content}")
+    return MESSAGE_KEYS[role, content]
+
+
+def add_sources(to: Conversion, key: str, sources: list[dict[str, Any]]) -> None:
+    """Adds data sets: files with the same options share a run, all others get separate runs."""
+    for source in sources:
+        to.tell(key, ", ".join(f"{name}: {describe(value)}" for name, value in source.items()))
+        files = source.get("input_file")
+        for earlier in to.sources:
+            if files and earlier | {"input_file": files} == source:
+                earlier["input_file"] = [*earlier["input_file"], *files]
+                break
+        else:
+            to.sources.append(dict(source))
+
+
+def set_template(to: Conversion, key: str) -> None:
+    """Sets the chat template of a key, given as a file, or as text, which is written to a file."""
+    if (value := to.get(key)) is None:
+        return
+    if not isinstance(value, str):
+        raise ValueError(f"{key} must be a file or a text, given {value!r}")
+    if "{" in value:
+        to.files["chat_template.jinja"], value = value, "chat_template.jinja"
+    to.set(key, chat_template=value)

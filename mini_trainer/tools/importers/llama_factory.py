@@ -1,17 +1,20 @@
 """LLaMA-Factory: its keys that depend on others, its defaults (its hparams), and its list of data sets."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.tools.importers.conversion import Conversion, Trainer, read_names, read_number
-from mini_trainer.tools.importers.sources import (
+from mini_trainer.tools.importers.conversion import (
     IMAGES,
+    Conversion,
+    Trainer,
     add_sources,
     find_message_format,
-    join_columns,
     name_columns,
     name_hub_rows,
+    read_names,
+    read_number,
 )
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
@@ -51,7 +54,11 @@ def read_data(to: Conversion) -> None:
     if "dataset" not in to.given:
         return
     info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
-    listed, names = read_list(info), read_names("dataset", to.given["dataset"])
+    names = read_names("dataset", to.given["dataset"])
+    try:
+        listed = json.loads(info.read_text()) if info.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{info} cannot be read: {error}") from None
     if not isinstance(listed, dict):
         raise ValueError(f"{info}: not a mapping of names to data sets")
     absent = [name for name in names if name not in listed]
@@ -59,14 +66,6 @@ def read_data(to: Conversion) -> None:
         to.note("dataset", f"give its file as input_file in data.yaml ({', '.join(absent)} not in {info})")
         return
     add_sources(to, "dataset", [read_entry(to, name, listed[name], info) for name in names])
-
-
-def read_list(path: Path) -> dict[str, dict[str, Any]]:
-    """The list of data sets, empty without a file."""
-    try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
@@ -79,7 +78,12 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> 
         raise ValueError(f"{name}: {IMAGES}")
     if kind not in FORMATTINGS:
         raise ValueError(f"{name}: formatting {kind!r} is not known here: {', '.join(FORMATTINGS)} are")
-    source = read_place(name, entry, info)
+    if "hf_hub_url" in entry:
+        source = name_hub_rows(entry["hf_hub_url"], entry.get("subset"), split=entry.get("split"))
+    elif entry.get("file_name") is None:
+        raise ValueError(f"{name} of {info} has no file_name: rows are read from files or Hugging Face's hub")
+    else:
+        source = {"input_file": [str(info.parent / entry["file_name"])]}
     if entry.get("num_samples"):
         to.note("dataset", f"all rows of {name} are used, given num_samples {entry['num_samples']}")
     if to.data.get("format") == "document":
@@ -93,15 +97,6 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> 
     if kind == "alpaca":
         return source | read_alpaca(name, columns)
     return source | {"format": data_format} | name_columns(messages=(columns.get("messages", "conversations"), (own,)))
-
-
-def read_place(name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
-    """The option for the rows' place: a file beside the list, or a data set of the hub."""
-    if "hf_hub_url" in entry:
-        return name_hub_rows(entry["hf_hub_url"], entry.get("subset"), split=entry.get("split"))
-    if entry.get("file_name") is None:
-        raise ValueError(f"{name} of {info} has no file_name: rows are read from files or Hugging Face's hub")
-    return {"input_file": [str(info.parent / entry["file_name"])]}
 
 
 def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
@@ -129,19 +124,23 @@ def read_preferences(to: Conversion, name: str, entry: dict[str, Any], columns: 
         raise ValueError(f"{name} has no ranking with the columns chosen and rejected")
     if unread:
         raise ValueError(f"{name}: columns for {', '.join(unread)} are not read with answers that are preferred")
-    read_prompt = read_text_prompt if entry.get("formatting", "alpaca") == "alpaca" else read_chat_prompt
-    source = read_prompt(to, name, columns)
+    named = name_prompt(to, name, columns, has_texts=entry.get("formatting", "alpaca") == "alpaca")
     if to.objective == "kto":
-        return join_columns(source, name_columns(label=(columns["kto_tag"], ("label", "kto_tag"))))
-    named = name_columns(
-        chosen=(columns["chosen"], ("chosen", "chosen_response")),
-        rejected=(columns["rejected"], ("rejected", "rejected_response")),
-    )
-    return join_columns(source, named)
+        return name_columns(**named, label=(columns["kto_tag"], ("label", "kto_tag")))
+    answers = {side: (columns[side], (side, f"{side}_response")) for side in ("chosen", "rejected")}
+    return name_columns(**named, **answers)
 
 
-def read_text_prompt(to: Conversion, name: str, columns: dict[str, str]) -> dict[str, Any]:
-    """The columns of Alpaca's prompt and, for feedback, of its answer."""
+def name_prompt(
+    to: Conversion, name: str, columns: dict[str, str], *, has_texts: bool
+) -> dict[str, tuple[str, Sequence[str]]]:
+    """For `name_columns`: the column of a prompt's messages or, for feedback, of the whole chat's; with Alpaca's texts,
+    that of feedback's answer."""
+    if not has_texts:
+        messages = columns.get("messages", "conversations")
+        if to.objective == "kto" and messages not in ("messages", "conversations"):
+            raise ValueError(f"{name}: whole chats in the column {messages} are not read; rename it to messages")
+        return {"prompt": (messages, ("messages", "conversations"))}
     prompt, query = columns.get("prompt", "prompt"), columns.get("query", "input")
     if prompt not in ("question", "instruction") or query != "input":
         raise ValueError(
@@ -151,15 +150,7 @@ def read_text_prompt(to: Conversion, name: str, columns: dict[str, str]) -> dict
     there = "after one line break" if "query" in columns else "nowhere"
     to.note("dataset", f"a row's input follows its prompt after a blank line, there {there}")
     answer = columns.get("response", "output")
-    return name_columns(completion=(answer, ("completion",))) if to.objective == "kto" else {}
-
-
-def read_chat_prompt(to: Conversion, name: str, columns: dict[str, str]) -> dict[str, Any]:
-    """The column of a prompt's messages or, for feedback, of the whole chat's."""
-    messages = columns.get("messages", "conversations")
-    if to.objective == "kto" and messages not in ("messages", "conversations"):
-        raise ValueError(f"{name}: whole chats in the column {messages} are not read; rename it to messages")
-    return name_columns(prompt=(messages, ("messages", "conversations")))
+    return {"completion": (answer, ("completion",))} if to.objective == "kto" else {}
 
 
 LLAMA_FACTORY = Trainer(

@@ -5,8 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from mini_trainer.tools.importers.axolotl import settle_losses
-from mini_trainer.tools.importers.conversion import Conversion, Trainer, read_number
-from mini_trainer.tools.importers.sources import add_sources, name_hub_rows, set_template
+from mini_trainer.tools.importers.conversion import (
+    Conversion,
+    Trainer,
+    add_sources,
+    name_hub_rows,
+    read_number,
+    set_template,
+)
 
 DATA_KEYS = (
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_mixture", "datasets", "dataset_mixer"),
@@ -17,23 +23,18 @@ DATA_KEYS = (
 def prepare(to: Conversion) -> None:
     if "max_seq_length" in to.given:
         to.given.setdefault("max_length", to.given["max_seq_length"])
+    if to.name == "trl":
+        to.given.setdefault("assistant_only_loss", False)
+    elif to.name == "trl-dpo":
+        to.given.setdefault("loss_type", ["sigmoid"])
+        settle_losses(to, "loss_type", "loss_weights")
+    elif to.name == "trl-cpo":
+        settle_simpo(to)
 
 
-def prepare_sft(to: Conversion) -> None:
-    prepare(to)
-    to.given.setdefault("assistant_only_loss", False)
-
-
-def prepare_dpo(to: Conversion) -> None:
-    prepare(to)
-    to.given.setdefault("loss_type", ["sigmoid"])
-    settle_losses(to, "loss_type", "loss_weights")
-
-
-def prepare_cpo(to: Conversion) -> None:
+def settle_simpo(to: Conversion) -> None:
     """ "alphapo" is short for simpo without the likelihood; the SimPO paper's own trainer has gamma_beta_ratio and
     sft_weight in place of simpo_gamma and cpo_alpha."""
-    prepare(to)
     given = to.given
     loss = given.pop("loss_type", "sigmoid")
     if loss == "alphapo":
@@ -71,24 +72,19 @@ def read_mixture(to: Conversion, mixture: dict[str, Any]) -> None:
     for entry in mixture["datasets"]:
         name, split = entry.get("id") or entry["path"], str(entry.get("split") or "train").strip()
         source = name_hub_rows(name, entry.get("config", entry.get("name")), split=split)
-        sources.append(source | take_share(to, entry, name, split))
+        weight = read_number("weight", 1 if entry.get("weight") is None else entry["weight"])
+        if weight != 1:  # becomes a slice of the split
+            if not 0 < weight < 1 or "[" in split or not (weight * 100).is_integer():
+                raise ValueError(f"weight {weight} of {name}: must be whole percents up to 1")
+            to.note("dataset_mixture", f"of {name} the first {weight:.0%}, there as many at random")
+            source["split"] = f"{split}[:{round(weight * 100)}%]"
+        sources.append(source)
     size = read_number("test_split_size", mixture.get("test_split_size") or 0)
     if 0 < size < 1:
         to.set("dataset_mixture", validation_share=size)
     elif size:
         to.note("dataset_mixture", f"validation_share is a share, given test_split_size {size}")
     add_sources(to, "dataset_mixture", sources)
-
-
-def take_share(to: Conversion, entry: dict[str, Any], name: str, split: str) -> dict[str, Any]:
-    """A weight below 1 as a slice of the split."""
-    weight = read_number("weight", 1 if entry.get("weight") is None else entry["weight"])
-    if weight == 1:
-        return {}
-    if not 0 < weight < 1 or "[" in split or not (weight * 100).is_integer():
-        raise ValueError(f"weight {weight} of {name}: must be whole percents up to 1")
-    to.note("dataset_mixture", f"of {name} the first {weight:.0%}, there as many at random")
-    return {"split": f"{split}[:{round(weight * 100)}%]"}
 
 
 DEFAULTS = {"lr_scheduler": "linear", "adam_beta2": 0.999, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05,
@@ -100,16 +96,10 @@ SFT = Trainer(
     packing=("packing",),
     data_keys=DATA_KEYS,
     read_data=read_data,
-    prepare=prepare_sft,
+    prepare=prepare,
     defaults=DEFAULTS | {"learning_rate": 2e-5},
 )
-DPO = replace(
-    SFT,
-    objective="preference",
-    prepare=prepare_dpo,
-    defaults=DEFAULTS | {"learning_rate": 1e-6, "preference_beta": 0.1},
-)
-KTO = replace(DPO, objective="kto", prepare=prepare)
-ORPO = replace(DPO, prepare=prepare, defaults=DPO.defaults | {"preference_loss": "orpo"})
-CPO = replace(DPO, prepare=prepare_cpo)
-REWARD = replace(SFT, objective="reward", prepare=prepare, defaults=DEFAULTS | {"learning_rate": 1e-4})
+DPO = CPO = replace(SFT, objective="preference", defaults=DEFAULTS | {"learning_rate": 1e-6, "preference_beta": 0.1})
+KTO = replace(DPO, objective="kto")
+ORPO = replace(DPO, defaults=DPO.defaults | {"preference_loss": "orpo"})
+REWARD = replace(SFT, objective="reward", defaults=DEFAULTS | {"learning_rate": 1e-4})

@@ -15,13 +15,16 @@ from mini_trainer.options.fields import option
 from mini_trainer.options.option_files import (
     convert_each,
     convert_known,
+    list_missing,
+    make_settings,
     name_values,
     naming_place,
+    parse_value,
     read_option_file,
+    read_options,
     refuse,
 )
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.settings_files import list_missing, make_settings, parse_value, read_options
 from mini_trainer.options.urls import is_url
 
 Values = dict[str, Any]  # options by name
