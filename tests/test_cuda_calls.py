@@ -167,7 +167,7 @@ def test_gathered_tensors_are_copied_to_pinned_memory_unless_large(monkeypatch):
 
     monkeypatch.setattr(torch, "empty_like", make_empty)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(gathering, "PINNED_BYTES", 40)
+    monkeypatch.setattr(weights, "PINNED_BYTES", 40)
     for size in (10, 11):
         tensor = torch.randn(size)
         assert torch.equal(weights.copy_to_cpu(tensor), tensor)
@@ -200,7 +200,7 @@ def test_the_linear_layers_of_blocks_become_fp8s(world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", package)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(float8, "MIN_SIZE", 32)
+    monkeypatch.setattr(faster_layers, "MIN_SIZE", 32)
     model = build(save_model(FAMILIES["llama"], tmp_path), world)
     faster_layers.apply_float8(find_blocks(model.model), torch.device("cuda"))
     assert {name.rpartition(".")[2] for name in converted} >= {"gate_proj", "down_proj", "q_proj", "o_proj"}
