@@ -231,6 +231,8 @@ def find_obstacle(
         return f"does not support this model's attention {', '.join(sorted(missing))}"
     if backend.find_obstacle is None:
         return None
+    if device.type != "cuda":
+        return f"needs a CUDA device, not {device.type}"
     head_sizes = [size for _, size in list_heads(config)]
     return open_door(backend.find_obstacle)(name, config=config, head_sizes=head_sizes, device=device, dtype=dtype)
 

@@ -87,8 +87,6 @@ def find_kernel_obstacle(
     name: str, *, config: PreTrainedConfig, head_sizes: list[int], device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Why the kernels of backend `name` cannot be used; None if they can."""
-    if device.type != "cuda":
-        return f"needs a CUDA device, not {device.type}"
     if dtype != torch.bfloat16:
         return f"needs --compute-dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
     capability = torch.cuda.get_device_capability(device)
