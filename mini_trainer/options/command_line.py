@@ -50,7 +50,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     if (asked := next((argv[i + 1 : i + 2] for i, word in enumerate(argv) if word in HELP), None)) is not None:
         from mini_trainer.options.help import show_help
 
-        topic = "".join(asked).lstrip("-").replace("-", "_")  # empty without a word after --help
+        topic = "".join(asked).lstrip("-").replace("-", "_")  # empty if no word follows --help
         show_help(options_class, topic, is_shown=is_first)
     try:
         import tyro

@@ -11,7 +11,7 @@ import numpy as np
 
 from mini_trainer.options import LoRAOptions, RowOptions, TrainOptions, flag_name, group_options, list_facts, list_types
 from mini_trainer.options.doors import TRACKERS, TRAINERS
-from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, TRACKED, convert_schedule, find_row
+from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, TRACKED, Row, convert_schedule, find_row
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.option_files import parse_value
 from mini_trainer.options.problems.finding import find_wrong_options
@@ -29,7 +29,7 @@ GOOD_WEIGHTS = ("desirable_weight", "kto_desirable_weight", "kto_chosen_weight")
 BAD_WEIGHTS = ("undesirable_weight", "kto_undesirable_weight", "kto_rejected_weight")
 COMPUTED = CADENCES | {
     *("gradient_accumulation_steps", "max_steps", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"),
-    *("use_rslora", "peft_use_rslora", "label_smoothing_factor", *GOOD_WEIGHTS, *BAD_WEIGHTS),
+    *("use_rslora", "peft_use_rslora", *GOOD_WEIGHTS, *BAD_WEIGHTS),
 }
 # Options that a file of another trainer cannot set: what it names is of another kind, or on this machine.
 NOT_FROM_FILES = {
@@ -171,7 +171,7 @@ def convert(given: Mapping[str, Any], name: str, *, num_gpus: int, lengths: np.n
     refused: list[str] = []
     attempt(refused, to, to.trainer.prepare)
     computed = COMPUTED | {to.trainer.batch[0], to.trainer.length[0], to.trainer.epochs[0], *to.trainer.data_keys}
-    for key, value in to.given.items():
+    for key, value in sorted(to.given.items(), key=lambda each: each[0] not in ("rl", "stage", "reward_model")):
         if key not in computed:
             attempt(refused, to, lambda to, key=key, value=value: follow_row(to, key, value), key)
     for rule in (
@@ -182,7 +182,6 @@ def convert(given: Mapping[str, Any], name: str, *, num_gpus: int, lengths: np.n
         convert_rates,
         convert_warmup,
         convert_ratios,
-        convert_smoothing,
         convert_cadences,
     ):
         attempt(refused, to, rule)
@@ -208,6 +207,8 @@ def follow_row(to: Conversion, key: str, value: Any) -> None:
     """Sets a key's options by the table. A value that an option cannot have becomes a comment; ValueError if the key
     decides what is learned, or would without a counterpart."""
     row = find_row(key, to.name)
+    if key == "label_smoothing_factor" and to.row_format is not None:
+        row = Row(key, reason="no effect on this training")
     is_set = value not in (False, 0, "", [], {})
     if row is None:
         elsewhere = find_row(key)
@@ -382,8 +383,7 @@ def convert_warmup(to: Conversion) -> None:
 
 
 def convert_ratios(to: Conversion) -> None:
-    """The alpha with the scale of a rank-stabilized adapter (alpha / sqrt(rank), here alpha / rank), and the ratio of
-    the weights of KTO's good and bad answers."""
+    """The alpha of a rank-stabilized adapter, scaled by alpha / sqrt(rank), and the ratio of KTO's two weights."""
     key = next((name for name in ("use_rslora", "peft_use_rslora") if to.given.get(name)), None)
     if key is not None:
         rank = to.train.get("lora_rank", LoRAOptions().lora_rank)
@@ -394,15 +394,6 @@ def convert_ratios(to: Conversion) -> None:
         if bad <= 0:
             raise ValueError(f"{keys[-1]}: must be above 0: --kto-weight-ratio is a ratio")
         to.set(keys[0], kto_weight_ratio=good / bad)
-
-
-def convert_smoothing(to: Conversion) -> None:
-    """transformers' smoothing of tokens, which the losses of preferences there ignore."""
-    key = "label_smoothing_factor"
-    if to.get(key) and to.row_format is None:
-        to.set(key, label_smoothing=to.get_number(key, default=0))
-    elif to.get(key):
-        to.note(key, "no effect on this training")
 
 
 def convert_cadences(to: Conversion) -> None:
