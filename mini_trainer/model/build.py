@@ -13,7 +13,15 @@ from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from mini_trainer.model.attention import BACKENDS, OWN, choose_backend, list_heads, register_backend, registered_name
+from mini_trainer.model.attention import (
+    BACKENDS,
+    OWN,
+    choose_backend,
+    list_heads,
+    mark_chunked,
+    register_backend,
+    registered_name,
+)
 from mini_trainer.model.blocks import find_mixers, hand_micro_batch_on, needs_own_attention
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
@@ -177,8 +185,6 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     if needs_own_attention(find_blocks(model), config):
         return keep_own_attention(model, requested)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        from mini_trainer.model.attention import mark_chunked
-
         mark_chunked(model, config)
     backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
     register_backend(backend)

@@ -24,7 +24,14 @@ from mini_trainer.model.config import check_rope, choose_tokenizer, load_config,
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import Objective, ObjectiveSettings, find_data_kind, make_family, make_objective
+from mini_trainer.objectives.objective import (
+    EmbeddingNoise,
+    Objective,
+    ObjectiveSettings,
+    find_data_kind,
+    make_family,
+    make_objective,
+)
 from mini_trainer.options import (
     DataOptions,
     EndOptions,
@@ -139,8 +146,6 @@ def choose_settings(options: TrainOptions) -> ObjectiveSettings:
     """The options of objectives and model families."""
     seed, noise = options.data.seed, None
     if options.optimization.neftune_alpha is not None:
-        from mini_trainer.objectives.objective import EmbeddingNoise
-
         noise = EmbeddingNoise(options.optimization.neftune_alpha, seed=seed)
     return ObjectiveSettings(
         options.classification,
