@@ -17,9 +17,8 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import takes_calls_as_text, takes_text
 from mini_trainer.data.rows.chat_rows import take_images
 from mini_trainer.data.rows.formats import read_example
-from mini_trainer.data.rows.labelled import read_row as read_feedback
 from mini_trainer.data.rows.labelled import read_row as read_labelled
-from mini_trainer.data.rows.preference_rows import read_preference
+from mini_trainer.data.rows.preference_rows import read_feedback, read_preference
 from mini_trainer.data.rows.prompts import encode_prompt, read_prompt
 from mini_trainer.data.rows.values import read_message
 from mini_trainer.options import RowOptions
@@ -119,7 +118,9 @@ READERS = {
     "an answer of a preference": lambda messages: read_pair(
         {"prompt": messages[:1], "chosen": messages[1:], "rejected": [{"role": "assistant", "content": "No."}]}
     ),
-    "feedback": lambda messages: read_feedback({"messages": messages, "label": True}, RowOptions(), Counter()),
+    "feedback": lambda messages: read_feedback(
+        {"messages": messages, "label": True}, None, Counter(), options=RowOptions()
+    )[0],
     "classification": lambda messages: read_labelled({"messages": messages, "label": "a"}, RowOptions(), is_cell=False),
     "images": lambda messages: read_example(
         take_images({"messages": messages})[0], "messages", is_given=False, takes_images=True

@@ -33,8 +33,8 @@ from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import SweepOptions
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.sweep.__main__ import sweep
+from mini_trainer.tools.sweep.running import Pool, divide_devices
 from mini_trainer.tools.sweep.settings import SweepSettings, read_settings
-from mini_trainer.tools.sweep.study import Pool, divide_devices
 
 need("optuna")
 

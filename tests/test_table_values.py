@@ -27,9 +27,8 @@ from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, read_example, read_fields
 from mini_trainer.data.rows.labelled import check_values
-from mini_trainer.data.rows.labelled import read_row as read_feedback
 from mini_trainer.data.rows.lines import parse_row
-from mini_trainer.data.rows.preference_rows import read_preference
+from mini_trainer.data.rows.preference_rows import read_feedback, read_preference
 from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.options import RowOptions
 
@@ -299,9 +298,12 @@ def test_messages_as_json_text_for_the_other_readers(tmp_path):
             lambda row: read_pair(row, columns=("prompt=p", "chosen=c", "rejected=r")),
             {"p": CHAT[:1], "c": CHAT[1:], "r": NO},
         ),
-        (lambda row: read_feedback(row | {"label": True}, RowOptions(), Counter()), {"messages": CHAT}),
         (
-            lambda row: read_feedback(row | {"label": True}, RowOptions(), Counter()),
+            lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
+            {"messages": CHAT},
+        ),
+        (
+            lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
             {"prompt": CHAT[:1], "completion": CHAT[1:]},
         ),
         (lambda row: check_values(row, RowOptions(), Counter()), {"messages": CHAT, "label": "a"}),
@@ -376,7 +378,7 @@ def test_lists_as_python_prints_them_are_refused(model, tmp_path):
         (read_pair, {"prompt": "a", "chosen": printed, "rejected": "b"}),
         (read_pair, {"prompt": printed, "chosen": "a", "rejected": "b"}),
         (
-            lambda row: read_feedback(row, RowOptions(), Counter()),
+            lambda row: read_feedback(row, None, Counter(), options=RowOptions())[0],
             {"prompt": printed, "completion": "a", "label": True},
         ),
         (lambda row: check_values(row, RowOptions(), Counter()), {"messages": printed, "label": "a"}),

@@ -423,7 +423,7 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
         (ask(show("fine.png"), show("cut.png"), words), "image 2: cut.png: .*broken"),
         (ask(show("text.png"), words), "text.png: .*known format"),
         (ask(show("empty.png"), words), "empty.png: .*known format"),
-        (ask(show("folder.png"), words), "folder.png: .*Is a directory"),
+        (ask(show("folder.png"), words), "folder.png: .*is not a regular file"),
         (ask(show("bomb.png"), words), "bomb.png: .*89,478,485"),
         (ask(show("moving.gif"), words), "moving.gif: .*2 frames"),
         (ask(show("https://example.org/a.png"), words), "a.png: .*download it before"),

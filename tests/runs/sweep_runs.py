@@ -12,8 +12,8 @@ from small_runs import make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
+from mini_trainer.tools.sweep.running import Pool, divide_devices
 from mini_trainer.tools.sweep.settings import SweepSettings, check_trials, read_settings
-from mini_trainer.tools.sweep.study import Pool, divide_devices
 
 TRAIN = dict(max_tokens_per_gpu=64, batch_size=8, max_steps=4, activation_checkpointing="none")
 

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.problems.finding import require
 from mini_trainer.run.stages import ending_experiment
+from mini_trainer.tools.sweep.running import Pool, divide_devices, list_devices
 from mini_trainer.tools.sweep.settings import check_trials, list_files, read_settings
-from mini_trainer.tools.sweep.study import Pool, divide_devices, list_devices
 
 
 def sweep(options: SweepOptions) -> None:

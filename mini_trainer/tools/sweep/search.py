@@ -27,6 +27,7 @@ from mini_trainer.options.fields import flag_for
 from mini_trainer.options.option_files import describe_options
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
 from mini_trainer.run.stages import Record, Stage, describe_code, hash_files, list_changes, write_record
+from mini_trainer.tools.sweep.running import Pool
 from mini_trainer.tools.sweep.settings import (
     UNEXPORTED,
     SweepSettings,
@@ -35,7 +36,7 @@ from mini_trainer.tools.sweep.settings import (
     list_files,
     show_value,
 )
-from mini_trainer.tools.sweep.study import Pool, Study, Trial, is_number
+from mini_trainer.tools.sweep.study import Study, Trial, is_number
 from mini_trainer.use.plots.curves_page import make_curves_page
 from mini_trainer.use.plots.run_files import Run
 
