@@ -1,13 +1,11 @@
 """Trains a model with different options, and ranks them by their validation loss.
 
     python -m mini_trainer sweep sweep.yaml
-    python -m mini_trainer sweep sweep.yaml --output-dir runs/again
     python -m mini_trainer sweep sweep.yaml --print-command
     python -m mini_trainer sweep sweep.yaml --task 3/8
 
 Every trial is a run of train.py in a directory of its own, as many at a time as there are GPUs. Killed at any moment, a
-sweep continues when the same command is started again, and finds the same (docs/reference/sweeps.md). Needs the package
-optuna.
+sweep continues when the same command is started again, and finds the same (docs/reference/sweeps.md). Needs optuna.
 """
 
 from pathlib import Path
@@ -29,10 +27,9 @@ def sweep(options: SweepOptions) -> None:
     """Runs or continues the sweep, or prints its commands."""
     settings = read_settings(Path(options.config_file), output_dir=options.output_dir, allowed=options.allow_env)
     require("optuna", flag="sweep")
-    from mini_trainer.tools.sweep import search
-    from mini_trainer.tools.sweep.study import draw_trials
+    from mini_trainer.tools.sweep import search, study
 
-    drawn = draw_trials(settings)
+    drawn = study.draw_trials(settings)
     check_trials(settings, drawn)
     more_is_better = search.find_direction(settings.metric)
     if options.print_command:
@@ -44,8 +41,8 @@ def sweep(options: SweepOptions) -> None:
     folder = settings.root if task is None else task.name_folder(settings.root)
     pool = Pool(folder, environments, num_processes=settings.num_processes)
     num_trials = sum(task is None or task.has(number) for number in range(len(drawn)))
-    num_parallel = min(num_trials, len(environments))
-    say(f"sweep: {settings.search}, {num_trials} trials, {num_parallel} at a time, in {settings.root}")
+    parallel = min(num_trials, len(environments))
+    say(f"sweep: {settings.search}, {num_trials} trials, {parallel} at a time, in {settings.root}")
     if task is None:
         search.run_sweep(settings, drawn, pool, more_is_better=more_is_better)
     else:
