@@ -10,8 +10,6 @@ numbers as integers. Two gaps of the interpreter are filled: functions of CUDA's
 
 import os
 
-from mini_trainer.model import faster_layers
-
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -33,6 +31,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from mini_trainer.distributed.world import World, init_world
+from mini_trainer.model import faster_layers
 from mini_trainer.objectives.objective import PackedModel
 
 LENGTHS = (13, 1, 22, 7)

@@ -140,7 +140,7 @@ def sum_chunk_loss(
         logits = logits.float().div_(softcap).tanh_().mul_(softcap)
     log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     losses = -log_probs.gather(1, target)
-    own_weights = None if weighting is None else WEIGHTINGS[weighting](log_probs, target)
+    own_weights = None if weighting is None else WEIGHED[weighting](log_probs, target)
     if smoothing:
         losses = (1 - smoothing) * losses - smoothing * log_probs.mean(dim=1, keepdim=True)
     slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
@@ -169,6 +169,7 @@ def weigh_by_entropy(log_probs: Tensor, target: Tensor) -> Tensor:  # (rows, V),
 
 
 NUM_TOP = 20
+WEIGHED = dict(WEIGHTINGS)  # looked up in compiled code, which cannot import
 
 
 @torch.no_grad()
@@ -300,7 +301,7 @@ class TokenLoss(Loss):
         logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
         losses = nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self.smoothing)
         if self.weighting is not None:
-            losses = losses * WEIGHTINGS[self.weighting](logits.log_softmax(dim=1), labels[:, None])[:, 0]
+            losses = losses * WEIGHED[self.weighting](logits.log_softmax(dim=1), labels[:, None])[:, 0]
         return losses.sum()
 
 

@@ -48,6 +48,8 @@ from mini_trainer.objectives.soft_targets import (
 )
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 
+# Looked up in compiled code, which cannot import.
+DIVERGENCES_FROM_TOP, DIVERGENCES_FROM_LOGITS = dict(FROM_TOP), dict(FROM_LOGITS)
 SEEN_COLUMN = "seen"  # of samples: the row, itself a sample, that a teacher reads instead
 DEFAULT_TOP_K = 32
 VALUES = ("loss", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")  # of a token
@@ -120,7 +122,7 @@ def measure_taught_chunk(
     log_probs = logits.log_softmax(dim=1)
     cross_entropy, (tail, agrees) = -log_probs.gather(1, target), describe_teacher(teacher, log_probs)
     if shares_softmax:
-        diverge = FROM_TOP[terms.divergence].diverge_within
+        diverge = DIVERGENCES_FROM_TOP[terms.divergence].diverge_within
         divergence = diverge(log_probs, target, teacher, share=1 - weight, scale=weight)
         d_logits = divergence.d_logits
     else:
@@ -148,10 +150,10 @@ def measure_taught_chunk(
 def compare(logits: Tensor, target: Tensor, teacher: Top | Tensor, terms: Terms) -> Divergence:
     """The divergence at the terms' temperature."""
     if isinstance(teacher, Top):
-        return FROM_TOP[terms.divergence](temper(logits, terms), target, teacher)
+        return DIVERGENCES_FROM_TOP[terms.divergence](temper(logits, terms), target, teacher)
     width = min(logits.shape[1], teacher.shape[1])
     teacher = temper(teacher[:, :width].to(logits.dtype), terms)
-    return FROM_LOGITS[terms.divergence](temper(logits[:, :width], terms), target, teacher)
+    return DIVERGENCES_FROM_LOGITS[terms.divergence](temper(logits[:, :width], terms), target, teacher)
 
 
 def temper(logits: Tensor, terms: Terms) -> Tensor:

@@ -53,7 +53,7 @@ class Facts:
     def allows(self, value: float) -> bool:
         """Whether a number is in the range."""
         return (
-            math.isfinite(value)
+            -math.inf < value < math.inf
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
