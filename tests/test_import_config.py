@@ -194,8 +194,8 @@ VALUES = (
 def test_whatever_a_key_has_is_said_so_that_the_scripts_take_it_or_is_refused(trainer):
     names = {name for row in TABLE if row.belongs_to(trainer) for name in row.list_names() if "*" not in name}
     num_said = 0
-    for key in {*names, *TRAINERS[trainer].data_keys}:
-        for value in VALUES:
+    for i, key in enumerate(sorted({*names, *TRAINERS[trainer].data_keys})):
+        for value in VALUES[i % 12 :: 12]:  # each value with every twelfth key
             try:
                 to = convert({key: value}, trainer, num_gpus=2)
             except ValueError:

@@ -149,13 +149,13 @@ def check_option(name: str, value: Any, options_class: type) -> Any:
     """The value in the option's own type; ValueError if it cannot have it."""
     if value is None:
         return None
-    if get_origin(TYPES[options_class][name]) is tuple and isinstance(value, str) and NAMES.fullmatch(value):
+    is_list = get_origin(TYPES[options_class][name]) is tuple
+    if is_list and isinstance(value, str) and NAMES.fullmatch(value):
         value = read_names(name, value)
     value = list(value) if isinstance(value, tuple) else value
-    parsed = () if value == [] else parse_value(name, value, options_class)
+    parsed = () if value == [] and is_list else parse_value(name, value, options_class)
     facts = list_facts(options_class)[name]
-    has_range = (facts.at_least, facts.above) != (None, None)
-    if has_range and isinstance(parsed, int | float) and not facts.allows(parsed):
+    if (facts.at_least, facts.above) != (None, None) and isinstance(parsed, int | float) and not facts.allows(parsed):
         raise ValueError(f"{name} {facts.describe_range(is_float=isinstance(parsed, float), turns_off=False)}")
     return parsed
 
