@@ -165,7 +165,7 @@ def compute(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     [("qwen3_moe", ()), ("gpt_oss_sinks", ()), wide("mixtral", ()), ("qwen3_moe", ("q_proj", "experts.down_proj"))],
 )
 def test_losses_and_gradients_are_pefts_on_the_unpacked_weights(family, targets, world, tmp_path):
-    """Of models whose experts are (experts, out, in), or (experts, in, out) with biases; some may have no adapter."""
+    """Models have experts as (experts, out, in), or as (experts, in, out) with biases; some may have no adapter."""
     inputs = make_inputs(tmp_path, family)
     model, method = build_quantized(world, inputs, lora=dict(lora_target_modules=targets))
     found = compute(model)

@@ -199,7 +199,7 @@ def test_rates_and_decays_of_patterns_are_read_as_written():
 
 
 def test_a_checkpoint_of_another_grouping_resumes_with_the_rule_of_now(world, tmp_path):
-    """As of a version that decayed the biases of gpt-oss's experts: the third step is AdamW's from their moments."""
+    """An older version decayed the biases of gpt-oss's experts: the third step is AdamW's from their moments."""
     inputs = make_inputs(tmp_path, "gpt_oss_sinks")
     run = inputs | OPTIONS | dict(output_dir=str(tmp_path / "run"), save_final_checkpoint=True)
     train_here(world, **run, max_steps=2, learning_rate_for=["*_proj_bias=:0.5"])

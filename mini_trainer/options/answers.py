@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from mini_trainer.options import TrainOptions, flag_name, list_types
 from mini_trainer.options.fields import COLUMN_NAMES
-from mini_trainer.options.foreign_names import TABLE, TRACKED, find_row
+from mini_trainer.options.foreign_names import PRIVATE, RANK_STABLE, RATES_BY_NAME, TABLE, TRACKED, find_row
 from mini_trainer.options.tools import ProcessDataOptions
 
 LEAST_SIMILARITY = 0.75  # below, most suggestions mean something else: --sharding-strategy is not --learning-rate
@@ -23,9 +23,9 @@ RENAMED: dict[str, str] = {
     "reuse_reference_only": "log-probabilities that an earlier run kept beside the data are reused by themselves",
     **{f"{name}_field": f"--columns {name}=COLUMN" for name in COLUMN_NAMES},
     **dict.fromkeys(("track_project", "track_name"), TRACKED),
-    "hub_private": "the repository's own setting: create it before the run, as private",
+    "hub_private": PRIVATE,
     "hub_license": "the license of the base model's card is taken over; change it in the repository's README.md",
-    "lora_use_rslora": "--lora-alpha times the square root of --lora-rank is the same scale",
+    "lora_use_rslora": RANK_STABLE,
     "mock_length": "--block-size",
     "append_stop_token": "--missing-stop-token append",
     "allow_missing_stop_token": "--missing-stop-token allow",
@@ -33,10 +33,7 @@ RENAMED: dict[str, str] = {
     **dict.fromkeys(("num_cycles", "lr_power"), "--lr-shape"),
     "muon_momentum": "it is always 0.95",
     "muon_scale": "it is always that of AdamW's updates, so that AdamW's learning rates carry over",
-    **dict.fromkeys(
-        ("adam_learning_rate", "layer_lr_decay"),
-        "--learning-rate-for sets the learning rate of parameters by their names",
-    ),
+    **dict.fromkeys(("adam_learning_rate", "layer_lr_decay"), RATES_BY_NAME),
     "callback_errors": "an exception ends the run; catch it in the hook to continue",
     "osft_rank_allocation": "every layer keeps the same share (--osft-unfreeze-rank-ratio); --osft-keep-energy lets the"
     " activations decide how many",

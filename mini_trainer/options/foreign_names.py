@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     def convert(self, value: Any, *, name: str) -> dict[str, Any]:
         """Our options for a value of `name`; KeyError for one that has no counterpart."""
-        found = [ours for theirs, ours in self.values.items() if theirs == value]
+        found = [ours for theirs, ours in self.values.items() if theirs == value or (theirs is ANY and value)]
         if not found and self.values and (self.decides or not self.options):
             raise KeyError(value)
         if found and isinstance(found[0], dict):
@@ -41,6 +41,7 @@ class Row(NamedTuple):
         return {self.list_options(name)[0]: found[0] if found else value}
 
 
+ANY = object()  # as a value of theirs: any that is set, and not named before
 ALL_FILES = "axolotl llama-factory trl*"
 WITH_LOSS = "trl-dpo trl-kto trl-orpo trl-cpo"
 PAIRS = {"objective": "preference"}
@@ -91,6 +92,14 @@ TRACKED = (
     "the tracker's environment: WANDB_PROJECT and WANDB_NAME, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_NAME,"
     " TRACKIO_PROJECT; by default a run has the name of --output-dir"
 )
+TRACKER_KEYS = {  # keys that turn a tracker on
+    "wandb": "wandb_project wandb_run_name wandb_name",
+    "mlflow": "mlflow_experiment_name mlflow_run_name",
+    "trackio": "trackio_project_name trackio_run_name",
+}
+RANK_STABLE = "--lora-alpha times the square root of --lora-rank is the same scale"
+PRIVATE = "the repository's own setting: create it before the run, as private"
+RATES_BY_NAME = "--learning-rate-for sets the learning rate of parameters by their names"
 SPEED = "affects only speed or memory"
 
 TABLE = (
@@ -190,8 +199,7 @@ TABLE = (
     Row("router_aux_loss_coef", "router_aux_loss", {0: {}}),
     Row("average_tokens_across_devices",
         reason="always on: the loss is the mean over all trained tokens of the step"),
-    Row("lr_groups embedding_lr loraplus_lr_ratio lora_plus_lr_ratio", decides=True,
-        reason="--learning-rate-for sets the learning rate of parameters by their names"),
+    Row("lr_groups embedding_lr loraplus_lr_ratio lora_plus_lr_ratio", decides=True, reason=RATES_BY_NAME),
     # Objectives and losses.
     Row("rl", "objective", {name: PAIRS | {"preference_loss": name} for name in ("ipo", "orpo", "simpo")}
         | {"dpo": PAIRS, "kto": {"objective": "kto"}}, f"{NO_OBJECTIVE}; reinforcement learning neither", decides=True,
@@ -258,7 +266,7 @@ TABLE = (
     Row("lora_target_linear lora_target_parameters target_parameters",
         reason="without --lora-target-modules every linear layer of the blocks has an adapter, experts too"),
     Row("additional_target modules_to_save", "lora_modules_to_save"),
-    Row("use_rslora peft_use_rslora", reason="--lora-alpha times the square root of --lora-rank is the same scale"),
+    Row("use_rslora peft_use_rslora", reason=RANK_STABLE),
     Row("use_dora peft_use_dora", "lora_use_dora"),
     Row("lora_model_dir adapter_name_or_path", "lora_adapter"),
     Row("lora_task_type task_type", reason="follows from --objective", values={"CAUSAL_LM": {}, "SEQ_CLS": {}}),
@@ -371,6 +379,7 @@ TABLE = (
     Row("report_to log_with", "track", {"none": (), "all": ()}),
     Row("project run_name experiment_name wandb_project mlflow_experiment_name trackio_project_name wandb_run_name"
         " wandb_name mlflow_run_name trackio_run_name", reason=TRACKED),
+    *(Row(names, "track", {False: {}, ANY: tracker}, TRACKED, of=ALL_FILES) for tracker, names in TRACKER_KEYS.items()),
     Row("use_tensorboard tensorboard_log_dir", reason="--track tensorboard writes into --output-dir"),
     Row("wandb_entity wandb_mode wandb_*", reason="--track wandb, and its environment variables, such as WANDB_ENTITY"),
     Row("use_wandb", reason="--track wandb"),
@@ -384,7 +393,7 @@ TABLE = (
         " out"),
     Row("loss_watchdog_*", reason="a loss that is not finite ends the run"),
     Row("hub_model_id", "push_to_hub"),
-    Row("hub_private_repo", reason="the repository's own setting: create it before the run, as private"),
+    Row("hub_private_repo", reason=PRIVATE),
     Row("hub_token", reason="huggingface_hub's own: the environment variable HF_TOKEN, or hf auth login"),
     Row("hub_revision hub_model_revision", reason="exports are uploaded to the main branch of --push-to-hub"),
     Row("hub_strategy hub_always_push hub_*", reason="every export is uploaded to --push-to-hub"),

@@ -25,8 +25,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 MOUNTS = Path("/proc/self/mounts")
 ADVICE = (
     "Write to a file system that supports this: a local disk with --upload-to for the exports, or a network file"
-    " system; a bucket"
-    " needs a mount with a cache of files on a disk"
+    " system; a bucket needs a mount with a cache of files on a disk"
 )
 
 

@@ -100,24 +100,42 @@ class Sink:
 
 
 class TrainingLog(Sink):
-    """Passes everything to all sinks: each method of `Sink` calls theirs."""
+    """Passes everything to all sinks."""
 
     def __init__(self, sinks: list[Sink]):
         self.sinks = sinks
 
+    def write(self, metrics: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(metrics)
 
-def pass_on(method: str) -> Callable[..., None]:
-    """The method of `TrainingLog` that calls all sinks' method of this name."""
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write_validation(metrics)
 
-    def call_all(log: TrainingLog, *args: Any) -> None:
-        for sink in log.sinks:
-            getattr(sink, method)(*args)
+    def write_samples(self, rows: list[dict[str, Any]]) -> None:
+        for sink in self.sinks:
+            sink.write_samples(rows)
 
-    return call_all
+    def write_checkpoint(self, path: Path) -> None:
+        for sink in self.sinks:
+            sink.write_checkpoint(path)
 
+    def write_export(self, path: Path) -> None:
+        for sink in self.sinks:
+            sink.write_export(path)
 
-for method in [name for name in vars(Sink) if not name.startswith("_")]:
-    setattr(TrainingLog, method, pass_on(method))
+    def write_end(self, reason: str | None) -> None:
+        for sink in self.sinks:
+            sink.write_end(reason)
+
+    def flush_to_disk(self) -> None:
+        for sink in self.sinks:
+            sink.flush_to_disk()
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
 
 
 class MetricsFile(Sink):

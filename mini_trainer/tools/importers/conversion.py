@@ -10,8 +10,8 @@ from typing import Any, get_origin
 import numpy as np
 
 from mini_trainer.options import LoRAOptions, RowOptions, TrainOptions, flag_name, group_options, list_facts, list_types
-from mini_trainer.options.doors import TRACKERS, TRAINERS
-from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, TRACKED, Row, convert_schedule, find_row
+from mini_trainer.options.doors import TRAINERS
+from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, Row, convert_schedule, find_row
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.option_files import parse_value
 from mini_trainer.options.problems.finding import find_wrong_options
@@ -229,9 +229,6 @@ def follow_row(to: Conversion, key: str, value: Any) -> None:
     except KeyError:
         if row.decides:
             raise ValueError(f"{value!r}: {row.reason}" if options or row.values else row.reason) from None
-        tracker = key.partition("_")[0]
-        if is_set and tracker in TRACKERS and row.reason == TRACKED:
-            to.set(key, track=sorted({*to.train.get("track", ()), tracker}))
         to.note(key, row.reason)
         return
     elsewhere = [flag_name(name) for name in ours if name in NOT_FROM_FILES]
