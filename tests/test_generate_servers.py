@@ -25,7 +25,7 @@ from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_standin import install_vllm
 
-from mini_trainer.continual.rounds import replace_answer
+from mini_trainer.continual.replay import replace_answer
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.rows.prompts import Prompt, as_protocol

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import OptimizationOptions, TeacherOptions
+from mini_trainer.options import TeacherOptions
 from mini_trainer.options.fields import option
 from mini_trainer.options.problems.training import LORA_ADAPTER_SAYS
-from mini_trainer.options.tools import MOST_TOP_K
 
 Values = dict[str, Any]  # options by name
 
@@ -72,30 +71,6 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfDistillation:
-    """Self-distillation in rounds (SDFT, arXiv 2601.19897), instead of training on the rows themselves."""
-
-    rounds: int = option(4, at_least=1)
-    """Number of rounds over a task. In each, the model answers a part of the prompts and learns from the answers."""
-    teacher: Literal["start", "average"] = "start"
-    """start: the model before the task; average: a moving average of the models after each round."""
-    average_decay: float = option(0.5, above=0, below=1, only_with=("teacher", ("average",)))
-    """average: share of the previous average that is kept at each round."""
-    divergence: Literal["forward-kl", "reverse-kl", "jsd"] = "forward-kl"
-    """forward-kl: KL(teacher || model), from files of the teacher's most probable tokens; reverse-kl (KL(model ||
-    teacher)) and jsd: from a teacher that reads in every step of train, over all tokens."""
-    top_k: int = option(32, at_least=1, at_most=MOST_TOP_K, only_with=("divergence", ("forward-kl",)))
-    """forward-kl: number of the teacher's most probable tokens, as in score-data."""
-    demonstration: str = "{prompt}\n\nOne good answer to this is:\n\n{demonstration}\n\nNow give your own answer."
-    """The teacher's prompt: the last user message, from that of the row and its answer."""
-
-    @property
-    def is_online(self) -> bool:
-        """Whether the teacher reads in train; else it scores the data before."""
-        return self.divergence != "forward-kl"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ContinualSettings:
     """An experiment: tasks in order, and how they are learnt and measured."""
 
@@ -124,11 +99,9 @@ class ContinualSettings:
     process_data: Values = field(default_factory=dict)
     evaluate: Values = field(default_factory=dict)
     generate: Values = field(default_factory=dict)
-    score_data: Values = field(default_factory=dict)
     tasks: tuple[Task, ...] = ()
     probes: tuple[SetSettings, ...] = ()
     replay: Replay | None = None
-    self_distillation: SelfDistillation | None = None
 
     @property
     def root(self) -> Path:
@@ -148,8 +121,8 @@ class ContinualSettings:
 
 def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
     """The options of train for a task, with stand-ins for those that are known when it starts: of its first run, and of
-    a later one, which learns from earlier tasks and continues an adapter or a round."""
-    values, rounds, replay = settings.train_options(task), settings.self_distillation, settings.replay
+    a later one, which learns from earlier tasks and continues an adapter."""
+    values, replay = settings.train_options(task), settings.replay
     stand_ins: Values = {"model_name_or_path": "M", "output_dir": "D", "data_path": ("data.arrow",)}
     if task.validation is not None:
         stand_ins["validation_data_path"] = ("validation.arrow",)
@@ -157,14 +130,6 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
         stand_ins["osft_statistics"] = "statistics"
     if values.get("osft") and settings.keep_osft_bases:
         stand_ins["osft_bases"] = "new"
-    if rounds is not None:
-        own = {key: value for key, value in values.items() if key != "max_epochs"}
-        own |= {"max_steps": 1, "checkpoint_every_steps": 1, "teacher_weight": (1.0,)}
-        own |= {"schedule_steps": 1} if needs_end(values) else {}
-        if rounds.is_online:
-            own |= {"teacher_model": "M", "teacher_data": ("data.arrow",), "teacher_divergence": rounds.divergence}
-        first = choose_adapter_options(own, settings, None) | stand_ins
-        return [first, first | {"continue_from": "checkpoint"}]
     taught: Values = {}
     if replay is not None and replay.teacher_weight is not None:
         taught = {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
@@ -195,12 +160,6 @@ def leave_teacher_out(options: Values, replay: Replay | None) -> Values:
         return options
     of_teacher = {entry.name for entry in dataclasses.fields(TeacherOptions)}
     return {name: value for name, value in options.items() if name not in of_teacher}
-
-
-def needs_end(options: Values) -> bool:
-    """Whether the learning rate depends on the number of steps."""
-    names = [entry.name for entry in dataclasses.fields(OptimizationOptions)]
-    return OptimizationOptions(**{name: options[name] for name in names if name in options}).needs_end
 
 
 def splits_off(task: Task, settings: ContinualSettings) -> bool:

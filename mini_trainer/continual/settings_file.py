@@ -14,7 +14,6 @@ from typing import Any
 
 from mini_trainer.continual.settings import (
     ContinualSettings,
-    SelfDistillation,
     SetSettings,
     Task,
     Values,
@@ -33,7 +32,7 @@ from mini_trainer.options.option_files import (
     refuse,
 )
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions, ScoreDataOptions
+from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
 from mini_trainer.options.urls import hide_credentials, is_url
 from mini_trainer.use.evaluation.metrics import MEASURES
 
@@ -75,11 +74,6 @@ SECTIONS = {
         {"config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
         {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
     ),
-    "score_data": Section(
-        ScoreDataOptions,
-        {"config", "model_name_or_path", "data_path", "teacher_data", "name"},
-        {"model_name_or_path": "M", "data_path": ("data.arrow",)},
-    ),
 }  # fmt: skip
 OF_TEACHER = ("teacher_weight", "teacher_model", "teacher_data", "teacher_scores")  # who the teacher of train is
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -88,7 +82,7 @@ SHARED_FOLDERS = ("data", "start")
 
 # Settings that methods may have: how tasks are learnt, but neither data nor measurements, which all methods share.
 OF_METHODS = (
-    *("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data"),
+    *("train", "replay", "adapters", "keep_osft_bases", "export", "generate"),
     "seeds",
 )
 
@@ -104,8 +98,8 @@ def read_settings(
     given = read_option_file(path, named=str(path), allowed=allowed)
     with naming_place(str(path)):
         given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
-        if given.get("adapters") == "separate":
-            raise ValueError("adapters: separate: is not supported; train one experiment of one task for each adapter")
+        if "self_distillation" in given:
+            raise ValueError("self_distillation: has left; replay with kind: own-answers learns from own answers")
         methods = given.pop("methods", None)
         shared = make_settings(given, ContinualSettings, READERS)
         if methods is None:
@@ -170,8 +164,6 @@ def check_settings(settings: ContinualSettings) -> ContinualSettings:
             check_program("evaluate", settings.evaluate | probe.evaluate)
     with naming_place("replay"):
         check_replay(settings)
-    with naming_place("self_distillation"):
-        check_rounds(settings)
     uses_lora = [bool(settings.train_options(task).get("lora")) for task in settings.tasks]
     if settings.adapters != "merged" and not all(uses_lora):
         raise ValueError(f"adapters: {settings.adapters}: has no effect without train: {{lora: true}} for every task")
@@ -257,46 +249,6 @@ def check_answerable(settings: ContinualSettings, tasks: Iterable[Task]) -> None
     for task in tasks:
         if not task.input_file:
             raise ValueError(f"{task.name} has data_path, but the prompts are read from rows: give input_file")
-
-
-def check_rounds(settings: ContinualSettings) -> None:
-    rounds = settings.self_distillation
-    if rounds is None:
-        return
-    if settings.export == "best":
-        raise ValueError("not together with export: best; leave it out")
-    if settings.replay is not None:
-        raise ValueError("not together with replay; give one of them")
-    if settings.adapters != "merged":
-        raise ValueError(f"not together with adapters: {settings.adapters}; leave it out")
-    check_answerable(settings, settings.tasks)
-    check_program("generate", {"temperature": 1.0} | settings.generate)
-    check_program("score_data", settings.score_data)
-    if "{prompt}" not in rounds.demonstration or "{demonstration}" not in rounds.demonstration:
-        raise ValueError("demonstration: must contain {prompt} and {demonstration}")
-    for task in settings.tasks:
-        with naming_place(task.name):
-            check_rounds_of(rounds, settings.train_options(task), settings.score_data)
-
-
-def check_rounds_of(rounds: SelfDistillation, values: Values, scoring: Values) -> None:
-    """Refuses options of train, `values`, and of score-data that contradict the rounds over a task."""
-    if values.get("max_epochs") is None or any(values.get(f"max_{end}") for end in ("steps", "samples", "tokens")):
-        raise ValueError("the end of train must be given by max_epochs alone")
-    if values.get("batch_tokens") is not None:
-        raise ValueError(
-            "not together with train: batch_tokens, as answers have no length before they are generated; give"
-            " batch_size"
-        )
-    of_teacher = [*OF_TEACHER, *(["teacher_divergence"] if rounds.is_online else [])]
-    given = [name for name in of_teacher if values.get(name) is not None]
-    if given:
-        raise ValueError(f"has its own teacher; leave out train: {given[0]}")
-    temperatures = [values.get("teacher_temperature", 1.0), scoring.get("temperature", 1.0)]
-    if not rounds.is_online and temperatures[0] != temperatures[1]:
-        raise ValueError(
-            f"train: teacher_temperature is {temperatures[0]}, score_data: temperature {temperatures[1]}; give the same"
-        )
 
 
 def check_statistics(settings: ContinualSettings, order: list[str]) -> None:
