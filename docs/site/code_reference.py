@@ -1,8 +1,7 @@
-"""Reference pages on exit codes, data sets, the Python API and versions, read from the source without importing it."""
+"""Reference pages on exit codes, data sets and the Python API, read from the source without importing it."""
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,7 +35,6 @@ def make_pages() -> dict[str, str]:
         "exit_codes.md": describe_exit_codes(),
         "files.md": describe_files(),
         "python.md": describe_python(),
-        "versions.md": describe_versions(),
     }
 
 
@@ -124,32 +122,6 @@ def describe_python() -> str:
             lines += [f"| `{field}` | `{kind.replace('|', chr(92) + '|')}` | {note} |" for field, kind, note in fields]
             lines.append("")
     return "\n".join(lines)
-
-
-def describe_versions() -> str:
-    """Python and the packages: what is allowed, what the tests ran with, and what installs each."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    wanted: dict[str, dict[str, list[str]]] = {}
-    for extra, packages in {"": project["dependencies"], **project["optional-dependencies"]}.items():
-        for package in packages:
-            if package.startswith(project["name"]):  # another extra
-                continue
-            name, least = package.split(">=")
-            wanted.setdefault(name, {}).setdefault(least, []).append(f"`{extra}`" if extra else "always")
-    lines = [
-        "# Versions",
-        "",
-        f"Python {project['requires-python']}. The tests run with the versions of `constraints.txt`;"
-        " `pip install -c constraints.txt` installs these, and the latest of those that it does not name.",
-        "",
-        "| package | at least | tested with | installed by the extra |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, places in sorted(wanted.items(), key=lambda item: ("always" not in str(item[1]), item[0].lower())):
-        least, extras = " or ".join(places), ", ".join(sorted({extra for found in places.values() for extra in found}))
-        lines.append(f"| {name} | {least} | {pins.get(name, '')} | {extras} |")
-    return "\n".join([*lines, ""])
 
 
 def read_fields(path: str, name: str) -> Iterator[tuple[str, str, str]]:
