@@ -27,8 +27,8 @@ from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
 from mini_trainer.tools.plot_metrics import plot_metrics
 from mini_trainer.use.plots.board import BoardServer
-from mini_trainer.use.plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
-from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
+from mini_trainer.use.plots.columns import MetricsReader
+from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, choose_starts, thin
 from mini_trainer.use.plots.curves_page import describe_page, make_curves_page
 from mini_trainer.use.plots.run_files import Run, name_runs, open_runs
 
@@ -92,33 +92,6 @@ def write_plain_rows(path: Path, losses: np.ndarray, *, first_step: int = 1) -> 
     with path.open("a") as file:
         for step, loss in enumerate(losses.tolist(), first_step):
             file.write(f'{{"step": {step}, "loss": {loss}, "total_tokens_accumulated": {10 * step}}}\n')
-
-
-def test_of_a_long_file_groups_are_kept_with_their_extremes(tmp_path):
-    losses = np.random.default_rng(0).normal(size=3 * MOST_ROWS)
-    losses[[17, 30_000]] = 99.0, -99.0
-    reader = MetricsReader(tmp_path / METRICS, ("loss", "total_tokens_accumulated"))
-    for part in np.split(losses, 6):
-        write_plain_rows(reader.path, part, first_step=len(reader) + 1)
-        reader.read()
-        assert len(reader.sizes) < MOST_ROWS
-    points, ends = reader.points("loss"), reader.points("step").last.astype(int)
-    assert len(reader) == ends[-1] == len(losses) and np.diff(ends, prepend=0).tolist() == reader.sizes.tolist()
-    groups = np.split(losses, ends[:-1])
-    for found, expected in ((points.low, np.min), (points.high, np.max), (points.mean, np.mean)):
-        assert found == pytest.approx([expected(group) for group in groups])
-    assert points.last == pytest.approx(losses[ends - 1]) and points.count.sum() == len(losses)
-    assert reader.points("total_tokens_accumulated").last.tolist() == (10 * ends).tolist()
-    # Steps that are repeated without a cut replace the groups that hold them.
-    write_plain_rows(reader.path, np.ones(3), first_step=20_000)
-    reader.read()
-    ends = reader.points("step").last
-    assert ends[-3:].tolist() == [20_000, 20_001, 20_002] and 19_980 < ends[-4] < 20_000
-    # A column that comes late has no numbers before.
-    with reader.path.open("a") as file:
-        file.write('{"step": 20003, "loss": 1, "late": 2}\n')
-    reader.read()
-    assert reader.points("late").count.sum() == 1 and len(reader["late"]) == len(reader.sizes)
 
 
 def test_a_file_is_read_in_portions(tmp_path):
@@ -199,8 +172,8 @@ values_with_gaps = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1
 @given(values=values_with_gaps, max_points=st.integers(1, 50))
 def test_thinning_keeps_extremes_and_means(values, max_points):
     values = np.array(values)
-    starts = choose_starts(np.ones(len(values)), max_points)
-    points = thin(Points.of_steps(values), starts, num_steps=len(values))
+    starts = choose_starts(len(values), max_points)
+    points = thin(values, starts)
     assert len(points["mean"]) == len(starts) == min(len(values), max_points)
     if len(values) <= max_points:
         means = [math.nan if mean is None else mean for mean in points.pop("mean")]

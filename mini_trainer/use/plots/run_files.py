@@ -167,8 +167,8 @@ class Run:
     @property
     def hours(self) -> Column:
         """Hours of training and waiting for data at the end of each step, without starts, checkpoints and exports."""
-        seconds = [self.steps.points(name).total for name in ("time_per_batch", "data_wait_seconds")]
-        return np.cumsum(sum(seconds)) / 3600
+        seconds = self.steps["time_per_batch"], self.steps["data_wait_seconds"]
+        return np.cumsum(sum(np.where(np.isfinite(each), each, 0) for each in seconds)) / 3600
 
     @property
     def version(self) -> tuple[object, ...]:
