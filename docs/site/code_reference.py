@@ -1,7 +1,6 @@
-"""Reference pages on exit codes, data sets and the Python API, read from the source without importing it."""
+"""Reference pages on exit codes and the Python API, read from the source without importing it."""
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,24 +17,11 @@ API = (
     "mini_trainer/api/trainer_callbacks.py",
     "mini_trainer/options/learning.py",
 )
-# Columns of data sets: each kind's class, and the rows that it is made of.
-SCHEMAS = {
-    "TextColumns": ("mini_trainer/data/columns/token_columns.py", "Texts"),
-    "PicturedColumns": ("mini_trainer/data/columns/token_columns.py", "Texts with images"),
-    "SequenceColumns": ("mini_trainer/data/columns/label_columns.py", "Classes of sequences"),
-    "TokenColumns": ("mini_trainer/data/columns/label_columns.py", "Classes of tokens"),
-    "PreferenceColumns": ("mini_trainer/data/columns/preference_columns.py", "Pairs of answers"),
-    "FeedbackColumns": ("mini_trainer/data/columns/preference_columns.py", "Answers with feedback"),
-}
 
 
 def make_pages() -> dict[str, str]:
     """The text of each page, by its file name."""
-    return {
-        "exit_codes.md": describe_exit_codes(),
-        "files.md": describe_files(),
-        "python.md": describe_python(),
-    }
+    return {"exit_codes.md": describe_exit_codes(), "python.md": describe_python()}
 
 
 def describe_exit_codes() -> str:
@@ -51,59 +37,6 @@ def describe_exit_codes() -> str:
         *(f"| {code.value} | {code.name.lower()} | {comments[code.name]} |" for code in ExitCode),
     ]
     return "\n".join([*lines, ""])
-
-
-def describe_files() -> str:
-    lines = [
-        "# Files",
-        "",
-        "- What a run writes: [output files](running.md#output-files), [metrics](metrics.md),"
-        " [checkpoints](checkpoints.md#checkpoints).",
-        "- The sidecar `OUTPUT.meta.json` of a data set: [its keys](data.md#the-sidecar).",
-        "",
-        "## Columns of data sets",
-        "",
-        "`.arrow` (an IPC file), `.parquet` or `.jsonl`. `labels` are not shifted, and -100 where nothing is trained.",
-        "",
-    ]
-    for name, (path, title) in SCHEMAS.items():
-        lines += [f"### {title}", "", find_class(path, name).body[0].value.value, "", "| column | type | |"]
-        lines.append("| --- | --- | --- |")
-        lines += [f"| `{key}` | {kind} | {note} |" for key, kind, note in read_schema(path, name)]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def read_schema(path: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Name, type and comment of each column."""
-    text = (ROOT / path).read_text().splitlines()
-    schema = next(node.value for node in find_class(path, name).body if is_assignment_to(node, "schema"))
-    for call in (node for node in ast.walk(schema) if isinstance(node, ast.Dict)):
-        for key, kind in zip(call.keys, call.values, strict=True):
-            column = key.value if isinstance(key, ast.Constant) else read_constants()[key.id]
-            yield column, describe_type(kind), text[key.lineno - 1].partition("  # ")[2]
-
-
-def describe_type(kind: ast.expr) -> str:
-    text = ast.unparse(kind).replace("pa.", "")
-    text = re.sub(r"list_\((\w+)\(\)\)", r"list of \1", text)
-    return text.replace("()", "")
-
-
-@cache
-def read_constants() -> dict[str, str]:
-    """Texts named by constants of the modules that declare columns."""
-    found = {}
-    for path in (ROOT / "mini_trainer" / "data" / "columns").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.Assign):
-                continue
-            targets, values = node.targets, [node.value]
-            if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                targets, values = targets[0].elts, node.value.elts
-            pairs = zip(targets, values, strict=False)
-            found |= {name.id: value.value for name, value in pairs if isinstance(value, ast.Constant)}
-    return found
 
 
 def describe_python() -> str:

@@ -24,7 +24,7 @@ def describe_all() -> str:
     lines = ["# Reference", "", "| `mini-trainer` | |", "| --- | --- |"]
     for command, options_class in COMMANDS.items():
         lines.append(f"| [`{command}`]({command}.md) | {mark_up(options_class.__doc__)} |")
-    also = "[exit codes](exit_codes.md), [files](files.md), [metrics](metrics.md), [Python](python.md)"
+    also = "[exit codes](exit_codes.md), [metrics](metrics.md), [Python](python.md)"
     lines += ["", f"Also: {also}.", "", "## All options", ""]
     places: dict[str, list[str]] = {}
     for command, options_class in COMMANDS.items():
