@@ -15,8 +15,7 @@ from tiny_data import read_lines
 from mini_trainer.continual.data import as_question, as_row
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.replay import keep_passing, mix
-from mini_trainer.continual.settings import Replay, Task, draw_orders
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import Replay, Task, draw_orders, read_settings
 from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, group_options

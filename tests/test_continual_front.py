@@ -8,7 +8,7 @@ import pytest
 from make_continual import TASKS, ContinualDataOptions, write_data
 from processes import ROOT
 
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import read_settings
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from mini_trainer.continual.experiment import settle_all
 from mini_trainer.continual.measuring import count_refused, read_cell, read_harness
 from mini_trainer.continual.replay import read_answers
-from mini_trainer.continual.settings import SetSettings
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import SetSettings, read_settings
 from mini_trainer.run.stages import Stage
 
 A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}

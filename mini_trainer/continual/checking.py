@@ -4,12 +4,10 @@ models that do not exist yet; and by reading tests as evaluate does."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from mini_trainer.continual.data import Prepared, read_questions
-from mini_trainer.continual.held_out import HeldOut
+from mini_trainer.continual.data import HeldOut, Prepared, read_questions
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
-from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, Values, complete_options
-from mini_trainer.continual.settings_file import SECTIONS
+from mini_trainer.continual.settings import SECTIONS, ContinualSettings, SetSettings, Task, Values, complete_options
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.tasks import open_task

@@ -6,22 +6,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mini_trainer.continual.data import Prepared, prepare, prepare_known
-from mini_trainer.continual.held_out import HeldOut
+from mini_trainer.continual.data import HeldOut, Prepared, prepare, prepare_known
 from mini_trainer.continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
 from mini_trainer.continual.measuring import describe_row, measure
 from mini_trainer.continual.page import describe_comparison, write_page
 from mini_trainer.continual.replay import Context, Model, find_replay, mix
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import (
+    OF_METHODS,
+    SHARED_FOLDERS,
     ContinualSettings,
     SetSettings,
     Task,
     Values,
+    check_statistics,
     choose_adapter_options,
     draw_orders,
 )
-from mini_trainer.continual.settings_file import OF_METHODS, SHARED_FOLDERS, check_statistics
 from mini_trainer.data.stores.disk import read_fields, remove, written_aside
 from mini_trainer.distributed.messages import say
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, PARAMS_FILE

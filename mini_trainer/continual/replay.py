@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.continual.data import OF_ROWS, Prepared, as_row, count_samples, read_questions, tokenize, write_rows
-from mini_trainer.continual.held_out import HeldOut
+from mini_trainer.continual.data import (
+    OF_ROWS,
+    HeldOut,
+    Prepared,
+    as_row,
+    count_samples,
+    read_questions,
+    tokenize,
+    write_rows,
+)
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, Replay, Task, Values, leave_teacher_out
 from mini_trainer.data.chat.conversation import REASONING_KEYS
