@@ -55,11 +55,6 @@ METHODS = {
         "train": {"osft": True, "osft_unfreeze_rank_ratio": 0.5, "osft_basis": "activations"},
         "replay": {"kind": "rows", "share": 0.25},
     },
-    "rounds": {
-        "train": {"osft": True, "osft_unfreeze_rank_ratio": 0.5, "max_epochs": 1},
-        "self_distillation": {"rounds": 2, "teacher": "average", "top_k": 8},
-        "generate": {"max_new_tokens": 6, "batch_size": 2},
-    },
     "full": {"train": {"checkpoint_every_steps": 1}},
 }
 

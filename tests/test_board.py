@@ -36,7 +36,7 @@ from mini_trainer.use.plots.board import (
     find_share,
     read_tail,
 )
-from mini_trainer.use.plots.columns import MAX_LINE_BYTES, MOST_ROWS, MetricsReader
+from mini_trainer.use.plots.columns import MAX_LINE_BYTES, MetricsReader
 from mini_trainer.use.plots.run_files import open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
@@ -282,13 +282,13 @@ def test_curves_follow_the_chosen_runs_while_they_grow(server):
 
 def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
     ids, path = find_ids(server), server.board.folder / "first" / METRICS
-    write_jsonl(path, [{"step": step, "loss": 1.0} for step in range(1, 3 * MOST_ROWS)])
+    write_jsonl(path, [{"step": step, "loss": 1.0} for step in range(1, 60_000)])
     monkeypatch.setattr("mini_trainer.use.plots.board.BYTES_PER_REQUEST", 400_000)
     counts, data = [], {"is_behind": True}
     while data["is_behind"]:
         data = json.loads(fetch(server, f"data?run={ids['first']}")[1])
         counts.append(data["runs"][0]["x"]["step"][-1])
-    assert counts == sorted(set(counts)) and len(counts) > 3 and counts[-1] == 3 * MOST_ROWS - 1
+    assert counts == sorted(set(counts)) and len(counts) > 3 and counts[-1] == 59_999
     assert len(data["runs"][0]["x"]["step"]) <= 10_000
 
 

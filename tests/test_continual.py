@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,9 +15,7 @@ from tiny_data import read_lines
 from mini_trainer.continual.data import as_question, as_row
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.replay import keep_passing, mix
-from mini_trainer.continual.rounds import fill, pair_rows, split_evenly
-from mini_trainer.continual.settings import Replay, Task, draw_orders
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import Replay, Task, draw_orders, read_settings
 from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, group_options
@@ -96,7 +93,6 @@ WRONG_LATER = [
         {},
         "shout: train: --lora-target-modules q_prj",
     ),
-    ({}, {"self_distillation": {"rounds": 999}}, "self_distillation: rounds: given 999, .*24 rows"),
 ]
 
 
@@ -218,52 +214,6 @@ def test_own_answers_are_made_before_the_next_task(tmp_path: Path):
     assert [set(row.get("score", ())) for row in sequence.rows] == [set(), {"twice"}, {"twice", "shout"}]
 
 
-@pytest.mark.long
-def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
-    settings = make_inputs(tmp_path) | {"self_distillation": {"rounds": 2, "teacher": "average"}}
-    settings |= {"tasks": settings["tasks"][:1]}
-    settings["train"] |= {"lr_scheduler": "linear"}
-    folder = run(settings, tmp_path) / "order_1_seed_42" / "1_twice"
-    first, second = (read_options(folder / f"round_{i}") for i in (1, 2))
-    assert second["continue_from"] == f"{folder}/round_1/run/checkpoints/step_2" and "continue_from" not in first
-    assert first["schedule_steps"] == second["schedule_steps"] == 4  # 12 prompts a round, 8 a step
-    rates = [row["lr"] for i in (1, 2) for row in read_lines(folder / f"round_{i}/run/training_metrics_0.jsonl")]
-    np.testing.assert_allclose(rates, 1e-2 * np.array([1, 0.75, 0.5, 0.25]))
-    prompts = [read_lines(folder / f"round_{i}/prompts.jsonl") for i in (1, 2)]
-    asked = [row["messages"][0]["content"] for part in prompts for row in part]
-    assert len(set(asked)) == NUM_ROWS  # an epoch of prompts, each once
-    student, teacher = (TokenizedData(folder / f"round_2/{name}/{name}.arrow") for name in ("student", "teacher"))
-    for i in range(len(student.lengths)):
-        rows = [one.read(i) for one in (student, teacher)]
-        trained = [np.array(row["input_ids"])[np.array(row["labels"]) >= 0] for row in rows]
-        np.testing.assert_array_equal(*trained)
-    shown = read_lines(folder / "round_2/teacher.jsonl")[0]["messages"][0]["content"]
-    answer = prompts[1][0]["messages"][1]["content"]
-    assert f"One good answer to this is:\n\n{answer}\n" in shown
-    scoring = read_options(folder / "round_2", "score-data")
-    assert scoring["model_name_or_path"] == f"{folder}/round_1/average"
-    start, last = load_weights(settings["model"]), load_weights(folder / "round_1/run/hf_format/latest")
-    mean = load_weights(folder / "round_1/average")
-    torch.testing.assert_close(mean, {name: (start[name].float() + last[name]) / 2 for name in mean})
-
-
-@pytest.mark.long
-def test_rounds_learn_from_a_teacher_that_reads_in_training(tmp_path: Path):
-    settings = make_inputs(tmp_path) | {"measure": "seen"}
-    settings["self_distillation"] = {"rounds": 2, "teacher": "average", "divergence": "reverse-kl"}
-    settings |= {"tasks": [{name: value for name, value in settings["tasks"][0].items() if name != "held_out"}]}
-    folder = run(settings, tmp_path) / "order_1_seed_42" / "1_twice"
-    for i, teacher in ((1, settings["model"]), (2, f"{folder}/round_1/average")):
-        place = folder / f"round_{i}"
-        options = read_options(place)
-        assert options["teacher_data"] == [f"{place}/teacher/teacher.arrow"]
-        assert (options["teacher_model"], options["teacher_divergence"]) == (teacher, "reverse-kl")
-        assert not list(place.glob("score-data*")) and not list(place.rglob("*.scores"))
-        metrics = read_lines(place / "run/training_metrics_0.jsonl")
-        assert all(row["loss"] == pytest.approx(row["teacher_kl"], rel=1e-5) and row["loss"] > 0 for row in metrics)
-        assert (place / "data.json").is_file()
-
-
 @pytest.mark.parametrize("basis", ["weights", pytest.param("activations", marks=pytest.mark.wide)])
 def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
     """Checks all exports against the bases that each run has left."""
@@ -314,28 +264,7 @@ def test_rows_keep_their_prompts():
         as_question(read_example({"text": "t"}, "document", is_given=True), place="x:1")
 
 
-def test_the_teacher_reads_the_last_question_with_its_answer():
-    parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
-    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "right"}]}
-    student, teacher = pair_rows([row], {"index": 0, "answer": "own"}, "{prompt}: {demonstration}?")
-    assert student["messages"] == [row["messages"][0], {"role": "assistant", "content": "own"}]
-    assert teacher["messages"] == [{"role": "user", "content": "two parts: right?"}, student["messages"][1]]
-    assert pair_rows([row], {"index": 0, "answer": " "}, "{prompt}: {demonstration}?") is None
-    with pytest.raises(ValueError, match=r"self_distillation: .*user's message"):
-        pair_rows([{"messages": row["messages"][1:]}], {"index": 0, "answer": "own"}, "")
-
-
-def test_demonstrations_may_contain_the_words_of_the_template():
-    assert fill("{prompt} and {demonstration}.", "{demonstration}?", "{prompt}!") == "{demonstration}? and {prompt}!."
-
-
 def test_orders_are_distinct_and_begin_with_the_given_one():
     orders = draw_orders(["a", "b", "c"], 6)
     assert orders[0] == ["a", "b", "c"] and len({tuple(order) for order in orders}) == 6
     assert orders[:3] == draw_orders(["a", "b", "c"], 3)
-
-
-def test_rounds_have_equal_parts():
-    rows = [{"i": i} for i in range(10)]
-    parts = split_evenly(rows, 3)
-    assert [len(part) for part in parts] == [3, 3, 4] and [row for part in parts for row in part] == rows

@@ -13,7 +13,7 @@ import yaml
 from continual_runs import make_inputs, read_options, run
 from tiny_data import read_lines
 
-WRITTEN_BETWEEN = ("prompts.jsonl", "rows.jsonl", "student.jsonl", "teacher.jsonl")  # by the driver
+WRITTEN_BETWEEN = ("prompts.jsonl", "rows.jsonl")  # by the driver
 MADE = (".safetensors", ".arrow", ".jsonl", ".scores")
 TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
 OSFT = {"osft": True, "osft_unfreeze_rank_ratio": 0.5}
@@ -23,8 +23,6 @@ METHODS = {
         "train": {"lora": True, "lora_rank": 4},
         "replay": {"kind": "own-answers", "num_prompts": 8, "min_score": 0.0, "share": 0.3, "teacher_weight": 0.5},
     },
-    "rounds": {"train": OSFT, "self_distillation": {"rounds": 2, "teacher": "average", "top_k": 4}},
-    "rounds, online": {"train": {}, "self_distillation": {"rounds": 2, "teacher": "average", "divergence": "jsd"}},
     "statistics": {"train": OSFT | {"osft_basis": "activations"}, "replay": {"kind": "rows", "share": 0.3}},
 }
 

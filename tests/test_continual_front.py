@@ -5,10 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from make_continual import DEMONSTRATION, TASKS, ContinualDataOptions, write_data
+from make_continual import TASKS, ContinualDataOptions, write_data
 from processes import ROOT
 
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import read_settings
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,9 @@ def read_chats(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["continual", "continual_small"])
-def test_every_method_is_accepted_and_shows_answers_as_the_start_model_has_seen_them(name):
+def test_every_method_is_accepted(name):
     methods = read_settings(ROOT / "examples" / "recipes" / f"{name}.yaml")
     assert {task.name for task in methods[0].tasks} == {verb.lower() for verb in TASKS}
-    rounds = [one.self_distillation for one in methods if one.self_distillation is not None]
-    assert all(one.demonstration == DEMONSTRATION for one in rounds)
 
 
 def test_the_small_version_has_methods_of_the_whole_one():

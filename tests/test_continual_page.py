@@ -11,9 +11,8 @@ import pytest
 from browser import needs_browser
 from made_experiments import HOSTILE, make_experiment
 
-from mini_trainer.continual.compare import check_comparable, describe_comparison, find_front
 from mini_trainer.continual.matrix import Cell, Experiment
-from mini_trainer.continual.page import describe_page, write_page
+from mini_trainer.continual.page import check_comparable, describe_comparison, describe_page, find_front, write_page
 
 ORDERS = ((0, 1, 2), (2, 0, 1))
 TEXTS = "[...document.querySelectorAll('{}')].map(node => node.textContent)"

@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 
 from mini_trainer.continual.experiment import settle_all
 from mini_trainer.continual.measuring import count_refused, read_cell, read_harness
-from mini_trainer.continual.rounds import read_answers
-from mini_trainer.continual.settings import SetSettings
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.replay import read_answers
+from mini_trainer.continual.settings import SetSettings, read_settings
 from mini_trainer.run.stages import Stage
 
 A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}
@@ -75,14 +74,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"train": {"max-epochs": 1, "max_epochs": 2}}, "train: max_epochs: is given"),
     (GOOD | {"train": {"max_epochs": 1, "teacher_divergence": "jsd"}}, "--teacher-divergence: "),
     (
-        GOOD | {"self_distillation": {}, "train": {"max_epochs": 1, "label_smoothing": 0.1}},
-        "tasks: a: train: --label-smoothing: ",
-    ),
-    (
-        GOOD | {"self_distillation": {}, "train": {"max_epochs": 1, "teacher_temperature": 2.0}},
-        "train: teacher_temperature is 2.0, score_data: temperature 1.0",
-    ),
-    (
         GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": {"max_epochs": 1, "teacher_model": "x"}},
         "replay: teacher_weight: train of a, b has a teacher_model",
     ),
@@ -111,23 +102,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect with one task; give known"),
     (GOOD | {"replay": {"kind": "rows", "known": "s3://x/y.jsonl"}}, "replay: known: s3://x/y.jsonl: must be local"),
     (GOOD | {"replay": {"kind": "own-answers"}, "generate": {"top_p": 0.5}}, "generate: --top-p, --top-k, "),
-    # Self-distillation.
-    (GOOD | {"self_distillation": {"round": 3}}, "self_distillation: unknown option 'round'"),
-    (GOOD | {"self_distillation": {"rounds": 0}}, "self_distillation: rounds 0: must be at least 1"),
-    (GOOD | {"self_distillation": {"top_k": 0}}, "self_distillation: top_k 0: must be from 1 to 256"),
-    (
-        GOOD | {"self_distillation": {"divergence": "jsd", "top_k": 8}},
-        "self_distillation: top_k has no effect with divergence jsd, ",
-    ),
-    (GOOD | {"self_distillation": {"divergence": "masked-kl"}}, "divergence cannot be 'masked-kl'"),
-    (
-        GOOD | {"self_distillation": {"average_decay": 0.9}},
-        "average_decay has no effect with teacher start, only with average",
-    ),
-    (GOOD | {"self_distillation": {"demonstration": "x"}}, "{prompt} and {demonstration}"),
-    (GOOD | {"self_distillation": {}, "train": {"max_steps": 3}}, "self_distillation: a: the end"),
-    (GOOD | {"self_distillation": {}, "train": TAUGHT}, "self_distillation: a: has its own"),
-    (GOOD | {"self_distillation": {}, "replay": {"kind": "rows"}}, "self_distillation: not together"),
+    (GOOD | {"self_distillation": {"rounds": 3}}, "self_distillation: has left; replay "),
     # Methods.
     (GOOD | {"methods": {"full": {}}}, "methods: given {'full': {}}"),
     (GOOD | {"methods": {"a b": {}, "c": {}}}, "methods: name 'a b': "),

@@ -25,7 +25,7 @@ from processes import ENV, ROOT
 from tiny_data import read_lines
 
 from mini_trainer.continual.matrix import read_experiment
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import read_settings
 
 RECIPES = ROOT / "examples" / "recipes"
 

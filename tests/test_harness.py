@@ -22,19 +22,6 @@ def base(tmp_path_factory) -> str:
 
 
 @pytest.mark.wide
-def test_groups_of_tasks_are_measured_one_by_one(world, base, tmp_path):
-    write_task(tmp_path / "lm", name="first", file="a.yaml")
-    write_task(tmp_path / "lm", name="second", file="b.yaml", delimiter="")
-    group = tmp_path / "lm" / "g.yaml"
-    group.write_text("group: both\ntask: [first, second]\naggregate_metric_list:\n  - metric: acc\n")
-    sets = evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(group))["sets"]
-    assert [one["name"] for one in sets] == ["first", "second"]
-    group.write_text("group: both\ntask: [first]\n")
-    with pytest.raises(ValueError, match=r"lm_eval\.json: .*differently"):
-        evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(group))
-
-
-@pytest.mark.wide
 def test_a_task_whose_file_has_changed_is_not_answered_from_before(world, base, tmp_path):
     file = write_task(tmp_path / "lm", name="one", file="one.yaml")
     options = dict(model=base, lm_eval=str(file))
@@ -55,15 +42,12 @@ def test_what_a_task_depends_on_is_known_by_content(tmp_path):
     (tmp_path / "lm" / "scripts").mkdir()
     module = tmp_path / "lm" / "scripts" / "clean.py"
     module.write_text("def drop(docs):\n    return docs\n")
-    group = tmp_path / "lm" / "g.yaml"
-    group.write_text("group: all\ntask: [one, {group: inner, task: [arc_easy]}]\n")
-    before = describe_task_file(group)
-    assert (before["name"], before["others"]) == ("all", ["arc_easy", "inner"])
+    before = describe_task_file(file)
     (tmp_path / "lm" / "unrelated.yaml").write_text("task: other\n")
-    assert describe_task_file(group) == before
-    for path in (file, module, group, tmp_path / "lm" / "common.yml", tmp_path / "lm" / "rows.jsonl"):
+    assert before["name"] == "one" and describe_task_file(file) == before
+    for path in (file, module, tmp_path / "lm" / "common.yml", tmp_path / "lm" / "rows.jsonl"):
         path.write_text(path.read_text() + "\n")
-        after = describe_task_file(group)
+        after = describe_task_file(file)
         assert after != before, path
         before = after
 
@@ -71,8 +55,8 @@ def test_what_a_task_depends_on_is_known_by_content(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("task: [a, b]\n", "'task' is a list"),
-        ("doc_to_text: x\n", "neither a 'task'"),
+        ("group: all\ntask: [a, b]\n", "is a group: name the files"),
+        ("doc_to_text: x\n", "names no 'task'"),
         ("- a\n", "'key: value'"),
         ("task: [a\n", "line 2: .*valid YAML"),
         ("task: a\ndoc_to_text: !unknown x\n", "'!unknown'"),

@@ -176,7 +176,7 @@ def test_no_modules_import_each_other_in_a_circle(imports):
     ("script", "some"),
     [
         ("process_data", {"data.chat.masking", "data.rows.writer", "options"}),
-        ("tools.plot_metrics", {"use.plots.curves_page", "use.pages.page"}),
+        ("tools.plot_metrics", {"use.plots.curves", "use.pages.page"}),
         ("tools.board", {"use.plots.board", "use.pages.page"}),
     ],
 )

@@ -17,7 +17,7 @@ from refusals import refuse
 from tiny_data import make_samples, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from mini_trainer.continual.settings_file import read_settings as read_continual
+from mini_trainer.continual.settings import read_settings as read_continual
 from mini_trainer.options import TrainOptions, flatten_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.option_files import describe_options, fill_in, read_option_file, read_yaml

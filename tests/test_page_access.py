@@ -25,7 +25,7 @@ from mini_trainer.data.columns.base import DataTask
 from mini_trainer.use.evaluation.results import make_results_page
 from mini_trainer.use.pages.preview import write_page as write_preview
 from mini_trainer.use.plots.board import BoardServer
-from mini_trainer.use.plots.curves_page import make_curves_page
+from mini_trainer.use.plots.curves import make_curves_page
 from mini_trainer.use.plots.run_files import open_runs
 
 # npm's package, by version and the hash that npm's registry gives for it.
@@ -56,7 +56,7 @@ def axe(tmp_path_factory) -> str:
 def write_curves(folder: Path) -> Iterator[str]:
     runs = [write_run(folder / name, num_steps=60, seed=i, sources=("web", "code"), sets=("a", "b"), resumes=(20,))
             for i, name in enumerate(("first", HOSTILE))]  # fmt: skip
-    (folder / "page.html").write_text(make_curves_page(open_runs(runs), smoothing=None))
+    (folder / "page.html").write_text(make_curves_page(open_runs(runs)))
     yield (folder / "page.html").as_uri()
 
 

@@ -27,9 +27,16 @@ from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
 from mini_trainer.tools.plot_metrics import plot_metrics
 from mini_trainer.use.plots.board import BoardServer
-from mini_trainer.use.plots.columns import MOST_ROWS, MetricsReader, Points, choose_starts
-from mini_trainer.use.plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, thin
-from mini_trainer.use.plots.curves_page import describe_page, make_curves_page
+from mini_trainer.use.plots.columns import MetricsReader
+from mini_trainer.use.plots.curves import (
+    COLOURS,
+    DASHES,
+    NUMBERS_ON_PAGE,
+    choose_starts,
+    describe_page,
+    make_curves_page,
+    thin,
+)
 from mini_trainer.use.plots.run_files import Run, name_runs, open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
@@ -42,8 +49,8 @@ def read_page(page: str) -> dict:
     return json.loads(found[1])
 
 
-def describe(*paths: Path, smoothing: int | None = None) -> dict:
-    return describe_page(open_runs(list(paths)), smoothing=smoothing, is_live=False)
+def describe(*paths: Path) -> dict:
+    return describe_page(open_runs(list(paths)), is_live=False)
 
 
 def find_chart(page: dict, key: str, *, of_validations: bool = False) -> dict | None:
@@ -94,33 +101,6 @@ def write_plain_rows(path: Path, losses: np.ndarray, *, first_step: int = 1) -> 
             file.write(f'{{"step": {step}, "loss": {loss}, "total_tokens_accumulated": {10 * step}}}\n')
 
 
-def test_of_a_long_file_groups_are_kept_with_their_extremes(tmp_path):
-    losses = np.random.default_rng(0).normal(size=3 * MOST_ROWS)
-    losses[[17, 30_000]] = 99.0, -99.0
-    reader = MetricsReader(tmp_path / METRICS, ("loss", "total_tokens_accumulated"))
-    for part in np.split(losses, 6):
-        write_plain_rows(reader.path, part, first_step=len(reader) + 1)
-        reader.read()
-        assert len(reader.sizes) < MOST_ROWS
-    points, ends = reader.points("loss"), reader.points("step").last.astype(int)
-    assert len(reader) == ends[-1] == len(losses) and np.diff(ends, prepend=0).tolist() == reader.sizes.tolist()
-    groups = np.split(losses, ends[:-1])
-    for found, expected in ((points.low, np.min), (points.high, np.max), (points.mean, np.mean)):
-        assert found == pytest.approx([expected(group) for group in groups])
-    assert points.last == pytest.approx(losses[ends - 1]) and points.count.sum() == len(losses)
-    assert reader.points("total_tokens_accumulated").last.tolist() == (10 * ends).tolist()
-    # Steps that are repeated without a cut replace the groups that hold them.
-    write_plain_rows(reader.path, np.ones(3), first_step=20_000)
-    reader.read()
-    ends = reader.points("step").last
-    assert ends[-3:].tolist() == [20_000, 20_001, 20_002] and 19_980 < ends[-4] < 20_000
-    # A column that comes late has no numbers before.
-    with reader.path.open("a") as file:
-        file.write('{"step": 20003, "loss": 1, "late": 2}\n')
-    reader.read()
-    assert reader.points("late").count.sum() == 1 and len(reader["late"]) == len(reader.sizes)
-
-
 def test_a_file_is_read_in_portions(tmp_path):
     reader = MetricsReader(tmp_path / METRICS, ("loss",))
     write_plain_rows(reader.path, np.arange(100.0))
@@ -150,10 +130,7 @@ def test_sources_become_columns_also_where_they_come_late(tmp_path):
     [
         (["/x/runs/a"], ["runs/a"]),
         (["/x/runs/a", "/x/runs/b"], ["a", "b"]),
-        (["/x/a/run", "/x/b/run"], ["a", "b"]),
-        (["/x/a/run", "/x/b/c/run"], ["a", "b/c"]),
-        (["/x/a", "/x/a/b"], ["a", "b"]),
-        (["/x/a/b/a", "/x/a"], ["b/a", "a"]),
+        (["/x/a/run", "/x/b/c/run"], ["a/run", "b/c/run"]),
     ],
 )
 def test_runs_have_the_names_that_tell_them_apart(paths, names):
@@ -199,8 +176,8 @@ values_with_gaps = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1
 @given(values=values_with_gaps, max_points=st.integers(1, 50))
 def test_thinning_keeps_extremes_and_means(values, max_points):
     values = np.array(values)
-    starts = choose_starts(np.ones(len(values)), max_points)
-    points = thin(Points.of_steps(values), starts, num_steps=len(values))
+    starts = choose_starts(len(values), max_points)
+    points = thin(values, starts)
     assert len(points["mean"]) == len(starts) == min(len(values), max_points)
     if len(values) <= max_points:
         means = [math.nan if mean is None else mean for mean in points.pop("mean")]
@@ -233,7 +210,7 @@ def test_long_runs_stay_small_and_keep_their_spikes(tmp_path):
 
 def test_the_page_has_the_numbers_of_the_files(tmp_path):
     path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",), resumes=(20, 40))
-    page = read_page(make_curves_page(open_runs([path]), smoothing=7))
+    page = read_page(make_curves_page(open_runs([path])))
     (shown,), rows, validations = page["runs"], read_lines(path / METRICS), read_lines(path / VALIDATIONS)
     keys = [chart["key"] for chart in page["charts"] if not chart["is_of_validations"]]
     assert keys == ["loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB"]
@@ -247,7 +224,7 @@ def test_the_page_has_the_numbers_of_the_files(tmp_path):
     assert validations[shown["validations"]["best"]]["loss"] == min(row["loss"] for row in validations)
     assert shown["resumes"]["x"]["step"] == [20, 40] and shown["resumes"]["x"]["samples"] == [640, 1280]
     assert [row[2] for row in page["tables"]["starts"]["rows"]] == ["0", "20", "40"]
-    assert page["smoothing"] == 7
+    assert page["smoothing"] == 3
     summary = dict(zip(page["tables"]["summary"]["head"], page["tables"]["summary"]["rows"][0], strict=True))
     assert (summary["state"], summary["steps"], summary["tokens"]) == ("finished", "60", "492 k")
     assert summary["best validation"] == f"{min(row['loss'] for row in validations):.4f}"
@@ -362,7 +339,7 @@ def test_nothing_in_a_name_becomes_a_part_of_the_page(tmp_path):
                         options={"data_path": "</script><script>alert(2)</script>"})  # fmt: skip
     tags = []
     for path in (calm, hostile):
-        page = make_curves_page(open_runs([path]), smoothing=None)
+        page = make_curves_page(open_runs([path]))
         counter = TagCounter()
         counter.feed(page)
         tags.append(counter.tags)
@@ -404,7 +381,7 @@ def test_runs_of_one_colour_have_other_dashes(tmp_path):
 
 def test_the_page_of_a_short_run_is_small(tmp_path):
     path = write_run(tmp_path / "run", num_steps=1000, sources=("web", "code"), sets=("a", "b"))
-    assert len(make_curves_page(open_runs([path]), smoothing=None).encode()) < 300_000
+    assert len(make_curves_page(open_runs([path])).encode()) < 300_000
 
 
 def write_samples(path: Path, steps: Iterable[int], prompts: Iterable[str], *, answer: str = "answer") -> None:
@@ -447,7 +424,6 @@ def test_answers_to_sample_prompts_are_there_by_prompt(tmp_path):
         (dict(runs=()), "no run"),
         (dict(output=None), "no output"),
         (dict(output="x.png"), "--output x.png: must end in .html"),
-        (dict(smoothing=0), "--smoothing 0"),
     ],
 )
 def test_options_that_cannot_be_used(options, problem):
@@ -524,7 +500,8 @@ def page(tmp_path_factory) -> Path:
     second = write_run(folder / "second", num_steps=300, seed=1, options={"learning_rate": 5e-4})
     third = write_run(folder / HOSTILE, num_steps=200, seed=2, sources=("web",), finished=False)
     write_samples(third, (0, 100, 200), ["What?", HOSTILE], answer=HOSTILE)
-    (folder / "page.html").write_text(make_curves_page(open_runs([first, second, third]), smoothing=20))
+    text = make_curves_page(open_runs([first, second, third]))
+    (folder / "page.html").write_text(re.sub(r'"smoothing":\d+', '"smoothing":20', text))
     return folder / "page.html"
 
 
@@ -637,7 +614,7 @@ def test_axes_have_titles_and_a_constant_rate_is_level(browser, tmp_path):
     path = write_run(tmp_path / "run", num_steps=50)
     rounded = [row | {"lr": 1e-5 * (1 + 1e-6 * (row["step"] % 3))} for row in read_lines(path / METRICS)]
     write_jsonl(path / METRICS, rounded)
-    (tmp_path / "page.html").write_text(make_curves_page(open_runs([path]), smoothing=None))
+    (tmp_path / "page.html").write_text(make_curves_page(open_runs([path])))
     open_page(browser, (tmp_path / "page.html").as_uri())
     low, high = browser.ask("byId('s lr').drawn.ranges.y")
     assert low == 0 and 1e-5 < high < 1.3e-5
@@ -692,7 +669,7 @@ def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     rows[3210]["loss"] = 50.0
     write_jsonl(path / METRICS, rows)
     target = tmp_path / "page.html"
-    target.write_text(make_curves_page(open_runs([path]), smoothing=1))
+    target.write_text(re.sub(r'"smoothing":\d+', '"smoothing":1', make_curves_page(open_runs([path]))))
     open_page(browser, target.as_uri())
     xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').drawn.traces[0])")
     assert len(xs) < 2500 and max(ys) == 50.0 and abs(xs[ys.index(50.0)] - 3211) < 10
@@ -715,7 +692,7 @@ def test_pages_of_a_run_without_steps_and_of_one_step(browser, tmp_path):
     one = write_run(tmp_path / "one", num_steps=1)
     for path, is_empty in ((empty, True), (one, False)):
         target = tmp_path / "page.html"
-        target.write_text(make_curves_page(open_runs([path]), smoothing=None))
+        target.write_text(make_curves_page(open_runs([path])))
         open_page(browser, target.as_uri())
         assert browser.list_complaints() == []
         assert browser.ask("byId('empty').checkVisibility()") == is_empty

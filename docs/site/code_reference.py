@@ -1,8 +1,6 @@
-"""Reference pages on exit codes, data sets, the Python API and versions, read from the source without importing it."""
+"""Reference pages on exit codes and the Python API, read from the source without importing it."""
 
 import ast
-import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,25 +17,11 @@ API = (
     "mini_trainer/api/trainer_callbacks.py",
     "mini_trainer/options/learning.py",
 )
-# Columns of data sets: each kind's class, and the rows that it is made of.
-SCHEMAS = {
-    "TextColumns": ("mini_trainer/data/columns/token_columns.py", "Texts"),
-    "PicturedColumns": ("mini_trainer/data/columns/token_columns.py", "Texts with images"),
-    "SequenceColumns": ("mini_trainer/data/columns/label_columns.py", "Classes of sequences"),
-    "TokenColumns": ("mini_trainer/data/columns/label_columns.py", "Classes of tokens"),
-    "PreferenceColumns": ("mini_trainer/data/columns/preference_columns.py", "Pairs of answers"),
-    "FeedbackColumns": ("mini_trainer/data/columns/preference_columns.py", "Answers with feedback"),
-}
 
 
 def make_pages() -> dict[str, str]:
     """The text of each page, by its file name."""
-    return {
-        "exit_codes.md": describe_exit_codes(),
-        "files.md": describe_files(),
-        "python.md": describe_python(),
-        "versions.md": describe_versions(),
-    }
+    return {"exit_codes.md": describe_exit_codes(), "python.md": describe_python()}
 
 
 def describe_exit_codes() -> str:
@@ -53,59 +37,6 @@ def describe_exit_codes() -> str:
         *(f"| {code.value} | {code.name.lower()} | {comments[code.name]} |" for code in ExitCode),
     ]
     return "\n".join([*lines, ""])
-
-
-def describe_files() -> str:
-    lines = [
-        "# Files",
-        "",
-        "- What a run writes: [output files](running.md#output-files), [metrics](metrics.md),"
-        " [checkpoints](checkpoints.md#checkpoints).",
-        "- The sidecar `OUTPUT.meta.json` of a data set: [its keys](data.md#the-sidecar).",
-        "",
-        "## Columns of data sets",
-        "",
-        "`.arrow` (an IPC file), `.parquet` or `.jsonl`. `labels` are not shifted, and -100 where nothing is trained.",
-        "",
-    ]
-    for name, (path, title) in SCHEMAS.items():
-        lines += [f"### {title}", "", find_class(path, name).body[0].value.value, "", "| column | type | |"]
-        lines.append("| --- | --- | --- |")
-        lines += [f"| `{key}` | {kind} | {note} |" for key, kind, note in read_schema(path, name)]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def read_schema(path: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Name, type and comment of each column."""
-    text = (ROOT / path).read_text().splitlines()
-    schema = next(node.value for node in find_class(path, name).body if is_assignment_to(node, "schema"))
-    for call in (node for node in ast.walk(schema) if isinstance(node, ast.Dict)):
-        for key, kind in zip(call.keys, call.values, strict=True):
-            column = key.value if isinstance(key, ast.Constant) else read_constants()[key.id]
-            yield column, describe_type(kind), text[key.lineno - 1].partition("  # ")[2]
-
-
-def describe_type(kind: ast.expr) -> str:
-    text = ast.unparse(kind).replace("pa.", "")
-    text = re.sub(r"list_\((\w+)\(\)\)", r"list of \1", text)
-    return text.replace("()", "")
-
-
-@cache
-def read_constants() -> dict[str, str]:
-    """Texts named by constants of the modules that declare columns."""
-    found = {}
-    for path in (ROOT / "mini_trainer" / "data" / "columns").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.Assign):
-                continue
-            targets, values = node.targets, [node.value]
-            if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                targets, values = targets[0].elts, node.value.elts
-            pairs = zip(targets, values, strict=False)
-            found |= {name.id: value.value for name, value in pairs if isinstance(value, ast.Constant)}
-    return found
 
 
 def describe_python() -> str:
@@ -124,32 +55,6 @@ def describe_python() -> str:
             lines += [f"| `{field}` | `{kind.replace('|', chr(92) + '|')}` | {note} |" for field, kind, note in fields]
             lines.append("")
     return "\n".join(lines)
-
-
-def describe_versions() -> str:
-    """Python and the packages: what is allowed, what the tests ran with, and what installs each."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    wanted: dict[str, dict[str, list[str]]] = {}
-    for extra, packages in {"": project["dependencies"], **project["optional-dependencies"]}.items():
-        for package in packages:
-            if package.startswith(project["name"]):  # another extra
-                continue
-            name, least = package.split(">=")
-            wanted.setdefault(name, {}).setdefault(least, []).append(f"`{extra}`" if extra else "always")
-    lines = [
-        "# Versions",
-        "",
-        f"Python {project['requires-python']}. The tests run with the versions of `constraints.txt`;"
-        " `pip install -c constraints.txt` installs these, and the latest of those that it does not name.",
-        "",
-        "| package | at least | tested with | installed by the extra |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, places in sorted(wanted.items(), key=lambda item: ("always" not in str(item[1]), item[0].lower())):
-        least, extras = " or ".join(places), ", ".join(sorted({extra for found in places.values() for extra in found}))
-        lines.append(f"| {name} | {least} | {pins.get(name, '')} | {extras} |")
-    return "\n".join([*lines, ""])
 
 
 def read_fields(path: str, name: str) -> Iterator[tuple[str, str, str]]:

@@ -1,47 +1,16 @@
-"""Reference pages of all options of all commands, generated from the options' declarations and checks."""
+"""Reference pages of all options of all commands, generated from the options' declarations."""
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mini_trainer.__main__ import PROGRAMS
-from mini_trainer.options import flag_name, group_options, iterate_fields, list_types
-from mini_trainer.options.fields import iterate_literals, list_groups, name_type
+from mini_trainer.__main__ import CHAT, PROGRAMS
+from mini_trainer.options import flag_name, iterate_fields, list_facts
+from mini_trainer.options.fields import list_groups, name_type
 from mini_trainer.options.help import read_helps
-from mini_trainer.options.problems.finding import find_wrong_options
 
-ROOT = Path(__file__).resolve().parents[2]
-# Values with which each command could start.
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "train": dict(model_name_or_path="M", data_path="chats.arrow", output_dir="runs/a", max_steps=100),
-    "process-data": dict(model_name_or_path="M", input_file="chats.jsonl", output_file="chats.arrow"),
-    "generate": dict(model="M", prompts="questions.jsonl", output="answers.jsonl"),
-    "evaluate": dict(model="M", data="chats.arrow", output_dir="compared"),
-    "score-data": dict(model_name_or_path="M", data_path="chats.arrow"),
-    "continual": dict(paths="tasks.yaml"),
-    "sweep": dict(config_file="sweep.yaml"),
-    "plot-metrics": dict(runs="runs/a", output="curves.html"),
-    "verify": dict(path="chats.arrow"),
-    "merge-adapter": dict(adapter="runs/a", output_dir="merged"),
-    "export-gguf": dict(model_name_or_path="M", output="model.gguf"),
-    "board": dict(folder="runs"),
-    "import-config": dict(config_file="axolotl.yaml"),
-    "recipe": dict(name="qwen3-8b"),
-    "serve": dict(model="M"),
-    "export": dict(run="runs/a"),
-}
-COMMANDS: dict[str, type] = {command: PROGRAMS[command].read_options() for command in EXAMPLES}
-# Values to try for an option of a type, until one is accepted alone.
-TRIED: dict[type, tuple] = {
-    int: (1, 2, 3, 8, 100),
-    float: (0.5, 0.01, 1.0, 2.0),
-    str: ("x", "x.arrow", "x.jsonl", "x.html", "10", "1:30:00", "http://localhost:8000/v1"),
-}
-# Sources of rows, of which a start has one: what is tried replaces what it would start with.
-REPLACING, REPLACEABLE = {"input_file", "input_dataset", "mock_data"}, {"data_path", "input_file"}
+COMMANDS = {command: program.read_options() for command, program in PROGRAMS.items() if command != CHAT}
 
 
 def make_pages() -> dict[str, str]:
@@ -55,8 +24,8 @@ def describe_all() -> str:
     lines = ["# Reference", "", "| `mini-trainer` | |", "| --- | --- |"]
     for command, options_class in COMMANDS.items():
         lines.append(f"| [`{command}`]({command}.md) | {mark_up(options_class.__doc__)} |")
-    also = "[exit codes](exit_codes.md), [files](files.md), [metrics](metrics.md), [Python](python.md)"
-    lines += ["", f"Also: {also}, [versions](versions.md).", "", "## All options", ""]
+    also = "[exit codes](exit_codes.md), [metrics](metrics.md), [Python](python.md)"
+    lines += ["", f"Also: {also}.", "", "## All options", ""]
     places: dict[str, list[str]] = {}
     for command, options_class in COMMANDS.items():
         for option, _ in iterate_fields(options_class):
@@ -82,16 +51,16 @@ def describe_command(command: str) -> str:
             last = group
             lines += [f"## {(group or 'general').replace('_', ' ')}", ""]
             lines += [mark_up(list_groups(options_class)[group].__doc__), ""] if group else []
-        lines += describe_option(command, option)
+        lines += describe_option(options_class, option, group)
     return "\n".join(lines)
 
 
-def describe_option(command: str, option: dataclasses.Field) -> list[str]:
-    options_class = COMMANDS[command]
+def describe_option(options_class: type, option: dataclasses.Field, group: str | None) -> list[str]:
     lines = [f"### `{flag_name(option.name)}` {{ #{anchor(option.name)} }}", ""]
     lines += [f"{describe_values(option.type)}; {describe_default(option)}", "{ .values }", ""]
     lines += [mark_up(read_helps(options_class)[option.name]), ""]
-    lines += [f"{need}\n" for need in find_needs(command, option)]
+    need = find_needs(options_class, option.name, group)
+    lines += [f"{need}\n"] if need else []
     return lines
 
 
@@ -122,65 +91,18 @@ def describe_default(option: dataclasses.Field) -> str:
     return f"default: `{' '.join(map(str, values))}`"
 
 
-def find_needs(command: str, option: dataclasses.Field) -> list[str]:
-    """What the option needs beside what every start of the command needs, found by trying its values.
-
-    Of texts and numbers the value with the fewest objections stands for all; choices may differ.
-    """
-    if option.default is dataclasses.MISSING:
-        return []
-    values = [value for value in iterate_values(option.type) if value != option.default]
-    refusals = {value: find_refusals(command, {option.name: value}) for value in values}
-    if not any(True for _ in iterate_literals(option.type)):
-        best = min(values, key=lambda value: len(refusals[value]))
-        refusals = {best: refusals[best]}
-    needs: dict[str, list[str]] = {}
-    for value, problems in refusals.items():
-        if problems:
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            needs.setdefault(describe_need(command, {option.name: value}, problems), []).append(f"`{shown}`")
-    if len(needs) == 1 and sum(map(len, needs.values())) == len(refusals):
-        return list(needs)
-    return [f"{need} (with {', '.join(shown)})" for need, shown in needs.items()]
-
-
-def describe_need(command: str, given: dict[str, Any], problems: list[str]) -> str:
-    """What makes `given` acceptable: what its problems name, else a choice that solves them, else their own words."""
-    named = [match[1] for problem in problems if (match := re.search(r"(?:no effect without|needs) (.*)", problem))]
-    if len(named) == len(problems):
-        return f"**Needs** {' and '.join(map(mark_up, named))}"
-    choices = {}
-    for other, kind in list_types(COMMANDS[command]).items():
-        tried = [value for value in iterate_literals(kind) if get_origin(kind) is not tuple and other not in given]
-        if solving := [value for value in tried if not find_refusals(command, given | {other: value})]:
-            choices[other] = " or ".join(f"`{flag_name(other)} {value}`" for value in solving)
-    if choices:
-        return f"**Needs** {' or '.join(choices.values())}"
-    return f"**Alone it is refused:** {'; '.join(map(mark_up, problems))}"
-
-
-def find_refusals(command: str, given: dict[str, Any]) -> list[str]:
-    """Problems with `given` beside what the command needs, which it may also replace."""
-    options_class, base = COMMANDS[command], EXAMPLES[command]
-    fewer = {name: value for name, value in base.items() if name not in REPLACEABLE or not REPLACING & given.keys()}
-    return find_wrong_options(group_options(options_class, **fewer | given))
-
-
-def iterate_values(kind: Any) -> Iterator[Any]:
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        for part in args:
-            yield from iterate_values(part)
-    elif origin is tuple:
-        for value in iterate_values(args[0]):
-            yield from ((value,), (value, value))
-    elif origin is Literal:
-        yield from args
-    elif kind is bool:
-        yield True
-        yield False
-    elif kind is not type(None):
-        yield from TRIED[kind]
+def find_needs(options_class: type, name: str, group: str | None) -> str:
+    """What an option needs, by its facts and its group's switch; "" if nothing."""
+    facts, needs = list_facts(options_class)[name], []
+    if facts.needs is not None:
+        needs.append(f"`{flag_name(facts.needs)}`")
+    if facts.only_with is not None:
+        other, values = facts.only_with
+        needs.append(" or ".join(f"`{flag_name(other)} {value}`" for value in values))
+    members = list_groups(options_class).get(group)
+    if getattr(members, "has_switch", False) and (switch := dataclasses.fields(members)[0].name) != name:
+        needs.append(f"`{flag_name(switch)}`")
+    return f"**Needs** {' and '.join(needs)}" if needs else ""
 
 
 def anchor(name: str) -> str:

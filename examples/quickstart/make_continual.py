@@ -5,9 +5,8 @@ to learn one after the other, and probes of what it knew.
     mini-trainer continual examples/recipes/continual.yaml
 
 The start model, a Qwen3 of 0.7 million parameters, learns geography, and to copy or pick digits of a number: the
-probes. A part of its chats shows an answer and asks for it again, so that it can use a demonstration, as
-self-distillation needs. The tasks are new verbs on numbers: all take four digits and give four, so that a model that
-learns one of them without the others soon answers every verb in the same way.
+probes. A part of its chats shows an answer and asks for it again. The tasks are new verbs on numbers: all take four
+digits and give four, so that a model that learns one of them alone soon answers every verb in the same way.
 """
 
 import json
@@ -41,7 +40,7 @@ TASKS: dict[str, Answer] = {
 # Verbs that only ever appear with a demonstration, and with answers that they do not determine.
 SHOWN = (*TASKS, "Blend", "Fold", "Weigh", "Carve", "Plant")
 QUESTIONS = ("What is the capital of {}?", "On which continent is {}?", "Which language do people speak in {}?")
-DEMONSTRATION = "{prompt} One answer: {demonstration}"  # as in examples/recipes/continual.yaml
+DEMONSTRATION = "{prompt} One answer: {demonstration}"
 
 PRETRAINING = {
     "batch_size": 64,

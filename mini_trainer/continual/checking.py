@@ -4,12 +4,10 @@ models that do not exist yet; and by reading tests as evaluate does."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from mini_trainer.continual.data import Prepared, read_questions
-from mini_trainer.continual.held_out import HeldOut
+from mini_trainer.continual.data import HeldOut, Prepared, read_questions
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
-from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, Values, complete_options
-from mini_trainer.continual.settings_file import SECTIONS
+from mini_trainer.continual.settings import SECTIONS, ContinualSettings, SetSettings, Task, Values, complete_options
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.tasks import open_task
@@ -70,24 +68,19 @@ def find_harness_problems(sets: Sequence[SetSettings]) -> list[str]:
 def find_data_problems(
     settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], held_out: HeldOut
 ) -> list[str]:
-    """Problems with a task's rows, as replay and self-distillation read them."""
-    replay, rounds, data = settings.replay, settings.self_distillation, prepared[task.name].train
-    if replay is not None and replay.kind == "rows" and not task.input_file and held_out.count_rows(data):
+    """Problems with a task's rows, as replay reads them."""
+    replay, data = settings.replay, prepared[task.name].train
+    if replay is None:
+        return []
+    if replay.kind == "rows" and not task.input_file and held_out.count_rows(data):
         advice = f", or give input_file for task {task.name}, whose rows can be left out"
         return [describe_held_out(held_out.count_rows(data), data) + advice]
-    if rounds is None and (replay is None or replay.kind == "rows"):
-        return []
     try:
-        questions = list(read_questions(task, settings))
+        for _ in read_questions(task, settings) if replay.kind == "own-answers" else ():
+            pass
     except ValueError as error:
         return [str(error)]
-    problems = []
-    if rounds is not None and len(questions) * settings.train_options(task)["max_epochs"] < rounds.rounds:
-        problems.append(f"self_distillation: rounds: given {rounds.rounds}, but there are only {len(questions)} rows")
-    chats = [one.messages for one in questions if one.messages is not None]
-    if rounds is not None and any(all(message["role"] != "user" for message in chat) for chat in chats):
-        problems.append("self_distillation: a chat without a user's message has no place for a demonstration")
-    return problems
+    return []
 
 
 def find_train_problems(
@@ -118,7 +111,7 @@ def choose_options(
         values.pop("osft_statistics")
         values.setdefault("osft_calibration_data", str(own.train))
     for name in ("teacher_weight", "teacher_model", "teacher_data"):
-        if settings.replay is not None or settings.self_distillation is not None:
+        if settings.replay is not None:
             values.pop(name, None)
     replayed = others if settings.replay is not None and settings.replay.kind == "rows" else []
     return mix(values, own.train, [*filter(None, [known]), *replayed], settings.replay)

@@ -6,25 +6,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mini_trainer.continual.compare import describe_comparison
-from mini_trainer.continual.context import Context, Model
-from mini_trainer.continual.data import Prepared, prepare, prepare_known
-from mini_trainer.continual.held_out import HeldOut
+from mini_trainer.continual.data import HeldOut, Prepared, prepare, prepare_known
 from mini_trainer.continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
 from mini_trainer.continual.measuring import describe_row, measure
-from mini_trainer.continual.page import write_page
-from mini_trainer.continual.replay import find_replay, mix
-from mini_trainer.continual.rounds import learn_in_rounds
+from mini_trainer.continual.page import describe_comparison, write_page
+from mini_trainer.continual.replay import Context, Model, find_replay, mix
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import (
+    OF_METHODS,
+    SHARED_FOLDERS,
     ContinualSettings,
     SetSettings,
     Task,
     Values,
+    check_statistics,
     choose_adapter_options,
     draw_orders,
 )
-from mini_trainer.continual.settings_file import OF_METHODS, SHARED_FOLDERS, check_statistics
 from mini_trainer.data.stores.disk import read_fields, remove, written_aside
 from mini_trainer.distributed.messages import say
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, PARAMS_FILE
@@ -73,13 +71,9 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     options |= choose_statistics(context, options, earlier, statistics)
     if options.get("osft") and settings.keep_osft_bases:
         options["osft_bases"] = "new" if model.bases is None else str(model.bases)
-    if settings.self_distillation is not None:
-        run = learn_in_rounds(context, task, model, folder, options)
-    else:
-        options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
-        run = folder / "run"
-        context.runner.run(Stage(program="train", folder=folder, options=options))
-    export = run / EXPORTS_DIR / (LATEST if settings.export == "last" else settings.export)
+    options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
+    context.runner.run(Stage(program="train", folder=folder, options=options))
+    export = folder / "run" / EXPORTS_DIR / (LATEST if settings.export == "last" else settings.export)
     if settings.adapters == "merged":
         bases = export / BASES if "osft_bases" in options else model.bases
         return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)
@@ -212,8 +206,6 @@ def describe_method(settings: ContinualSettings) -> str:
         words.append(f"{values.get('teacher_divergence', 'forward-kl')} to {values.get('teacher_model', 'files')}")
     if settings.replay is not None:
         words.append(f"{settings.replay.share:.0%} {settings.replay.kind.replace('-', ' ')} replayed")
-    if settings.self_distillation is not None:
-        words.append(f"self-distillation ({settings.self_distillation.divergence})")
     return ", ".join(words)
 
 

@@ -5,27 +5,58 @@ On-policy replay: arXiv 2605.29495.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mini_trainer.continual.context import Context, Model
-from mini_trainer.continual.data import as_row, count_samples, read_questions, write_rows
-from mini_trainer.continual.rounds import (
-    ANSWERS,
-    PROMPTS,
-    DataRow,
-    answer_prompts,
-    describe_refused,
-    read_answers,
-    replace_answer,
-    tokenize_own,
+from mini_trainer.continual.data import (
+    OF_ROWS,
+    HeldOut,
+    Prepared,
+    as_row,
+    count_samples,
+    read_questions,
+    tokenize,
+    write_rows,
 )
-from mini_trainer.continual.settings import Replay, Task, Values, leave_teacher_out
+from mini_trainer.continual.running import Runner
+from mini_trainer.continual.settings import ContinualSettings, Replay, Task, Values, leave_teacher_out
+from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
+from mini_trainer.run.stages import Stage
 from mini_trainer.use.evaluation.metrics import score_answer
 from mini_trainer.use.evaluation.results import read_lines
+from mini_trainer.use.inference.answers import Line, is_refused
 
+PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
 ROWS, REPLAYED = "rows.jsonl", "replayed"  # in the folder of an earlier task: its rows to replay, and their data set
+
+DataRow = dict[str, Any]  # as `data.as_row` makes it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One order of the tasks with one seed."""
+
+    settings: ContinualSettings
+    runner: Runner
+    prepared: dict[str, Prepared]  # by task or probe
+    held_out: HeldOut  # of all sequences
+    known: Path | None  # data that is replayed with every task
+    folder: Path
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model between two tasks."""
+
+    path: str  # of the model to measure: of an export, of an adapter, or a name on the hub
+    start: str  # of the model that the next task trains
+    adapter: Path | None = None  # that the next task trains further
+    statistics: Path | None = None  # of OSFT, as are the bases
+    bases: Path | None = None
 
 
 def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder: Path) -> list[Path]:
@@ -104,6 +135,51 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
             kept.append(replace_answer(rows[line["index"]], line))
     return kept
+
+
+def answer_prompts(
+    context: Context, model: str, folder: Path, make_rows: Callable[[], list[DataRow]], *, sampling: Values, seed: int
+) -> None:
+    """Writes the model's answers to the prompts of rows, which are made once, to files of the folder."""
+    prompts = folder / PROMPTS
+    if not prompts.is_file():
+        write_rows(prompts, make_rows())
+    options = sampling | {"model": model, "prompts": [str(prompts)], "output": str(folder / ANSWERS)}
+    if options.get("temperature", 0) != 0:
+        options["seed"] = seed
+    context.runner.run(Stage(program="generate", folder=folder, options=options))
+
+
+def read_answers(path: Path, num_prompts: int) -> list[Line]:
+    """The answers to so many prompts; ValueError names a damaged file and line."""
+    advice = "remove it, and generate.done next to it, to answer again"
+    lines = read_lines(path, {"index": int, "answer": str, "finish_reason": str | None}, advice=advice)
+    for number, line in enumerate(lines, start=1):
+        if not 0 <= line["index"] < num_prompts:
+            raise ValueError(f"{path}: line {number} is damaged: see index; {advice}")
+    return lines
+
+
+def describe_refused(lines: list[Line]) -> str:
+    """The number of prompts that were too long to be answered, for the end of a message; "" if there are none."""
+    num_refused = sum(map(is_refused, lines))
+    return f"; prompts too long for the model: {num_refused:,}" if num_refused else ""
+
+
+def replace_answer(row: DataRow, line: Line) -> DataRow:
+    """The row with an answer in place of its own: of a server, with its reasoning and calls."""
+    if "completion" in row:
+        return row | {"completion": line["answer"]}
+    *before, last = row["messages"]
+    kept = {name: value for name, value in last.items() if name not in ("tool_calls", *REASONING_KEYS)}
+    return row | {"messages": [*before, kept | line.get("message", {"content": line["answer"]})]}
+
+
+def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name: str) -> Path:
+    """Tokenizes a file of rows with the task's options."""
+    options = context.settings.process_data | task.process_data
+    options = {key: value for key, value in options.items() if key not in OF_ROWS}
+    return tokenize([str(rows)], options, context.settings, folder / name, name=name, runner=context.runner)
 
 
 def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | None) -> Values:

@@ -57,4 +57,4 @@ class Runner:
 def is_parallel(stage: Stage) -> bool:
     """Whether the stage can run in several processes, one for each GPU."""
     by_harness_or_server = stage.options.get("lm_eval") or stage.options.get("engine", "hf") != "hf"
-    return stage.program in ("train", "generate", "evaluate", "score-data") and not by_harness_or_server
+    return stage.program in ("train", "generate", "evaluate") and not by_harness_or_server

@@ -1,18 +1,36 @@
-"""Settings of a continual-learning experiment, and the options of train that follow from them for a task.
+"""Settings of a continual-learning experiment, read from YAML and checked before anything runs; and what follows from
+them for a task, the options of train.
 
-continual/settings_file.py reads and checks them.
+Options of the programs are checked by the programs' own rules, except for values that are only known later.
 """
 
 import dataclasses
+import functools
+import math
 import random
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import OptimizationOptions, TeacherOptions
+from mini_trainer.options import TeacherOptions, TrainOptions, group_options
 from mini_trainer.options.fields import option
+from mini_trainer.options.option_files import (
+    convert_each,
+    make_settings,
+    name_values,
+    naming_place,
+    read_option_file,
+    read_options,
+    read_values,
+    refuse,
+)
+from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.problems.training import LORA_ADAPTER_SAYS
-from mini_trainer.options.tools import MOST_TOP_K
+from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
+from mini_trainer.options.urls import hide_credentials, is_url
+from mini_trainer.use.evaluation.metrics import MEASURES
 
 Values = dict[str, Any]  # options by name
 
@@ -72,30 +90,6 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfDistillation:
-    """Self-distillation in rounds (SDFT, arXiv 2601.19897), instead of training on the rows themselves."""
-
-    rounds: int = option(4, at_least=1)
-    """Number of rounds over a task. In each, the model answers a part of the prompts and learns from the answers."""
-    teacher: Literal["start", "average"] = "start"
-    """start: the model before the task; average: a moving average of the models after each round."""
-    average_decay: float = option(0.5, above=0, below=1, only_with=("teacher", ("average",)))
-    """average: share of the previous average that is kept at each round."""
-    divergence: Literal["forward-kl", "reverse-kl", "jsd"] = "forward-kl"
-    """forward-kl: KL(teacher || model), from files of the teacher's most probable tokens; reverse-kl (KL(model ||
-    teacher)) and jsd: from a teacher that reads in every step of train, over all tokens."""
-    top_k: int = option(32, at_least=1, at_most=MOST_TOP_K, only_with=("divergence", ("forward-kl",)))
-    """forward-kl: number of the teacher's most probable tokens, as in score-data."""
-    demonstration: str = "{prompt}\n\nOne good answer to this is:\n\n{demonstration}\n\nNow give your own answer."
-    """The teacher's prompt: the last user message, from that of the row and its answer."""
-
-    @property
-    def is_online(self) -> bool:
-        """Whether the teacher reads in train; else it scores the data before."""
-        return self.divergence != "forward-kl"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ContinualSettings:
     """An experiment: tasks in order, and how they are learnt and measured."""
 
@@ -124,11 +118,9 @@ class ContinualSettings:
     process_data: Values = field(default_factory=dict)
     evaluate: Values = field(default_factory=dict)
     generate: Values = field(default_factory=dict)
-    score_data: Values = field(default_factory=dict)
     tasks: tuple[Task, ...] = ()
     probes: tuple[SetSettings, ...] = ()
     replay: Replay | None = None
-    self_distillation: SelfDistillation | None = None
 
     @property
     def root(self) -> Path:
@@ -148,8 +140,8 @@ class ContinualSettings:
 
 def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
     """The options of train for a task, with stand-ins for those that are known when it starts: of its first run, and of
-    a later one, which learns from earlier tasks and continues an adapter or a round."""
-    values, rounds, replay = settings.train_options(task), settings.self_distillation, settings.replay
+    a later one, which learns from earlier tasks and continues an adapter."""
+    values, replay = settings.train_options(task), settings.replay
     stand_ins: Values = {"model_name_or_path": "M", "output_dir": "D", "data_path": ("data.arrow",)}
     if task.validation is not None:
         stand_ins["validation_data_path"] = ("validation.arrow",)
@@ -157,14 +149,6 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
         stand_ins["osft_statistics"] = "statistics"
     if values.get("osft") and settings.keep_osft_bases:
         stand_ins["osft_bases"] = "new"
-    if rounds is not None:
-        own = {key: value for key, value in values.items() if key != "max_epochs"}
-        own |= {"max_steps": 1, "checkpoint_every_steps": 1, "teacher_weight": (1.0,)}
-        own |= {"schedule_steps": 1} if needs_end(values) else {}
-        if rounds.is_online:
-            own |= {"teacher_model": "M", "teacher_data": ("data.arrow",), "teacher_divergence": rounds.divergence}
-        first = choose_adapter_options(own, settings, None) | stand_ins
-        return [first, first | {"continue_from": "checkpoint"}]
     taught: Values = {}
     if replay is not None and replay.teacher_weight is not None:
         taught = {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
@@ -197,12 +181,6 @@ def leave_teacher_out(options: Values, replay: Replay | None) -> Values:
     return {name: value for name, value in options.items() if name not in of_teacher}
 
 
-def needs_end(options: Values) -> bool:
-    """Whether the learning rate depends on the number of steps."""
-    names = [entry.name for entry in dataclasses.fields(OptimizationOptions)]
-    return OptimizationOptions(**{name: options[name] for name in names if name in options}).needs_end
-
-
 def splits_off(task: Task, settings: ContinualSettings) -> bool:
     """Whether process-data splits off held-out rows of the task."""
     share = (settings.process_data | task.process_data).get("validation_share")
@@ -217,3 +195,236 @@ def draw_orders(names: list[str], num_orders: int) -> list[list[str]]:
         if order not in orders:
             orders.append(order)
     return orders
+
+
+OWN_CODE = {"model_revision", "trust_remote_code"}  # of hub models with own code, which are not supported
+
+
+@dataclass(frozen=True)
+class Section:
+    """A program's options in the file."""
+
+    options: type
+    reserved: set[str]  # options that the experiment sets itself
+    later: Values = dataclasses.field(default_factory=dict)  # stand-ins for some of these, to check the others
+
+
+SECTIONS = {
+    "train": Section(
+        TrainOptions,
+        {
+            *("config", "model_name_or_path", "output_dir", "data_path", "data_weights", "data_weights_by", "seed"),
+            *("resume", "continue_from", "schedule_steps", "lora_adapter", "lora_export"),
+            *("osft_statistics", "osft_bases", "validation_data_path", "input_file", "input_dataset", "mock_data"),
+            *("dry_run", "print_config", "preset", "push_to_hub", "upload_to", "allow_changed_options"),
+            *("keep_exports", "save_final_checkpoint"),
+        },
+    ),
+    "process_data": Section(
+        ProcessDataOptions,
+        {"config", "input_file", "output_file", "model_name_or_path", "preview_html", "shard", "join"},
+        {"input_file": ("rows.jsonl",), "output_file": "data.arrow", "model_name_or_path": "M"},
+    ),
+    "evaluate": Section(
+        EvaluateOptions,
+        {"config", "output_dir", "model", "run", "data", "task", "lm_eval", "metrics"},
+        {"model": ("M",), "output_dir": "D", "task": ("test.jsonl",)},
+    ),
+    "generate": Section(
+        GenerateOptions,
+        {"config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
+        {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
+    ),
+}  # fmt: skip
+OF_TEACHER = ("teacher_weight", "teacher_model", "teacher_data", "teacher_scores")  # who the teacher of train is
+NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+
+SHARED_FOLDERS = ("data", "start")
+
+# Settings that methods may have: how tasks are learnt, but neither data nor measurements, which all methods share.
+OF_METHODS = (
+    *("train", "replay", "adapters", "keep_osft_bases", "export", "generate"),
+    "seeds",
+)
+
+
+def read_settings(
+    path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()
+) -> list[ContinualSettings]:
+    """Reads and checks a YAML file: the settings of one experiment, or of one for each of its `methods`.
+
+    `output_dir` replaces the file's own; `allowed`: environment variables to fill in. ValueError names the file and the
+    key.
+    """
+    given = read_option_file(path, named=str(path), allowed=allowed)
+    with naming_place(str(path)):
+        given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
+        if "self_distillation" in given:
+            raise ValueError("self_distillation: has left; replay with kind: own-answers learns from own answers")
+        methods = given.pop("methods", None)
+        shared = make_settings(given, ContinualSettings, READERS)
+        if methods is None:
+            return [check_settings(shared)]
+        with naming_place("methods"):
+            return read_methods(methods, shared)
+
+
+def read_methods(given: Any, shared: ContinualSettings) -> list[ContinualSettings]:
+    """The settings of every method; ValueError for a single one, and for names that folders cannot have."""
+    if not isinstance(given, dict) or len(given) < 2:
+        raise ValueError(f"given {given!r}, allowed: two or more names, each with its settings")
+    methods = {str(name): {} if values is None else values for name, values in given.items()}
+    check_names(list(methods))
+    for name in methods.keys() & SHARED_FOLDERS:
+        raise ValueError(f"{name}: is a folder that all methods share; choose another name")
+    return list(convert_each(methods, functools.partial(read_method, shared=shared)).values())
+
+
+def read_method(name: str, given: Any, shared: ContinualSettings) -> ContinualSettings:
+    """The settings of one method: its options of a program are added to those of all methods."""
+    with naming_place(name):
+        unknown = [key for key in name_values(given) if key not in OF_METHODS]
+        if unknown:
+            raise ValueError(f"given {unknown}, allowed: {', '.join(OF_METHODS)}")
+        own = read_values(given, ContinualSettings, READERS)
+        own |= {key: vars(shared)[key] | own[key] for key in SECTIONS.keys() & own}
+        root = str(Path(shared.output_dir) / name)
+        return check_settings(dataclasses.replace(shared, **own, output_dir=root, name=name))
+
+
+def read_section(given: Any, section: Section) -> Values:
+    """Converts options of a program by its own rules; ValueError for unknown ones, and for those set here."""
+    reason = "is set for each task by the experiment itself; leave it out"
+    values = read_options(given, section.options, dict.fromkeys(section.reserved | OWN_CODE, reason))
+    for name, value in values.items():  # the option files of the programs hold them
+        if isinstance(value, str) and (shown := hide_credentials(value)) != value:
+            raise ValueError(f"{name}: given {shown}, with a password or key, which files would hold; remove it")
+    return values
+
+
+READERS = {name: functools.partial(read_section, section=section) for name, section in SECTIONS.items()}
+
+
+def check_settings(settings: ContinualSettings) -> ContinualSettings:
+    """Returns the settings; ValueError if they contradict each other or say too little."""
+    if not settings.tasks:
+        raise ValueError("tasks: none is given; give a list of tasks, each with a name and rows")
+    with naming_place("tasks, probes"):
+        check_names([one.name for one in (*settings.tasks, *settings.probes)])
+    most = math.factorial(len(settings.tasks))
+    if not 1 <= settings.orders <= most:
+        raise ValueError(f"orders: given {settings.orders}, allowed: 1 to {most}, the orders of the tasks")
+    if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
+        raise ValueError(f"seeds: given {list(settings.seeds)}, allowed: one or more different numbers")
+    for task in settings.tasks:
+        with naming_place(f"tasks: {task.name}"):
+            check_task(task, settings)
+    for probe in settings.probes:
+        with naming_place(f"probes: {probe.name}"):
+            check_set(probe)
+            check_program("evaluate", settings.evaluate | probe.evaluate)
+    with naming_place("replay"):
+        check_replay(settings)
+    uses_lora = [bool(settings.train_options(task).get("lora")) for task in settings.tasks]
+    if settings.adapters != "merged" and not all(uses_lora):
+        raise ValueError(f"adapters: {settings.adapters}: has no effect without train: {{lora: true}} for every task")
+    return settings
+
+
+def check_program(name: str, values: Values) -> None:
+    """ValueError for options of a program that it would refuse."""
+    section = SECTIONS[name]
+    with naming_place(name):
+        refuse(find_problems(group_options(section.options, **section.later | values)))
+
+
+def check_names(names: list[str]) -> None:
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"name {name!r}: allowed: letters, digits, _ and -, since folders have it")
+        if name.endswith("_held_out"):
+            raise ValueError(f"name {name!r}: allowed: names without the ending _held_out")
+        if names.count(name) > 1:
+            raise ValueError(f"name {name!r}: is given twice")
+
+
+def check_set(one: SetSettings) -> None:
+    if one.test is not None and one.lm_eval is not None:
+        raise ValueError("has test and lm_eval; give one of them")
+    if one.test is None and one.lm_eval is None and one.held_out is None:
+        raise ValueError("nothing to measure by; give test, lm_eval or held_out")
+    if one.metric is not None and one.test is None and one.lm_eval is None:
+        raise ValueError("metric has no effect without test or lm_eval")
+    if one.metric is not None and one.test is not None and one.metric not in MEASURES:
+        raise ValueError(f"metric: given {one.metric!r}, allowed: {', '.join(MEASURES)}")
+
+
+def check_task(task: Task, settings: ContinualSettings) -> None:
+    splits = splits_off(task, settings)
+    check_set(dataclasses.replace(task, held_out="split off") if splits else task)
+    if bool(task.input_file) == (task.data_path is not None):
+        raise ValueError("give input_file (rows) or data_path (a data set of process-data), and only one")
+    if task.data_path is not None and is_url(task.data_path):
+        raise ValueError(f"data_path {task.data_path}: must be local: copy the data set, with its .meta.json")
+    if task.data_path is not None and task.process_data:
+        raise ValueError("process_data has no effect on data_path, which is tokenized already")
+    if splits and task.held_out is not None:
+        raise ValueError("held_out is given, and validation_share splits off another; give one of them")
+    check_program("process_data", settings.process_data | task.process_data)
+    check_program("evaluate", settings.evaluate | task.evaluate)
+    values = settings.train_options(task)
+    if all(values.get(f"max_{end}") is None for end in ("epochs", "steps", "samples", "tokens")):
+        raise ValueError("train: no end is given; give max_epochs, max_steps, max_samples or max_tokens")
+    complete = [group_options(TrainOptions, **own) for own in complete_options(settings, task)]
+    with naming_place("train"):
+        refuse(dict.fromkeys(problem for own in complete for problem in find_problems(own)))
+    if settings.export == "best" and task.validation is None:
+        raise ValueError("export: best needs validation data for every task")
+
+
+def check_replay(settings: ContinualSettings) -> None:
+    replay = settings.replay
+    if replay is None:
+        return
+    if len(settings.tasks) < 2 and replay.known is None:
+        raise ValueError("has no effect with one task; give known, rows of what the start model knows")
+    if replay.known is not None and is_url(replay.known):
+        raise ValueError(f"known: {replay.known}: must be local")
+    for name in OF_TEACHER:
+        taught = [task.name for task in settings.tasks if name in settings.train_options(task)]
+        if replay.teacher_weight is not None and taught:
+            raise ValueError(f"teacher_weight: train of {', '.join(taught)} has a {name}, too; give one")
+    if replay.kind == "own-answers":
+        check_program("generate", settings.generate)
+        check_answerable(settings, settings.tasks[:-1])
+        unscored = [task.name for task in settings.tasks[:-1] if task.metric not in MEASURES]
+        if unscored:
+            allowed = ", ".join(MEASURES)
+            raise ValueError(f"own-answers: {', '.join(unscored)}: needs a metric that scores answers, of {allowed}")
+
+
+def check_answerable(settings: ContinualSettings, tasks: Iterable[Task]) -> None:
+    """Refuses tasks whose prompts a model cannot answer."""
+    if settings.generate.get("engine") == "openai":
+        raise ValueError("generate: engine: openai: a server has another model; use hf or vllm")
+    for task in tasks:
+        if not task.input_file:
+            raise ValueError(f"{task.name} has data_path, but the prompts are read from rows: give input_file")
+
+
+def check_statistics(settings: ContinualSettings, order: list[str]) -> None:
+    """Refuses an order of the tasks in which OSFT by activations does not know the data of every earlier task."""
+    tasks = [settings.find_task(name) for name in order]
+    values = [settings.train_options(task) for task in tasks]
+    by_activations = [bool(own.get("osft")) and own.get("osft_basis") == "activations" for own in values]
+    if by_activations[0] and "osft_calibration_data" not in values[0]:
+        raise ValueError(
+            f"tasks: {tasks[0].name}: train: osft_basis: activations: the first task needs osft_calibration_data,"
+            f" data that the model knows, or osft: false among its own options"
+        )
+    others = [task.name for task, uses in zip(tasks[1:], by_activations[1:], strict=True) if not uses]
+    if any(by_activations) and others:
+        raise ValueError(
+            f"tasks: {', '.join(others)}: train: osft_basis: activations is used by other tasks; only the first task of"
+            " an order can do without, because each later one adds the statistics of the task before it"
+        )

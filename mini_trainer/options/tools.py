@@ -348,9 +348,6 @@ class PlotOptions:
     """Output directories of train.py, of finished or running runs."""
     output: str | None = None
     """File to write: a self-contained page, .html."""
-    smoothing: int | None = option(None, at_least=1)
-    """Number of steps over which noisy curves are averaged at first, 1 for none. Default: depends on the longest run.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,11 @@ from mini_trainer.options.tools import ContinualOptions
 if __name__ == "__main__":
     options = parse_options(ContinualOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.continual.compare import describe_comparison
 from mini_trainer.continual.experiment import find_root, run_experiments
 from mini_trainer.continual.matrix import read_experiment
-from mini_trainer.continual.page import write_page
+from mini_trainer.continual.page import describe_comparison, write_page
 from mini_trainer.continual.running import Runner
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import read_settings
 from mini_trainer.data.stores.disk import check_output, make_parent
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task

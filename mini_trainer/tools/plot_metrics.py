@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from mini_trainer.data.stores.disk import check_output, make_parent, written_aside
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
-from mini_trainer.use.plots.curves_page import make_curves_page
+from mini_trainer.use.plots.curves import make_curves_page
 from mini_trainer.use.plots.run_files import iterate_warnings, open_runs
 
 
@@ -29,7 +29,7 @@ def plot_metrics(options: PlotOptions) -> None:
         say(f"warning: {warning}", is_error=True)
     make_parent(path)
     with written_aside(path) as (aside,):
-        aside.write_text(make_curves_page(runs, smoothing=options.smoothing), encoding="utf-8")
+        aside.write_text(make_curves_page(runs), encoding="utf-8")
     say(f"curves: {path.absolute().as_uri()}")
 
 

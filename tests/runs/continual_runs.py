@@ -10,7 +10,7 @@ from make_tiny_model import save_tiny_model, train_tokenizer
 
 from mini_trainer.continual.experiment import find_root, run_experiments
 from mini_trainer.continual.running import Runner
-from mini_trainer.continual.settings_file import read_settings
+from mini_trainer.continual.settings import read_settings
 from mini_trainer.distributed.children import find_last_words
 
 NUM_ROWS, NUM_TESTS = 24, 8

@@ -37,7 +37,7 @@ from mini_trainer.tools.sweep.settings import (
     show_value,
 )
 from mini_trainer.tools.sweep.study import Study, Trial, is_number
-from mini_trainer.use.plots.curves_page import make_curves_page
+from mini_trainer.use.plots.curves import make_curves_page
 from mini_trainer.use.plots.run_files import Run
 
 RECORD, STORAGE = "sweep.json", "study.journal"
@@ -355,7 +355,7 @@ def write_curves(settings: SweepSettings, ranked: Sequence[Trial]) -> str:
     runs = [Run(settings.root / one.name / "run", name) for one, name in zip(shown, names, strict=True)]
     path = settings.root / CURVES
     with written_aside(path) as (aside,):
-        aside.write_text(make_curves_page(runs, smoothing=None, best=0), encoding="utf-8")
+        aside.write_text(make_curves_page(runs, best=0), encoding="utf-8")
     return f"curves: {path.as_uri()}"
 
 

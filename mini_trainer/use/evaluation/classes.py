@@ -1,8 +1,7 @@
 """Classifiers on tokenized sets. N targets in n samples, C classes (or values), K numbers per target."""
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.classes import Classification, describe_prediction, predict_classes, summarize_classes
-from mini_trainer.use.evaluation.comparison import Folded, SampleScores
+from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.results import Measured, Sample, read_lines
 
 FILE = "predictions.jsonl"
@@ -66,7 +65,7 @@ def collect(name: str, objective: Classification, tables: Sequence[np.ndarray], 
 
 
 def list_scores(predicted: Predicted, objective: Classification) -> list[SampleScores]:
-    """Macro F1, accuracy and loss; for regression, loss and mean absolute error."""
+    """Accuracy and loss; for regression, loss and mean absolute error."""
     task, targets, counts = predicted.task, predicted.targets, predicted.counts
     losses = [
         objective.loss.measure(torch.from_numpy(own), torch.from_numpy(targets)).numpy() for own in predicted.logits
@@ -76,10 +75,7 @@ def list_scores(predicted: Predicted, objective: Classification) -> list[SampleS
         errors = np.array([predicted.add_up(np.abs(own - targets).mean(1)) for own in predicted.logits])
         return [loss, SampleScores("mae", errors, counts, higher_is_better=False)]
     right = [(predict_classes(task, own) == targets).all(1) for own in predicted.logits]
-    accuracy = SampleScores("accuracy", np.array(list(map(predicted.add_up, right))), counts)
-    outcomes = [count_outcomes(task, predicted.sample_of, targets, own) for own in predicted.logits]
-    folded = Folded(outcomes, functools.partial(average_f1, of_all=task.label_type == "multi"))
-    return [replace(accuracy, name="f1", folded=folded), accuracy, loss]
+    return [SampleScores("accuracy", np.array(list(map(predicted.add_up, right))), counts), loss]
 
 
 def describe_samples(predicted: Predicted, model: int, scores: Sequence[SampleScores]) -> list[Sample]:
@@ -108,28 +104,3 @@ def name_target(task: DataTask, target: np.ndarray) -> str:  # (K,)
     if task.label_type == "multi":
         return ", ".join(np.array(task.label_names)[target > 0]) or "(none)"
     return task.label_names[int(target[0])]
-
-
-def count_outcomes(task: DataTask, sample_of: np.ndarray, targets: np.ndarray, logits: np.ndarray) -> Any:
-    """True positives, false negatives and false positives of each sample by class, a mostly empty scipy sparse array
-    (n, 3C)."""
-    from scipy.sparse import csr_array
-
-    predicted = predict_classes(task, logits)
-    if task.label_type == "single":
-        eye = np.eye(task.num_labels, dtype=bool)
-        wanted, said = eye[targets[:, 0].astype(int)], eye[predicted[:, 0]]
-    else:
-        wanted, said = targets > 0, predicted > 0
-    outcomes = np.concatenate([wanted & said, wanted & ~said, said & ~wanted], axis=1)
-    at, column = np.nonzero(outcomes)
-    shape = (sample_of.max() + 1, outcomes.shape[1])
-    return csr_array((np.ones(len(at)), (sample_of[at], column)), shape=shape)
-
-
-def average_f1(outcomes: np.ndarray, *, of_all: bool) -> np.ndarray:  # (..., 3C) -> (...)
-    """scikit-learn's macro F1: the mean over all classes, or over those that occur in targets or predictions."""
-    found, missed, false = np.split(outcomes, 3, axis=-1)
-    seen = 2 * found + missed + false
-    f1 = 2 * found / np.maximum(seen, 1)
-    return f1.mean(-1) if of_all else f1.sum(-1) / np.maximum((seen > 0).sum(-1), 1)

@@ -1,10 +1,10 @@
 """Percentile bootstrap intervals of means, and paired tests of models on the same samples.
 
 A measure is a ratio of sums over samples, of scores and their divisors (1 for an answer, the number of targets for a
-loss), or a function of sums (`Folded`). n samples, m models, R resamples.
+loss). n samples, m models, R resamples.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +15,16 @@ MAX_DRAWN = 4_000_000  # indices held at once
 
 
 @dataclass(frozen=True)
-class Folded:
-    """A measure that is not a mean over samples, such as macro F1, as a function of summed counts."""
-
-    counts: Sequence[Any]  # scipy sparse array (n, k) of each model
-    fold: Callable[[np.ndarray], np.ndarray]  # counts summed over samples (..., k) -> measure (...)
-
-
-@dataclass(frozen=True)
 class SampleScores:
-    """A measure of all models on all samples. If it is `folded`, `sums` only rank models on each sample."""
+    """A measure of all models on all samples."""
 
     name: str
     sums: np.ndarray  # (m, n) fp64
     divisors: np.ndarray  # (n,) fp64
     higher_is_better: bool = True
-    folded: Folded | None = None
 
     @property
     def means(self) -> np.ndarray:  # (m,)
-        if self.folded is not None:
-            return np.array([self.folded.fold(counts.sum(0)) for counts in self.folded.counts])
         return self.sums.sum(1) / self.divisors.sum()
 
     @property
@@ -60,8 +49,7 @@ def compare(scores: SampleScores, *, seed: int, num_resamples: int) -> dict[str,
         pair["p_holm"] = adjusted
     return {
         "name": scores.name, "higher_is_better": scores.higher_is_better, "is_right_or_wrong": scores.is_binary,
-        "is_mean": scores.folded is None, "num_samples": num_samples,
-        "values": values, "pairs": pairs,
+        "num_samples": num_samples, "values": values, "pairs": pairs,
     }  # fmt: skip
 
 
@@ -70,10 +58,6 @@ def draw_means(scores: SampleScores, *, seed: int, num_resamples: int) -> Iterat
     random, num_samples = np.random.default_rng(seed), len(scores.divisors)
     for num_drawn in cut(num_resamples, num_samples):
         rows = random.integers(num_samples, size=(num_drawn, num_samples))
-        if scores.folded is not None:
-            times = count_draws(rows)
-            yield np.stack([scores.folded.fold(times @ counts) for counts in scores.folded.counts], axis=1)
-            continue
         divisors = scores.divisors[rows].sum(1)
         yield np.stack([sums[rows].sum(1) / divisors for sums in scores.sums], axis=1)
 
@@ -104,12 +88,7 @@ def compare_pair(
     changes = scores.sums[b] - scores.sums[a]  # (n,)
     gains = changes if scores.higher_is_better else -changes
     better, worse = int((gains > 0).sum()), int((gains < 0).sum())
-    if scores.folded is not None:
-        test, p = "exchange", permute_models(scores.folded, a, b, seed=seed, num_resamples=num_resamples)
-    else:
-        test, p = find_p_value(
-            changes, better, worse, is_binary=scores.is_binary, seed=seed, num_resamples=num_resamples
-        )
+    test, p = find_p_value(changes, better, worse, is_binary=scores.is_binary, seed=seed, num_resamples=num_resamples)
     return {
         "a": a, "b": b, "difference": float(scores.means[b] - scores.means[a]), "low": float(low), "high": float(high),
         "num_better": better, "num_worse": worse, "test": test, "p": p,
@@ -140,21 +119,6 @@ def find_p_value(
         rng=np.random.default_rng(seed),
     )
     return "sign permutation", float(result.pvalue)
-
-
-def permute_models(folded: Folded, a: int, b: int, *, seed: int, num_resamples: int) -> float:
-    """p value by randomly exchanging the two models' answers to each sample (Yeh 2000, ACL C00-2137)."""
-    random, first, second = np.random.default_rng(seed), folded.counts[a], folded.counts[b]
-
-    def measure(moved: np.ndarray) -> np.ndarray:  # (..., k) -> (...)
-        return np.abs(folded.fold(second.sum(0) - moved) - folded.fold(first.sum(0) + moved))
-
-    changes = second - first
-    observed, num_as_large = measure(np.zeros(changes.shape[1])), 0
-    for num_drawn in cut(num_resamples, changes.shape[0]):
-        exchanged = random.integers(2, size=(num_drawn, changes.shape[0])) @ changes  # (r, k)
-        num_as_large += int((measure(exchanged) >= observed - 1e-12).sum())
-    return (num_as_large + 1) / (num_resamples + 1)
 
 
 def adjust_by_holm(values: list[float]) -> list[float]:

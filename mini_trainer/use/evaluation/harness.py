@@ -1,6 +1,6 @@
 """Runs EleutherAI's lm-evaluation-harness: its tasks, prompts and measures; our intervals and tests.
 
-YAML files of tasks and groups are only read as data here; functions that they name are not called.
+YAML files of tasks are only read as data here; functions that they name are not called.
 """
 
 import functools
@@ -27,7 +27,6 @@ from mini_trainer.use.inference.loading import FoundModel
 
 FUNCTION = "!function"
 DATA_KEYS = ("dataset_path", "dataset_name", "dataset_kwargs")  # their values may be paths
-IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}  # the harness ignores them
 
 
 class TaskLoader(Loader):
@@ -59,71 +58,22 @@ def read_config(path: Path, including: tuple[Path, ...] = ()) -> tuple[dict[str,
 
 
 def name_task(path: Path) -> str:
-    """The task or group that a file defines."""
+    """The task that a file defines; ValueError for groups, whose tasks are measured one by one anyway."""
     config, _ = read_config(path)
-    name = config.get("group", config.get("task"))
-    if isinstance(name, list):
-        raise ValueError(f"{path}: 'task' is a list without a 'group': give the list a name with group: NAME")
+    name = config.get("task")
+    if "group" in config or isinstance(name, list):
+        raise ValueError(f"{path}: is a group: name the files of its tasks instead")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{path}: names neither a 'task' nor a 'group'")
-    if "group" in config and path.suffix != ".yaml":
-        raise ValueError(f"{path}: the harness looks for groups in files called *.yaml: rename it")
+        raise ValueError(f"{path}: names no 'task'")
     return name
 
 
-def index_folder(folder: Path) -> dict[str, list[Path]]:
-    """The files below a folder by the tasks, groups and tags that they define; broken files are skipped, as in the
-    harness."""
-    index: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*.yaml")):
-        if IGNORED_FOLDERS.intersection(path.parts):
-            continue
-        try:
-            name, (config, _) = name_task(path), read_config(path)
-        except ValueError:
-            continue
-        tags = config.get("tag") or []
-        for known in [name, *([tags] if isinstance(tags, str) else tags)]:
-            index.setdefault(known, []).append(path)
-    return index
-
-
-def list_members(config: dict[str, Any]) -> Iterator[str]:
-    """The names of a group's tasks and of the groups in it, with their tasks."""
-    members = config.get("task")
-    for member in members if "group" in config and isinstance(members, list) else []:
-        if isinstance(member, str):
-            yield member
-        elif isinstance(member, dict) and "group" in member:
-            yield member["group"]
-            yield from list_members(member)
-        elif isinstance(member, dict) and isinstance(member.get("task"), str):
-            yield member["task"]
-
-
 def describe_task_file(path: Path) -> dict[str, Any]:
-    """A file's name for the harness, and the dependencies of its results: `files` by path with digests, and `others` by
-    name."""
-    files, others = find_dependencies(path)
-    digests = {os.path.relpath(found, path.parent): hash_file(found)["sha256"] for found in files}
-    return {"name": name_task(path), "files": dict(sorted(digests.items())), "others": sorted(others)}
-
-
-def find_dependencies(path: Path) -> tuple[set[Path], set[str]]:
-    """All files of a task or group, and the names of its tasks that are the harness's own."""
-    index, waiting = index_folder(path.parent), [path]
-    seen: set[Path] = set()
-    depends, others = set(), set()
-    while waiting:
-        config, files = read_config(waiting.pop())
-        if files[0] in seen:
-            continue
-        seen.add(files[0])
-        depends |= {*files, *find_modules(config, files), *find_data(config)}
-        for name in list_members(config):
-            waiting += index.get(name, [])
-            others |= set() if name in index else {name}
-    return depends, others
+    """A task's name, and the digests of all files that its results depend on."""
+    config, files = read_config(path)
+    found = {*files, *find_modules(config, files), *find_data(config)}
+    digests = {os.path.relpath(file, path.parent): hash_file(file)["sha256"] for file in found}
+    return {"name": name_task(path), "files": dict(sorted(digests.items()))}
 
 
 def find_modules(config: dict[str, Any], files: Sequence[Path]) -> Iterator[Path]:
@@ -211,26 +161,12 @@ def call_harness(engine: HFEngine, tasks: tuple[str, ...]) -> dict[str, list[dic
 
 @functools.cache
 def open_tasks(tasks: tuple[str, ...]) -> tuple["TaskManager", list[str]]:
-    """The harness's index of tasks, and the key of each task there: a file's path, or the name of a group."""
+    """The harness's index of tasks, and the key of each task there: its name, or its file's path."""
     from lm_eval.tasks import TaskManager
 
-    files = {task: Path(task).absolute() for task in tasks if is_task_file(task)}
+    names = [str(Path(task).absolute()) if is_task_file(task) else task for task in tasks]
     # Indexing all of the harness's own tasks takes from seconds to minutes.
-    needs_its_own = len(files) < len(tasks) or any(find_dependencies(path)[1] for path in files.values())
-    folders = sorted({str(path.parent) for path in files.values()})
-    manager = TaskManager(include_path=folders or None, include_defaults=needs_its_own)
-    names = list(tasks)
-    for i, task in enumerate(tasks):
-        if task not in files:
-            continue
-        names[i] = str(files[task])
-        if "group" in read_config(files[task])[0]:
-            names[i] = name_task(files[task])
-            entry = manager.task_index.get(names[i])
-            if entry is None or Path(entry.yaml_path).resolve() != files[task].resolve():
-                where = "nowhere" if entry is None else entry.yaml_path
-                raise ValueError(f"--lm-eval {task}: the harness finds group {names[i]} in {where}: rename one of them")
-    return manager, names
+    return TaskManager(include_defaults=not all(map(is_task_file, tasks))), names
 
 
 def keep(sample: dict[str, Any]) -> dict[str, Any]:

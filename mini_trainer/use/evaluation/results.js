@@ -82,6 +82,7 @@ function drawMeans() {
     extra.perplexity && `${data.models[i]}: perplexity ${format(extra.perplexity)}`,
     extra.corpus_bleu !== undefined && `${data.models[i]}: BLEU of all ${extra.corpus_bleu.toFixed(2)}`,
     extra.label && `${data.models[i]}: macro F1 ${format(extra.label.macro_f1)}`,
+    extra.classification?.f1 !== undefined && `${data.models[i]}: macro F1 ${format(extra.classification.f1)}`,
     extra.classification?.matthews !== undefined && `${data.models[i]}: Matthews ${format(extra.classification.matthews)}`,
     extra.classification?.pearson && `${data.models[i]}: Pearson ${format(extra.classification.pearson)}`,
     extra.num_cut && `${data.models[i]}: ${extra.num_cut} answers cut at their longest`,
@@ -174,8 +175,8 @@ function drawSample(sample) {
     const box = make("div", "answer" + (tells ? isGood(sample, i) ? " right" : " wrong" : ""), "");
     box.append(make("h3", "", data.models[i]));
     if (!["losses", "pairs"].includes(chosen.kind)) box.append(makeSearched("p", "", answer.text || "(nothing)"));
-    const scores = chosen.metrics.flatMap((one, k) =>
-      one.is_mean ? [`${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`] : []);
+    const scores = chosen.metrics.map((one, k) =>
+      `${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`);
     const note = answer.is_cut ? " · cut at its longest" : answer.is_refused ? " · the prompt is too long" : "";
     box.append(make("small", "", scores.join(" · ") + note));
     answers.append(box);

@@ -28,7 +28,7 @@ from mini_trainer.use.plots.columns import (
     parse_row,
     to_float,
 )
-from mini_trainer.use.plots.curves_page import describe_page, make_curves_page, make_version
+from mini_trainer.use.plots.curves import describe_page, make_curves_page, make_version
 from mini_trainer.use.plots.run_files import Run, find_state, is_run, read_run_params
 from mini_trainer.use.plots.tables import median
 
@@ -297,10 +297,10 @@ class BoardServer(ThreadingHTTPServer):
             return Response("no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
         runs = [self.open(name, BYTES_PER_REQUEST // len(ids)) for name in ids]
         if path == "/curves":
-            return Response(make_curves_page(runs, smoothing=None, is_live=True), "text/html")
+            return Response(make_curves_page(runs, is_live=True), "text/html")
         if query.get("version") == [make_version(runs)]:
             return UNCHANGED
-        page = describe_page(runs, smoothing=None, is_live=True)
+        page = describe_page(runs, is_live=True)
         return Response(json.dumps(page, separators=(",", ":")), "application/json")
 
     def open(self, name: str, most_bytes: int) -> Run:

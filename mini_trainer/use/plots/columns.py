@@ -1,9 +1,8 @@
-"""Reads a file of metrics into columns of numbers, in bounded memory, while a run writes it."""
+"""Reads a file of metrics into columns of numbers, while a run writes it."""
 
 import json
 import math
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,68 +29,10 @@ NOT_READ = {
     "packing_efficiency", "rank_balance", "seconds",
 }  # fmt: skip
 SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
-MOST_ROWS = 20_000  # in memory per file: twice the points of a curve on the page
-
-
-@dataclass(frozen=True)
-class Points:
-    """A column in groups of consecutive steps; NaN where a group has no number."""
-
-    mean: Column
-    low: Column
-    high: Column
-    last: Column  # number of each group's last step
-    count: Column  # of a group's steps that have a number
-
-    @staticmethod
-    def of_steps(values: Column) -> "Points":
-        """Groups of one step."""
-        return Points(values, values, values, values, np.isfinite(values).astype(np.float64))
-
-    def followed_by(self, later: "Points") -> "Points":
-        return Points(*(np.concatenate(pair) for pair in zip(self.parts, later.parts, strict=True)))
-
-    def __getitem__(self, kept: slice) -> "Points":
-        return Points(*(part[kept] for part in self.parts))
-
-    @property
-    def parts(self) -> tuple[Column, ...]:
-        return self.mean, self.low, self.high, self.last, self.count
-
-    @property
-    def total(self) -> Column:
-        """Sum of each group's numbers."""
-        return np.where(self.count > 0, self.mean, 0) * self.count
-
-    def merge(self, starts: NDArray[np.int64]) -> "Points":
-        """Larger groups, that begin with the groups at `starts`."""
-        if not len(starts):
-            return self
-        is_there = self.count > 0
-        count = np.add.reduceat(self.count, starts)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = np.add.reduceat(self.total, starts) / count
-        low = np.minimum.reduceat(np.where(is_there, self.low, math.inf), starts)
-        high = np.maximum.reduceat(np.where(is_there, self.high, -math.inf), starts)
-        low, high = (np.where(count > 0, values, math.nan) for values in (low, high))
-        return Points(mean, low, high, self.last[np.append(starts[1:], len(self.last)) - 1], count)
-
-
-def choose_starts(sizes: Column, most: int) -> NDArray[np.int64]:
-    """First index of each of at most `most` equal shares of the steps, from the number of steps at each index."""
-    if len(sizes) <= most:
-        return np.arange(len(sizes))
-    ends = np.cumsum(sizes)
-    share = ((ends - 1) * most / ends[-1]).astype(np.int64)
-    return np.flatnonzero(np.diff(share, prepend=-1))
 
 
 class MetricsReader:
-    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers.
-
-    At most `MOST_ROWS` rows of numbers are kept: of a longer file the earlier steps are merged into groups, each with
-    mean, lowest and highest value. Half the rows are then left for the steps to come.
-    """
+    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers."""
 
     def __init__(self, path: Path, names: tuple[str, ...]):
         self.path, self.names = path, names
@@ -103,9 +44,7 @@ class MetricsReader:
         self.is_within_line = False  # whether `offset` is within a line that is too long
         self.num_damaged = 0
         self.is_behind = False  # the last `read` has left lines unread
-        self.groups: dict[str, Points] = {}  # the earlier steps
-        self.group_sizes: Column = np.empty(0)
-        self.columns = {"step": array("d")} | {name: array("d") for name in self.names}  # the steps since
+        self.columns = {"step": array("d")} | {name: array("d") for name in self.names}
 
     def read(self, most_bytes: int | None = None) -> None:
         """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails.
@@ -142,46 +81,22 @@ class MetricsReader:
         for name in [name for name in row if name not in self.columns and name not in NOT_READ]:
             if name.startswith((SOURCE, SET)) or math.isfinite(to_float(row[name])):
                 self.columns[name] = array("d", [math.nan]) * len(steps)
-                self.groups[name] = Points.of_steps(np.full(len(self.group_sizes), math.nan))
         for name, column in self.columns.items():
             column.append(to_float(row.get(name)))
-        if len(steps) + len(self.group_sizes) >= MOST_ROWS:
-            self._merge()
 
     def _drop_from(self, step: float) -> None:
-        """Drops `step` and later ones, which were repeated after a resume; of a group with any of them, all."""
+        """Drops `step` and later ones, which were repeated after a resume."""
         steps = self.columns["step"]
         while steps and steps[-1] >= step:
             for column in self.columns.values():
                 column.pop()
-        if not steps and len(self.group_sizes) and self.groups["step"].last[-1] >= step:
-            num_kept = int(np.searchsorted(self.groups["step"].last, step))
-            self.groups = {name: points[:num_kept] for name, points in self.groups.items()}
-            self.group_sizes = self.group_sizes[:num_kept]
-
-    def _merge(self) -> None:
-        sizes = self.sizes
-        starts = choose_starts(sizes, MOST_ROWS // 2)
-        self.groups = {name: self.points(name).merge(starts) for name in self.columns}
-        self.group_sizes = np.add.reduceat(sizes, starts)
-        self.columns = {name: array("d") for name in self.columns}
 
     def __len__(self) -> int:
         """Number of steps."""
-        return int(self.group_sizes.sum()) + len(self.columns["step"])
-
-    @property
-    def sizes(self) -> Column:
-        """Number of steps in each group."""
-        return np.append(self.group_sizes, np.ones(len(self.columns["step"])))
-
-    def points(self, name: str) -> Points:
-        later = Points.of_steps(np.array(self.columns[name]))
-        return self.groups[name].followed_by(later) if name in self.groups else later
+        return len(self.columns["step"])
 
     def __getitem__(self, name: str) -> Column:
-        """Each group's mean; of a file of fewer than `MOST_ROWS` lines, each line's number."""
-        return self.points(name).mean
+        return np.array(self.columns[name])
 
     def list_columns(self, prefix: str) -> list[str]:
         """The columns with this prefix."""
@@ -213,7 +128,7 @@ def parse_row(line: bytes) -> Row | None:
 
 def find_best(validations: MetricsReader) -> int | None:
     """Index of the best validation: the last that its run called so, by `--best-metric`; else that of lowest loss."""
-    called_best = np.flatnonzero(validations.points("is_best").high == 1)
+    called_best = np.flatnonzero(validations["is_best"] == 1)
     if len(called_best):
         return int(called_best[-1])
     losses = validations["loss"]

@@ -1,13 +1,23 @@
-"""Selects the curves of runs for a page, and thins long ones, keeping extremes."""
+"""The page of curves: the curves of runs, of which long ones are thinned, keeping extremes; and tables."""
 
+import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mini_trainer.use.plots.columns import SET, SOURCE, Column, MetricsReader, Points, choose_starts, find_best
-from mini_trainer.use.plots.run_files import Run
+from mini_trainer.use.pages.page import escape_json, make_page
+from mini_trainer.use.plots.columns import SET, SOURCE, Column, MetricsReader, find_best
+from mini_trainer.use.plots.run_files import Run, describe_samples
+from mini_trainer.use.plots.tables import compare_options, list_starts, summarise
+
+PAGE = Path(__file__).with_name("curves.html")
+LIBRARY = PAGE.with_name("chart.js")
+STEPS_PER_WINDOW = 50  # steps of the longest run per step of the default smoothing window
+SHORTEST_WINDOW = 3
 
 # Colours that are distinct with any colour vision (tests/test_plots.py measures this): on white, on black.
 COLOURS = (
@@ -106,7 +116,7 @@ def list_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
     counts: dict[str, int] = {}
     for reader in readers:
         for name in reader.list_columns(prefix):
-            counts[name] = counts.get(name, 0) + int(reader.points(name).count.sum())
+            counts[name] = counts.get(name, 0) + int(np.isfinite(reader[name]).sum())
     return sorted((name for name, count in counts.items() if count), key=lambda name: -counts[name])
 
 
@@ -141,18 +151,19 @@ def count_points(runs: list[Run]) -> int:
 
 def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) -> dict[str, Any]:
     """A run's curves as JSON."""
-    sizes = run.steps.sizes
-    starts = choose_starts(sizes, max_points)
-    ends = np.append(starts[1:], len(sizes)) - 1 if len(sizes) else starts  # each point's last step
+    num_steps = len(run.steps)
+    starts = choose_starts(num_steps, max_points)
+    sizes = np.diff(starts, append=num_steps)
+    ends = starts + sizes - 1  # each point's last step
     return {
         "name": run.name,
         "path": str(run.path),
         "colours": COLOURS[index % len(COLOURS)],
         "dash": DASHES[index // len(COLOURS) % len(DASHES)],
         "x": {axis: to_numbers(values[ends]) for axis, values in list_axes(run).items()},
-        "sizes": to_numbers(np.add.reduceat(sizes, starts)) if len(run.steps) > len(starts) else None,
+        "sizes": to_numbers(sizes) if num_steps > len(starts) else None,
         "curves": {
-            chart.key: thin(run.steps.points(chart.key), starts, num_steps=len(run.steps))
+            chart.key: thin(run.steps[chart.key], starts)
             for chart in charts
             if not chart.is_of_validations and chart.key in run.steps.columns
         },
@@ -161,21 +172,31 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
     }
 
 
-def thin(points: Points, starts: np.ndarray, *, num_steps: int) -> dict[str, list[float | None]]:
+def choose_starts(num_steps: int, most: int) -> np.ndarray:
+    """First index of each of at most `most` equal shares of the steps."""
+    return np.arange(num_steps) if num_steps <= most else -(-np.arange(most) * num_steps // most)
+
+
+def thin(values: Column, starts: np.ndarray) -> dict[str, list[float | None]]:
     """Mean of each group from `starts`, plus minimum and maximum if there are fewer groups than steps; None for missing
     values."""
-    points = points.merge(starts)
-    if len(starts) == num_steps:
-        return {"mean": to_numbers(points.mean)}
-    return {name: to_numbers(getattr(points, name)) for name in ("mean", "low", "high")}
+    if len(starts) == len(values):
+        return {"mean": to_numbers(values)}
+    is_there = np.isfinite(values)
+    count = np.add.reduceat(is_there, starts, dtype=np.int64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.where(is_there, values, 0), starts) / count
+    low = np.minimum.reduceat(np.where(is_there, values, np.inf), starts)
+    high = np.maximum.reduceat(np.where(is_there, values, -np.inf), starts)
+    return {"mean": to_numbers(mean), "low": to_numbers(low), "high": to_numbers(high)}
 
 
 def list_axes(run: Run) -> dict[str, Column]:
     """Values of the possible horizontal axes, at the end of each step."""
     return {
-        "step": run.steps.points("step").last,
-        "samples": run.steps.points("total_samples_accumulated").last,
-        "tokens": run.steps.points("total_tokens_accumulated").last,
+        "step": run.steps["step"],
+        "samples": run.steps["total_samples_accumulated"],
+        "tokens": run.steps["total_tokens_accumulated"],
         "hours": run.hours,
     }
 
@@ -183,7 +204,7 @@ def list_axes(run: Run) -> dict[str, Column]:
 def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | None]]:
     """Positions of the ends of `steps` on every axis; step 0 is the start of the run."""
     steps = np.array(list(steps), dtype=np.float64)
-    at = np.searchsorted(run.steps.points("step").last, steps, side="right") - 1
+    at = np.searchsorted(run.steps["step"], steps, side="right") - 1
     placed = {
         axis: to_numbers(np.where(at < 0, 0, values[np.maximum(at, 0)]) if len(values) else np.zeros(len(steps)))
         for axis, values in list_axes(run).items()
@@ -225,3 +246,61 @@ def to_numbers(values: Column) -> list[float | None]:
     numbers = np.full(len(values), None, dtype=object)
     numbers[is_there] = rounded
     return numbers.tolist()
+
+
+def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) -> dict[str, Any]:
+    """The data for the page's script, as JSON; `is_live`: it is served by the board of all runs; `best`: index of the
+    run that is marked as the best of a sweep."""
+    charts, max_points = list_charts(runs), count_points(runs)
+    differing, shared = compare_options(runs)
+    samples, omitted = describe_samples([run.samples.rows for run in runs])
+    warnings = [warning for run in runs for warning in run.warnings]
+    written = f"{'Read' if is_live else 'Written'} on {time.strftime('%Y-%m-%d at %H:%M %Z')}."
+    return {
+        "title": name_page(runs),
+        "runs": [
+            describe_run(run, i, charts, max_points=max_points) | {"is_best": i == best} for i, run in enumerate(runs)
+        ],
+        "charts": [vars(chart) for chart in charts],
+        "smoothing": choose_smoothing(runs),
+        "tables": {
+            name: {"head": table.head, "rows": table.rows}
+            for name, table in {
+                "summary": summarise(runs),
+                "differing": differing,
+                "shared": shared,
+                "starts": list_starts(runs),
+            }.items()
+        },
+        "samples": samples,
+        "notes": [*warnings, *list_omissions(runs), *omitted, written],
+        "is_live": is_live,
+        "is_behind": any(run.steps.is_behind for run in runs),  # lines are left to read
+        "version": make_version(runs),
+    }
+
+
+def name_page(runs: list[Run]) -> str:
+    if len(runs) == 1:
+        return runs[0].name
+    folder = Path(os.path.commonpath([os.path.abspath(run.path) for run in runs])).name
+    return f"{len(runs)} runs" + (f" in {folder}" if folder else "")
+
+
+def choose_smoothing(runs: list[Run]) -> int:
+    """Smoothing window in steps; smaller for short runs."""
+    window = max(len(run.steps) for run in runs) // STEPS_PER_WINDOW
+    return next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW)
+
+
+def make_version(runs: list[Run]) -> str:
+    """A text that changes whenever a run has new data."""
+    return repr([run.version for run in runs])
+
+
+def make_curves_page(runs: list[Run], *, is_live: bool = False, best: int | None = None) -> str:
+    """The page as HTML; see `describe_page`."""
+    page = describe_page(runs, is_live=is_live, best=best)
+    policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
+    parts = {"DATA": escape_json(page)}
+    return make_page(PAGE, parts, title=page["title"], library=LIBRARY.read_text(encoding="utf-8"), policy=policy)

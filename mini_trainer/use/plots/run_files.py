@@ -9,7 +9,6 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,8 +166,8 @@ class Run:
     @property
     def hours(self) -> Column:
         """Hours of training and waiting for data at the end of each step, without starts, checkpoints and exports."""
-        seconds = [self.steps.points(name).total for name in ("time_per_batch", "data_wait_seconds")]
-        return np.cumsum(sum(seconds)) / 3600
+        seconds = self.steps["time_per_batch"], self.steps["data_wait_seconds"]
+        return np.cumsum(sum(np.where(np.isfinite(each), each, 0) for each in seconds)) / 3600
 
     @property
     def version(self) -> tuple[object, ...]:
@@ -258,20 +257,12 @@ def describe_exit(end: Row) -> State:
 
 
 def name_runs(paths: list[Path]) -> list[str]:
-    """The parts of the paths that distinguish the runs; the last two for a single run."""
-    parts = [Path(os.path.abspath(path)).parts for path in paths]
-    if len(parts) == 1:
-        return ["/".join(part.strip("/") for part in parts[0][-2:] if part != "/") or "/"]
-    num_first = count_shared(parts)
-    rest = [part[num_first:] or part[-1:] for part in parts]
-    num_last = count_shared([part[::-1] for part in rest])
-    shortened = ["/".join(part[: len(part) - num_last]) for part in rest]
-    return shortened if all(shortened) else ["/".join(part) for part in rest]
-
-
-def count_shared(paths: list[tuple[str, ...]]) -> int:
-    """Length of the common prefix of the paths, in parts."""
-    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    """The paths from their common folder; the last two parts of a single one."""
+    full = [os.path.abspath(path) for path in paths]
+    if len(full) == 1:
+        return ["/".join(part.strip("/") for part in Path(full[0]).parts[-2:] if part != "/") or "/"]
+    folder = os.path.commonpath(full)
+    return [os.path.relpath(path, folder) for path in full]
 
 
 def open_runs(paths: list[Path]) -> list[Run]:

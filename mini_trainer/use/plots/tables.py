@@ -36,7 +36,7 @@ def summarise_run(run: Run) -> list[str]:
         return [run.describe_state(), "0", *[NO_VALUE] * 7]
 
     def last(name: str) -> float:
-        return steps.points(name).last[-1]
+        return steps[name][-1]
 
     return [
         run.describe_state(),
@@ -46,7 +46,7 @@ def summarise_run(run: Run) -> list[str]:
         NO_VALUE if best is None else format_number(run.validations["loss"][best], ".4f"),
         NO_VALUE if best is None else f"{run.validations['step'][best]:,.0f}",
         format_number(median(steps["tokens_per_second"]), ",.0f"),
-        format_number(highest(steps.points("peak_memory_usage_GB").high), ".2f", " GB"),
+        format_number(highest(steps["peak_memory_usage_GB"]), ".2f", " GB"),
         f"{run.hours[-1]:.2f}",
     ]
 
