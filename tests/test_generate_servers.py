@@ -374,11 +374,11 @@ TEMPLATE = (
 )
 
 
-def respond(message: dict, *, model: str = "m", finish: str = "stop") -> dict:
+def respond(message: dict, *, model: str = "m", fingerprint: str | None = None, finish: str = "stop") -> dict:
     """A response, by the client's own types."""
     choice = {"index": 0, "finish_reason": finish, "logprobs": None, "message": {"role": "assistant"} | message}
     completion = ChatCompletion.model_validate(
-        dict(id="1", created=1, object="chat.completion", model=model, choices=[choice])
+        dict(id="1", created=1, object="chat.completion", model=model, choices=[choice], system_fingerprint=fingerprint)
     )
     return completion.model_dump(mode="json")
 
@@ -479,21 +479,22 @@ SERVED = {"id": "m", "object": "model", "created": 1, "root": "/models/a", "max_
         (dict(model="n"), {}, "model 'm', now 'n'"),
         ({}, {"root": "/models/b"}, "root '/models/a', now '/models/b'"),
         ({}, {"max_model_len": 512}, "max_model_len 4096, now 512"),
-        ({}, {"created": 2, "permission": [1]}, None),
+        (dict(fingerprint="f2"), {"created": 2, "permission": [1]}, None),
         ({}, {}, None),
     ],
 )
-def test_another_server_is_noticed_on_resume(now, listed, difference, server, world, tmp_path):
+def test_another_server_is_noticed_on_resume(now, listed, difference, server, world, tmp_path, caplog):
     server.models = [{"id": "other"}, SERVED]
-    interrupt_after_one(server)
+    interrupt_after_one(server, fingerprint="f1")
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .*--model m: "):
         ask_twice(world, server, tmp_path)
     (line,) = read_lines(tmp_path / "answers.jsonl.part0")
-    assert line["served_by"] == dict(model="m", root="/models/a", max_model_len=4096)
+    assert line["served_by"] == dict(model="m", system_fingerprint="f1", root="/models/a", max_model_len=4096)
     server.models = [SERVED | listed]
-    server.complete = lambda body: respond({"content": "43"}, **now)
+    server.complete = lambda body: respond({"content": "43"}, **dict(fingerprint="f1") | now)
     if difference is None:
         assert [one["answer"] for one in ask_twice(world, server, tmp_path)] == ["42", "43"]
+        assert ("has changed" in caplog.text) == ("fingerprint" in now)
         server.shutdown()  # a complete file needs no server
         assert len(ask_twice(world, server, tmp_path)) == 2
         return

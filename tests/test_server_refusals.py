@@ -10,7 +10,8 @@ from evaluations import evaluate_here
 from openai_standin import Refusal, Server, repeat, serve
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.continual.replay import describe_refused, keep_passing
+from mini_trainer.continual.replay import keep_passing
+from mini_trainer.continual.rounds import describe_refused, pair_rows
 from mini_trainer.continual.settings import Replay, Task
 from mini_trainer.generate import generate
 from mini_trainer.options import group_options
@@ -107,20 +108,20 @@ def run(world, server: Server, folder: Path, lengths: list[int], **changes: obje
 LENGTHS = [5, 15, 18, 20, 50]
 
 
+@pytest.mark.parametrize("most", [9, 30], ids=["short answers", "answers longer than the context"])
+@pytest.mark.parametrize("is_listed", [False, True])
 @pytest.mark.parametrize("refuse", [vllm, older_vllm, sglang, llama_cpp, tgi, openai, proxy])
-def test_each_kind_of_server(refuse, server, world, tmp_path, caplog):
-    shortens = refuse in (vllm, llama_cpp, proxy)
-    server.complete = complete_within(refuse, shortens=shortens)
-    lines = run(world, server, tmp_path, LENGTHS)
-    num_answers = 3 if shortens else 1
-    ends = ["stop", "length", "length"][:num_answers] + ["refused"] * (5 - num_answers)
-    assert [line["finish_reason"] for line in lines] == ends
-    assert [line["answer"] == "" for line in lines] == [end == "refused" for end in ends]
-    assert all(line["reason"].startswith("refused (4") for line in lines[num_answers:]) and "reason" not in lines[0]
-    assert f"{5 - num_answers} of 5 answers are missing" in caplog.text and "empty" not in caplog.text
-    assert ("2 of 5 answers end" in caplog.text) == shortens
-    assert "prompts.jsonl:4, " in caplog.text and "prompts.jsonl:5)" in caplog.text
-    assert len(server.asked) == len(LENGTHS)
+def test_each_kind_of_server(refuse, is_listed, most, server, world, tmp_path, caplog):
+    server.models = [{"id": "m", "max_model_len": CONTEXT}] if is_listed else []
+    server.complete = complete_within(refuse, shortens=refuse in (vllm, llama_cpp, proxy))
+    lines = run(world, server, tmp_path, LENGTHS, max_new_tokens=most)
+    assert [line["finish_reason"] for line in lines] == ["stop", "length", "length", "refused", "refused"]
+    assert 3 <= lines[1]["num_tokens"] <= 5 and 1 <= lines[2]["num_tokens"] <= 2
+    assert [line["answer"] == "" for line in lines] == [False, False, False, True, True]
+    assert all(line["reason"].startswith("refused (4") for line in lines[3:]) and "reason" not in lines[0]
+    assert "2 of 5 answers are missing" in caplog.text and "2 of 5 answers end" in caplog.text
+    assert "prompts.jsonl:4, " in caplog.text and "prompts.jsonl:5)" in caplog.text and "empty" not in caplog.text
+    assert len(server.asked) <= 3 * len(LENGTHS)
 
 
 def test_a_restart_asks_only_what_is_missing(server, world, tmp_path):
@@ -142,7 +143,7 @@ def test_a_restart_asks_only_what_is_missing(server, world, tmp_path):
     assert [len(body["messages"][-1]["content"]) for _, body in server.asked] == [1, 2]
 
 
-def test_a_refusal_without_numbers_is_an_answer(server, world, tmp_path):
+def test_a_refusal_without_numbers_is_an_answer_and_no_loop(server, world, tmp_path):
     def refuse(prompt: int, answer: int) -> None:
         if prompt + answer > CONTEXT:
             raise Refusal(400, message="Please reduce the length of it, http://x/?access_token=abc")
@@ -152,6 +153,7 @@ def test_a_refusal_without_numbers_is_an_answer(server, world, tmp_path):
     assert first["finish_reason"] == "stop" and second["reason"].endswith(
         "reduce the length of it, http://x/?access_token=***"
     )
+    assert len(server.asked) == 3  # the last one with one token
     assert json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[1])["num_tokens"] is None
 
 
@@ -185,6 +187,8 @@ def test_refused_prompts_are_not_trained_on(server, world, tmp_path):
     lines = run(world, server, tmp_path, [3, 50, 4])
     rows = [{"messages": [{"role": "user", "content": line["row"]["question"]}, {"role": "assistant", "content": "Q"}]}
             for line in lines]  # fmt: skip
+    pairs = [pair_rows(rows, line, "{prompt} {demonstration}") for line in lines]
+    assert [pair is None for pair in pairs] == [False, True, False]
     assert describe_refused(lines) == "; prompts too long for the model: 1"
     asked = write_jsonl(tmp_path / "asked.jsonl", rows)
     replay = Replay(kind="own-answers", min_score=0.0)

@@ -23,6 +23,7 @@ from mini_trainer.options.tools import SamplingOptions
 from mini_trainer.use.inference.engine import REFUSED, Answer, Engine, Key, Request
 
 Line = dict[str, Any]
+FINGERPRINT = "system_fingerprint"  # of a server's software and settings
 NUM_PLACES_SHOWN = 5
 
 
@@ -145,16 +146,24 @@ class AnswerFile:
         return lines
 
     def check_server(self, served_by: dict[str, Any] | None) -> None:
-        """ValueError if the server or its settings have changed since the earlier answers."""
+        """ValueError if the server or its settings have changed since the earlier answers.
+
+        Only a note if its fingerprint alone differs, which services change with every release.
+        """
         before, now = flatten(self.served_by), flatten(served_by or {})
         changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
         self.served_by = (served_by or {}) | self.served_by
-        if changed:
-            shown = ", ".join(f"{name} {before[name]!r}, now {now[name]!r}" for name in changed)
-            raise ValueError(
-                f"{self.path}: earlier answers are from another server, or it has other settings ({shown}): start that"
-                " one again, choose another output, or remove the file"
-            )
+        if not changed:
+            return
+        shown = ", ".join(f"{name} {before[name]!r}, now {now[name]!r}" for name in changed)
+        if changed == [FINGERPRINT]:
+            self.served_by |= served_by
+            log.warning(f"warning: {self.path}: the server has changed between answers ({shown})")
+            return
+        raise ValueError(
+            f"{self.path}: earlier answers are from another server, or it has other settings ({shown}): start that one"
+            " again, choose another output, or remove the file"
+        )
 
     def find_difference(self, line: Line) -> str | None:
         """Why a line cannot be one of these answers; None if it can."""

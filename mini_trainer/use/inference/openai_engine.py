@@ -2,8 +2,7 @@
 
 Chats go to /chat/completions, texts to continue to /completions. Requests run concurrently; the client retries
 transient failures (no connection, too many requests, server errors) with exponential backoff. Messages of the server
-are read into the form that rows have. A prompt that is too long for the model is answered by a refusal,
-as is one that does not leave --max-new-tokens of the context, unless the server shortens the answer.
+are read into the form that rows have. A prompt that is too long for the model is answered by a refusal.
 """
 
 import json
@@ -31,6 +30,9 @@ TOO_LONG = re.compile(
     r"|max_tokens must be at least 1|max_(seq_len|num_tokens|input_len)|`inputs` (must have less|tokens \+)"
     r"|(prompt|input|request) (is )?too (long|large)|reduce the length of",
     re.IGNORECASE,
+)
+CONTEXT = re.compile(
+    r"(?:context[ _-](?:length|size|window)|max_model_len|`max_new_tokens` must be <)\D{0,20}(\d+)", re.IGNORECASE
 )
 BEGIN_REASONING, END_REASONING = "<think>\n", "\n</think>\n\n"  # around streamed reasoning
 
@@ -129,6 +131,12 @@ def read_words(error: Any) -> str:
     return words if isinstance(words, str) and words else error.message
 
 
+def read_context(reason: str) -> int | None:
+    """The model's context in tokens, as a refusal names it."""
+    found = CONTEXT.search(reason)
+    return None if found is None else int(found[1])
+
+
 NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
 SECONDS_FOR_AN_ANSWER = 1800.0  # without a byte: the server may be generating
 SECONDS_TO_CONNECT = 60.0
@@ -191,18 +199,44 @@ class OpenAIEngine:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def ask(self, request: Request) -> Answer:
+        """Requests one answer: a refusal if the prompt is too long. ValueError if the server refuses for another reason
+        or gives no valid answer."""
+        try:
+            return self.ask_within(request, self.longest_answer)
+        except PromptTooLong as error:
+            refused = error
+        try:
+            return self.ask_within(request, self.measure_room(request, refused))
+        except PromptTooLong as error:
+            return refuse(error.reason, served_by=self.listed)
+
+    @property
+    def longest_answer(self) -> int:
+        """`max_new_tokens`, or the context left after a prompt of one token if the server reports its length: some
+        servers refuse to generate more."""
+        longest = self.sampling.max_new_tokens
+        return longest if self.context is None else max(1, min(longest, self.context - 1))
+
     @property
     def context(self) -> int | None:
         context = self.listed.get("max_model_len")
         return context if isinstance(context, int) else None
 
-    def ask(self, request: Request) -> Answer:
-        """Requests one answer: a refusal if the prompt is too long, or leaves too little of the context. ValueError if
-        the server refuses for another reason or gives no valid answer."""
-        try:
-            response = self.send(request.prompt, make_seed(self.sampling.seed, *request.key), stream=False)
-        except PromptTooLong as error:
-            return refuse(error.reason, served_by=self.listed)
+    def measure_room(self, request: Request, refused: PromptTooLong) -> int:
+        """Tokens that the context leaves for an answer. The server counts the prompt as it answers with one token.
+
+        PromptTooLong if the prompt itself is too long, or if nothing says how long the context is.
+        """
+        num_tokens = self.ask_within(request, 1).num_prompt_tokens
+        context = self.context or read_context(refused.reason)
+        if context is None or num_tokens is None:
+            raise refused
+        return max(1, context - num_tokens - 1)  # SGLang counts one token more
+
+    def ask_within(self, request: Request, max_tokens: int) -> Answer:
+        seed = make_seed(self.sampling.seed, *request.key)
+        response = self.send(request.prompt, seed, max_tokens=max_tokens, stream=False)
         try:
             choice, usage = response.choices[0], response.usage
             message = None if request.prompt.messages is None else read_message(choice.message)
@@ -212,7 +246,7 @@ class OpenAIEngine:
                 None if usage is None else usage.prompt_tokens,
                 None if usage is None else usage.completion_tokens,
                 message,
-                self.listed | {"model": response.model},  # to notice another model behind the same address
+                self.read_server(response),
             )
         except MALFORMED:
             shown = self.hide(repr(response))[:MAX_SHOWN]
@@ -229,11 +263,16 @@ class OpenAIEngine:
             return {}
         return {name: fields[name] for name in LISTED if fields.get(name) is not None}
 
+    def read_server(self, response: Any) -> dict[str, Any]:
+        """The server's description of its model, to notice another one behind the same address."""
+        said = {"model": response.model, "system_fingerprint": getattr(response, "system_fingerprint", None)}
+        return {name: value for name, value in said.items() if value is not None} | self.listed
+
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Yields the answer as the model would write it: see `join_deltas`."""
         from openai import APIError
 
-        pieces = self.send(prompt, self.sampling.seed, stream=True)
+        pieces = self.send(prompt, self.sampling.seed, max_tokens=self.longest_answer, stream=True)
         try:
             choices = (piece.choices[0] for piece in pieces if piece.choices)
             if prompt.messages is None:
@@ -249,12 +288,12 @@ class OpenAIEngine:
     def where(self) -> str:
         return f"--base-url {self.address}, --model {self.model}"
 
-    def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
+    def send(self, prompt: Prompt, seed: int, *, max_tokens: int, stream: bool) -> Any:
         """Sends one request. `top_k` and the template's arguments are not in OpenAI's API; other servers
         accept them as extra parameters."""
         sampling = self.sampling
         common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
-        common["max_tokens"] = sampling.max_new_tokens
+        common["max_tokens"] = max_tokens
         if sampling.temperature > 0:
             common["seed"] = seed % 2**31  # a range that all servers accept
         if sampling.top_p is not None:
