@@ -321,9 +321,6 @@ class ImportConfigOptions:
     """Directory for data.yaml and train.yaml."""
     num_gpus: int = option(1, at_least=1)
     """Number of GPUs, to convert samples per GPU to samples per step."""
-    tokenized_data: tuple[str, ...] = ()
-    """Your tokenized data sets. Their lengths are used to convert batches of packs to tokens, by how full the packs
-    are, and fractional epochs to samples."""
     trainer: Literal[*TRAINERS] | None = None
     """Trainer that the file is for; trl is its SFT trainer. Default: detected from its keys."""
 
