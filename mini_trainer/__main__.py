@@ -51,7 +51,6 @@ PROGRAMS = {
     "merge-adapter": Program(
         "tools.merge_adapter", "tools:MergeAdapterOptions", "merge a LoRA adapter into its base model"
     ),
-    "recipe": Program("tools.recipe", "tools:RecipeOptions", "options for a known model and machine"),
     "import-config": Program(
         "tools.import_config", "tools:ImportConfigOptions", "convert a configuration of Axolotl, LLaMA-Factory or TRL"
     ),
@@ -72,6 +71,7 @@ TORCHRUN = "torchrun"  # the word after --help for its options
 # Words of earlier versions, and what to use instead.
 GONE = {
     "merge-models": "merge models with mergekit: pip install mergekit",
+    "recipe": "mini-trainer train --config takes recipes by name, such as qwen3-8b/lora-1x80gb (docs/tasks/recipes.md)",
     "completion": "shells complete no words of mini-trainer: remove its line from the shell's start-up file",
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`

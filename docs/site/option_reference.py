@@ -29,7 +29,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "export-gguf": dict(model_name_or_path="M", output="model.gguf"),
     "board": dict(folder="runs"),
     "import-config": dict(config_file="axolotl.yaml"),
-    "recipe": dict(name="qwen3-8b"),
     "serve": dict(model="M"),
     "export": dict(run="runs/a"),
 }
@@ -72,10 +71,7 @@ def describe_command(command: str) -> str:
     options_class = COMMANDS[command]
     lines = [f"# {command}", "", mark_up(options_class.__doc__), ""]
     if any(option.name == "config" for option, _ in iterate_fields(options_class)):
-        lines += [
-            "Each option is also a key of the YAML file of `--config`, without dashes in front. `--allow-env NAME`"
-        ]
-        lines += ["lets `${NAME}` in that file stand for this environment variable (docs/reference/running.md).", ""]
+        lines += ["Each option is also a key of the YAML file of `--config`, without dashes in front.", ""]
     last: str | None = "none yet"
     for option, group in iterate_fields(options_class):
         if group != last:

@@ -38,6 +38,7 @@ RENAMED: dict[str, str] = {
     "osft_rank_allocation": "every layer keeps the same share (--osft-unfreeze-rank-ratio); --osft-keep-energy lets the"
     " activations decide how many",
     "allow_downloads": "images are read from files and data: URLs: download them before",
+    "allow_env": "give the option as a flag, whose variables the shell fills in",
     "follow": "mini-trainer board DIR follows the runs in a directory, and their curves",
 }
 PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(ProcessDataOptions)}

@@ -436,15 +436,10 @@ DECIDING = re.compile(
 
 
 def find_row(name: str, trainer: str | None = None) -> Row | None:
-    """The row of a name: that of the trainer before those of all, and those without * before the others.
-
-    Without a trainer, one of all trainers before one of some.
-    """
-    named = NAMED.get(name, []) + [row for pattern, row in PATTERNS if fnmatchcase(name, pattern)]
-    if trainer is not None:
-        named = [row for row in named if row.belongs_to(trainer)]
-        return next((row for row in named if row.of), next(iter(named), None))
-    return next((row for row in named if not row.of), next(iter(named), None))
+    """The row of a name, or else of a pattern. With a trainer its own come first, without one those of all trainers."""
+    rows = NAMED.get(name) or [row for pattern, row in PATTERNS if fnmatchcase(name, pattern)]
+    rows = [row for row in rows if trainer is None or row.belongs_to(trainer)]
+    return next((row for row in rows if bool(row.of) == (trainer is not None)), next(iter(rows), None))
 
 
 def convert_schedule(

@@ -68,7 +68,7 @@ class TrainOptions:
     """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
     config: tuple[str, ...] = option((), may_differ=True)
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR or SLURM_*."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", may_differ=True)
     """Log level of rank 0; WARNING suppresses the step lines."""
     preset: Literal[*PRESETS] | None = option(None, may_differ=True)

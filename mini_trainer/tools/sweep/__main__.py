@@ -25,7 +25,7 @@ from mini_trainer.tools.sweep.settings import check_trials, list_files, read_set
 
 def sweep(options: SweepOptions) -> None:
     """Runs or continues the sweep, or prints its commands."""
-    settings = read_settings(Path(options.config_file), output_dir=options.output_dir, allowed=options.allow_env)
+    settings = read_settings(Path(options.config_file), output_dir=options.output_dir)
     require("optuna", flag="sweep")
     from mini_trainer.tools.sweep import search, study
 

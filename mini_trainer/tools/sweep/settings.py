@@ -1,11 +1,10 @@
 """Settings of a sweep: the YAML file of `mini-trainer sweep`, checked before anything runs."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,13 +108,10 @@ class SweepSettings:
         return UNEXPORTED | self.train | values
 
 
-def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> SweepSettings:
-    """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys.
-
-    `allowed`: environment variables to fill in.
-    """
-    given = read_option_file(path, named=str(path), allowed=allowed)
-    readers = {"train": functools.partial(read_train, allowed=allowed), "parameters": read_parameters}
+def read_settings(path: Path, *, output_dir: str | None = None) -> SweepSettings:
+    """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys."""
+    given = read_option_file(path, named=str(path))
+    readers = {"train": read_train, "parameters": read_parameters}
     with naming_place(str(path)):
         given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
         if given.get("search") == "halving":
@@ -132,11 +128,11 @@ def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collect
     return settings
 
 
-def read_train(given: Any, *, allowed: Collection[str] = ()) -> Values:
+def read_train(given: Any) -> Values:
     """The options that all trials share: of `config`, of `preset`, and the file's own, which win over both."""
     values, of_files = name_values(given), {}
     for path in parse_value("config", values.pop("config", []), TrainOptions):
-        of_file = name_values(read_option_file(Path(path), named=f"config: {path}", allowed=allowed))
+        of_file = name_values(read_option_file(Path(path), named=f"config: {path}"))
         of_file.pop("output_dir", None)  # as a flag would win over it, the trial's own directory does
         of_files |= of_file
     merged = of_files | values
