@@ -1,6 +1,7 @@
-"""Settings of a sweep: the YAML file of `mini-trainer sweep`, checked before anything runs."""
+"""Settings of a sweep: the YAML file of `mini-trainer sweep`, checked before anything runs, and the trials drawn."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -212,6 +213,43 @@ def list_grid(settings: SweepSettings) -> Iterator[Values]:
     """The values of all combinations, the last parameter's changing fastest."""
     for combination in itertools.product(*(one.list_values() for one in settings.parameters)):
         yield {one.name: value for one, value in zip(settings.parameters, combination, strict=True)}
+
+
+def draw_trials(settings: SweepSettings) -> list[Values]:
+    """The values of all trials: the grid, or different ones drawn at random.
+
+    Draw k is a pure function of the sweep's seed and k, so that more trials only come after those there are.
+    """
+    if settings.search == "grid":
+        return list(list_grid(settings))
+    found: dict[str, Values] = {}
+    for k in itertools.count():
+        if len(found) == settings.num_trials:
+            return list(found.values())
+        values = draw_values(settings.parameters, f"{settings.seed} {k}")
+        found.setdefault(repr(sorted(values.items())), values)
+
+
+def draw_values(parameters: Sequence[Parameter], seed: str) -> Values:
+    from optuna.samplers import RandomSampler  # a second to import
+
+    digest = hashlib.sha256(seed.encode()).digest()
+    sampler, drawn = RandomSampler(seed=int.from_bytes(digest[:4], "little")), {}
+    for one in sorted(parameters, key=lambda one: one.name):
+        value = sampler.sample_independent(None, None, one.name, make_distribution(one))
+        drawn[one.name] = one.choices[value] if one.choices else value
+    return {one.name: drawn[one.name] for one in parameters}
+
+
+def make_distribution(one: Parameter) -> Any:
+    """optuna's distribution of an option's values; of choices, that of their places."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if one.choices:
+        return CategoricalDistribution(range(len(one.choices)))
+    if one.of_integers:
+        return IntDistribution(one.low, one.high, log=one.log, step=one.step or 1)
+    return FloatDistribution(one.low, one.high, log=one.log, step=one.step)
 
 
 def check_trials(settings: SweepSettings, trials: Sequence[Values]) -> None:
