@@ -28,7 +28,7 @@ from mini_trainer.options import (
     list_types,
     replace_options,
 )
-from mini_trainer.options.fields import explain_removed, flag_for, list_choices
+from mini_trainer.options.fields import flag_for, list_choices
 from mini_trainer.options.problems.finding import find_problems
 
 HELP = ("--help", "-h")
@@ -192,7 +192,7 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
         elif allowed and values and values[0] not in (*allowed, "None"):
             from mini_trainer.options.answers import describe_value
 
-            hint = explain_removed(name, values[0]) or describe_value(name, values[0]) or suggest(values[0], allowed)
+            hint = describe_value(name, values[0]) or suggest(values[0], allowed)
             problems.append(f"{flag_name(name)} {values[0]}: allowed: {', '.join(allowed)}{hint}")
     if problems:
         raise ValueError("\n  ".join(problems))

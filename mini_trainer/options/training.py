@@ -51,17 +51,8 @@ class TrainOptions:
 
     first: ClassVar = (  # what a first run needs: `--help` alone shows these
         *("model_name_or_path", "input_file", "validation_share", "data_path", "validation_data_path", "output_dir"),
-        *(
-            "config",
-            "preset",
-            "dry_run",
-            "max_epochs",
-            "max_steps",
-            "batch_size",
-            "max_tokens_per_gpu",
-            "learning_rate",
-        ),
-        *("lr_scheduler", "num_warmup_steps", "lora", "osft", "checkpoint_every_minutes", "resume"),
+        *("config", "preset", "dry_run", "max_epochs", "max_steps", "batch_size", "max_tokens_per_gpu"),
+        *("learning_rate", "lr_scheduler", "num_warmup_steps", "lora", "osft", "checkpoint_every_minutes", "resume"),
     )
 
     output_dir: str = option(may_differ=True)
