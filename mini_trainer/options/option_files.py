@@ -254,10 +254,10 @@ def fill_in(where: str, value: Any) -> Any:
         if not name or not match[2]:
             raise ValueError(f"{where}: {value!r}: not the name of a variable; write $${{ for the text ${{")
         if is_secret(name) or not (name in ALLOWED or name.startswith(PREFIX)):
+            advice = "a secret is never filled in" if is_secret(name) else "the shell fills in others, in flags"
             raise ValueError(
-                f"{where}: {value!r}: the variable {name} is not filled in; allowed: {', '.join(ALLOWED)}, {PREFIX}*,"
-                " but for secrets: write the value, or a flag, whose variables the shell fills in ($${ stands for the"
-                " text ${)"
+                f"{where}: {value!r}: the variable {name} is not filled in; allowed: {', '.join(ALLOWED)}, {PREFIX}*;"
+                f" {advice} ($${{ stands for the text ${{)"
             )
         if name not in os.environ:
             raise ValueError(f"{where}: {value!r}: the environment has no variable {name}")
