@@ -29,7 +29,6 @@ from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.distributed.world import World, call_on_each_node, call_with_world
 from mini_trainer.options import flatten_options
-from mini_trainer.options.fields import check_choices
 from mini_trainer.options.problems.finding import require
 from mini_trainer.use.evaluation.data_sets import check_set, collect_set, measure_sets, open_set
 from mini_trainer.use.evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
@@ -43,7 +42,6 @@ from mini_trainer.use.inference.loading import FoundModel, check_answering, find
 def evaluate(options: EvaluateOptions, world: World) -> None:
     """Measures all models, and writes the results; ValueError or OSError for user errors."""
     # Check inputs before any model is loaded.
-    check_choices(options)
     require("scipy", flag="evaluate_model.py")
     check_output_dir(Path(options.output_dir))
     may_differ = ("config", "output_dir", "data_cache_dir")

@@ -24,7 +24,6 @@ from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options import flatten_options
-from mini_trainer.options.fields import check_choices
 from mini_trainer.use.inference.answers import (
     AnswerFile,
     answer_all,
@@ -40,7 +39,6 @@ from mini_trainer.use.inference.terminal import chat
 
 def generate(options: GenerateOptions, world: World) -> None:
     """Writes the answers, or chats; ValueError or OSError for user errors."""
-    check_choices(options)
     if world.world_size > 1 and options.engines.engine != "hf":
         raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")
     compare_ranks(world, lambda: describe_program(flatten_options(options), world, may_differ=("config", "output")))

@@ -39,7 +39,6 @@ PROGRAMS = [
     ),
     *(
         "mini_trainer/tools/export_run.py",
-        "mini_trainer/tools/recipe.py",
         "mini_trainer/tools/serve.py",
     ),
 ]

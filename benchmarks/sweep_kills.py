@@ -5,8 +5,7 @@ sweep that nobody disturbed.
 
 A random search of 12 runs over learning rate, batch size and schedule, on the quickstart's chats and a tiny model, two
 at a time. SIGKILL hits the sweep, a trial, or the sweep and all its trials, in turn, at random moments while trials
-train; trials whose sweep is gone have to end by themselves. With --rewind, half of the kills of the sweep are followed
-by an older journal, as a restored snapshot has it: cut after any line, or none. Then the table of trials, the winner,
+train; trials whose sweep is gone have to end by themselves. Then the table of trials, the winner,
 and the metrics and validations of every run (without times) must be the same, to the bit; sweeps are run until there
 were enough kills. --forked spares all processes Python's imports, as the tests do: then a killed sweep takes its trials
 with it, and kills come at any moment, not only while trials train. Exits with 1, and keeps the directory, if not.
@@ -159,16 +158,6 @@ def kill(sweep: subprocess.Popen, root: Path, target: str, rng: random.Random, m
     return f"{target} killed with {len(trials)} trials running, after {count_steps(root)} steps in all"
 
 
-def rewind(journal: Path, rng: random.Random) -> str:
-    """Puts an older journal in place of this one, or none; returns what was done."""
-    lines = journal.read_bytes().splitlines(keepends=True)
-    kept = lines[: rng.randint(0, len(lines))]
-    journal.write_bytes(b"".join(kept))
-    if not kept:
-        journal.unlink()
-    return f"; the journal loses {len(lines) - len(kept)} of {len(lines)} lines"
-
-
 def kill_forked(sweep: ForkedSweep, target: str, rng: random.Random, most_seconds: float) -> str | None:
     """Waits for a random time, and kills; returns what was hit, None if it had ended."""
     seconds = rng.uniform(0.5, most_seconds)
@@ -187,7 +176,7 @@ def kill_forked(sweep: ForkedSweep, target: str, rng: random.Random, most_second
 def run(root: Path, kills: range, rng: random.Random, options: argparse.Namespace) -> int:
     """Runs the sweep to its end through at most so many kills; returns the number of the last one."""
     begin = ForkedSweep if options.forked else start
-    sweep, number, journal = begin(root / "sweep.yaml"), kills.start, root / "sweep" / "study.journal"
+    sweep, number = begin(root / "sweep.yaml"), kills.start
     while number < kills.stop:
         target = TARGETS[number % len(TARGETS)]
         if options.forked:
@@ -197,7 +186,6 @@ def run(root: Path, kills: range, rng: random.Random, options: argparse.Namespac
         if said is None:
             break
         if sweep.poll() is not None:
-            said += rewind(journal, rng) if options.rewind and journal.exists() and rng.random() < 0.5 else ""
             sweep = begin(root / "sweep.yaml")
         number += 1
         say(f"kill {number}: {said}")
@@ -235,7 +223,6 @@ def main() -> None:
     parser.add_argument("--num-kills", type=int, default=3)
     parser.add_argument("--num-steps", type=int, default=90, help="of a whole run")
     parser.add_argument("--most-steps", type=int, default=40, help="of all trials between two kills")
-    parser.add_argument("--rewind", action="store_true", help="put older journals in place")
     parser.add_argument("--forked", action="store_true", help="spare processes Python's imports")
     parser.add_argument("--most-seconds", type=float, default=8.0, help="between two kills, with --forked")
     parser.add_argument("--seed", type=int, default=0)

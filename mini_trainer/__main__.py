@@ -51,7 +51,6 @@ PROGRAMS = {
     "merge-adapter": Program(
         "tools.merge_adapter", "tools:MergeAdapterOptions", "merge a LoRA adapter into its base model"
     ),
-    "recipe": Program("tools.recipe", "tools:RecipeOptions", "options for a known model and machine"),
     "import-config": Program(
         "tools.import_config", "tools:ImportConfigOptions", "convert a configuration of Axolotl, LLaMA-Factory or TRL"
     ),
@@ -68,10 +67,10 @@ PROGRAMS = {
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
 CHAT = "chat"  # generate.py, with the model as its first word
-TORCHRUN = "torchrun"  # the word after --help for its options
 # Words of earlier versions, and what to use instead.
 GONE = {
     "merge-models": "merge models with mergekit: pip install mergekit",
+    "recipe": "mini-trainer train --config takes recipes by name, such as qwen3-8b/lora-1x80gb (docs/tasks/recipes.md)",
     "completion": "shells complete no words of mini-trainer: remove its line from the shell's start-up file",
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
@@ -79,24 +78,11 @@ ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python AP
 COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see distributed/command.py
 
 # Options of torchrun that `PARALLEL` words take beside their own; each has one value.
-TORCHRUN_OPTIONS = {
-    "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; train starts one per GPU",
-    "nnodes": "machines, each of which runs the same command; MIN:MAX if they may leave and join",
-    "max-restarts": "how often ranks are started again after a failure; with --nnodes MIN:MAX, on the machines left",
-    "node-rank": "number of this machine, from 0, where there is no rendezvous",
-    "rdzv-id": "name of the job, the same on every machine",
-    "rdzv-backend": "how the machines meet: c10d",
-    "rdzv-endpoint": "where they meet: HOST:PORT of the first machine",
-    "rdzv-conf": "further settings of the rendezvous: key=value,...",
-    "master-addr": "address of the machine of rank 0, with --node-rank",
-    "master-port": "a free port there",
-    "local-addr": "this machine's address, if its name does not lead to it",
-    "log-dir": "where torchrun writes logs",
-    "redirects": "which of stdout (1) and stderr (2) go to the logs; 3: both",
-    "tee": "which of them go to the logs and to the terminal",
-    "local-ranks-filter": "whose output is shown: 0,1,...",
-    "signals-to-handle": "the signals that are handed on to the ranks: SIGTERM,SIGINT,...",
-}
+TORCHRUN_OPTIONS = (
+    *("nproc-per-node", "nnodes", "max-restarts", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),
+    *("master-addr", "master-port", "local-addr", "log-dir", "redirects", "tee", "local-ranks-filter"),
+    "signals-to-handle",
+)
 # Distributions on the package index that install a package named mini_trainer, and are not this project.
 NAMESAKES = ("mini-trainer", "rhai-innovation-mini-trainer")
 # The first sign of a driver for GPUs: NVIDIA's, Windows' as WSL shows it, AMD's.
@@ -132,12 +118,8 @@ def main() -> None:
         become_program(word, argv)
     torchrun_options, argv = split_options(argv)
     if {"-h", "--help"} & set(argv):
-        if TORCHRUN in argv:
-            return tell(describe_torchrun_options())
-        tell(
-            "Started by torchrun where there are several processes: --nproc-per-node, --rdzv-endpoint and others,"
-            f" --help {TORCHRUN}\n"
-        )
+        words = ", ".join(f"--{name}" for name in TORCHRUN_OPTIONS)
+        tell(f"Started by torchrun where there are several processes, with its options (torchrun --help): {words}\n")
         become_program(word, argv)
     num_processes = torchrun_options.pop("nproc-per-node", None)
     if num_processes is None:
@@ -158,11 +140,6 @@ def describe_words() -> str:
     lines = [f"  {word:15}{purpose}" for word, (_, _, purpose) in PROGRAMS.items()]
     last = "mini-trainer WORD --help lists options, mini-trainer --version says which version this is."
     return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", last])
-
-
-def describe_torchrun_options() -> str:
-    lines = [f"  --{name:20}{meaning}" for name, meaning in TORCHRUN_OPTIONS.items()]
-    return "\n".join(["how many processes are started, and on how many machines (by torchrun):", *lines])
 
 
 def tell(text: str) -> None:
@@ -212,7 +189,7 @@ def split_options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             refuse(f"given more than once: --{name}")
         value = value if has_value else next(words, "")
         if not value or value.startswith("--"):
-            refuse(f"--{name} needs a value: {TORCHRUN_OPTIONS[name]}")
+            refuse(f"--{name} needs a value")
         torchrun_options[name] = value
     return torchrun_options, others
 

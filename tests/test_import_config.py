@@ -2,19 +2,17 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 import yaml
 from forked import run_forked
-from tiny_data import write_jsonl, write_samples
+from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from typeguard import check_type
 
@@ -27,7 +25,7 @@ from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.foreign_names import TABLE
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.tools.import_config import recognize
-from mini_trainer.tools.importers.conversion import convert, measure_packs
+from mini_trainer.tools.importers.conversion import convert
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """
@@ -440,44 +438,13 @@ def test_every_data_set_keeps_its_type_its_split_and_its_place():
     assert "datasets" in to.noted
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_packs_hold_every_sample_once_and_are_nearly_full(seed):
-    lengths = np.random.default_rng(seed).integers(1, 400, 500)
-    fill, longest = measure_packs(lengths, 512)
-    num_packs, fewest = int(lengths.sum()) / (fill * 512), -(-int(lengths.sum()) // 512)
-    assert num_packs == pytest.approx(round(num_packs)) and fewest <= round(num_packs) <= 1.05 * fewest + 1
-    assert longest == lengths.max()
-    assert measure_packs(np.full(10, 300), 512) == (300 / 512, 300)
-    assert measure_packs(np.array([256] * 8 + [600]), 512) == (1, 256)
-
-
-@pytest.mark.long
-def test_batches_of_packs_become_tokens_as_many_as_packs_hold_on_the_users_data(tmp_path, tiny_data):
-    packed = AXOLOTL.replace("sample_packing: false", "sample_packing: true").replace(
-        "num_epochs: 1", "num_epochs: 1.5"
-    )
-    first = run_import(tmp_path, packed)
-    assert first.returncode == 0, first.stderr
-    train, _ = read_options(tmp_path)
-    assert train["batch_tokens"] == 8 * 2048 and train["batch_size"] is None
-    told = r"as many tokens as 8 packs of 2,048 tokens \(2 x 4 x 1 GPUs\)"
-    assert re.search(rf"batch_tokens: 16384; .*{told}.*--tokenized-data", first.stdout)
-    assert re.search(told, (tmp_path / "train.yaml").read_text())
-    (tmp_path / "on_data").mkdir()
-    data, lengths = tiny_data
-    second = run_import(tmp_path / "on_data", packed, "--tokenized-data", str(data))
-    assert second.returncode == 0, second.stderr
-    train, _ = read_options(tmp_path / "on_data")
-    assert train["batch_tokens"] == round(8 * 2048 * measure_packs(np.array(lengths), 2048)[0]) < 8 * 2048
-    assert train["max_samples"] == round(1.5 * len(lengths)) and train["data_path"] == (str(data),)
-
-
-@pytest.fixture
-def tiny_data(tmp_path):
-    """A tokenized data set, and its lengths."""
-    lengths = np.random.default_rng(0).integers(50, 300, 400).tolist()
-    samples = [(list(range(length)), list(range(length))) for length in lengths]
-    return write_samples(tmp_path / "mine.jsonl", samples), lengths
+def test_batches_of_packs_become_tokens_as_many_as_full_packs_hold():
+    given = dict(base_model="m", sequence_len=2048, sample_packing=True, micro_batch_size=2, num_epochs=1.5)
+    to = convert(given | dict(gradient_accumulation_steps=4, datasets=[dict(path="a.jsonl", type="chat_template")]),
+                 "axolotl", num_gpus=1)  # fmt: skip
+    assert to.train["batch_tokens"] == 8 * 2048 and "batch_size" not in to.train
+    assert "8 full packs of 2,048 tokens have (2 x 4 x 1 GPUs)" in to.told["batch_tokens"]
+    assert to.train["max_epochs"] == 2 and to.noted >= {"batch_tokens", "num_epochs"}
 
 
 def test_slices_of_splits_are_read_as_the_datasets_library_cuts_them(tmp_path, monkeypatch):

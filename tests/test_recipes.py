@@ -4,13 +4,12 @@ A whole plan takes a minute: here models have few of their blocks.
 """
 
 import json
-import subprocess
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from breadth import wide
-from forked import run_forked
 from plan_recipes import MACHINES, copy_model, make_data, name_data, plan_recipe, read_recipe
 from processes import ROOT
 
@@ -18,9 +17,8 @@ from mini_trainer.model.config import load_config
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.options import flatten_options
 from mini_trainer.options.command_line import find_config
-from mini_trainer.options.option_files import RECIPES, list_recipes, read_yaml
+from mini_trainer.options.option_files import RECIPES, list_recipes
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.tools.recipe import simplify
 
 NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images included
     "qwen3-0.6b": 596_049_920,
@@ -37,7 +35,10 @@ NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images
     "gpt-oss-20b": 20_914_757_184,
 }
 NARROW = ("qwen3-0.6b/osft-1x24gb", "qwen3-0.6b/dpo-lora-1x24gb")  # recipes that are always planned
-NAMES = [recipe.name for recipe in list_recipes()]
+NAMES = [*list_recipes()]
+FIRST_LINE = re.compile(
+    r"# (?P<machine>.+): (?P<memory>.+) a GPU, a step of 128 samples in [1-9]\d* s \(planned\); trains (?P<trained>.+)"
+)
 METHODS = {
     "full": dict(lora=False, osft=False),
     "lora": dict(lora=True, base_quantization="none"),
@@ -60,44 +61,29 @@ def shorten(model: Path) -> Path:
 
 @pytest.mark.long
 def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
-    for recipe in list_recipes():
-        *_, method, machine = recipe.path.stem.split("-")
-        options = read_recipe(recipe.path, model=recipe.path.parent, data=tmp_path / "data.arrow")
+    for recipe in list_recipes().values():
+        *_, method, machine = recipe.stem.split("-")
+        options = read_recipe(recipe, model=recipe.parent, data=tmp_path / "data.arrow")
         assert find_problems(options) == [] and flatten_options(options).items() >= METHODS[method].items(), recipe
-        assert options.classification.objective == name_data(recipe.path), recipe
-        num_gpus, device, gib = MACHINES[machine]
-        needed, total = recipe.memory.removesuffix(" GiB").split(" of ")
-        assert (recipe.machine, total) == (f"{num_gpus} x {device}", str(gib)), recipe
-        assert 0 < float(needed) <= 0.9 * gib and recipe.seconds_per_sample > 0, recipe
+        assert options.classification.objective == name_data(recipe), recipe
+        planned, (num_gpus, device, gib) = FIRST_LINE.match(recipe.read_text()), MACHINES[machine]
+        needed, total = planned["memory"].removesuffix(" GiB").split(" of ")
+        assert (planned["machine"], total) == (f"{num_gpus} x {device}", str(gib)), recipe
+        assert 0 < float(needed) <= 0.9 * gib, recipe
 
 
-def test_the_command_prints_them_and_config_takes_them(tmp_path):
-    def run(*words: str) -> subprocess.CompletedProcess:
-        return run_forked(0, ROOT / "mini_trainer/tools/recipe.py", *words, folder=tmp_path)
-
-    listed = run().stdout
-    assert [line.split()[0] for line in listed.splitlines()[1:-2]] == NAMES and len(NAMES) > 30
-    assert "qwen3-8b/lora-1x80gb " in (of_one := run("Qwen/Qwen3-8B").stdout) and "qwen3-4b" not in of_one
-    (tmp_path / "my.yaml").write_text(run("qwen3-8b/lora-1x80gb").stdout)
-    assert read_yaml(tmp_path / "my.yaml", named="my.yaml") == read_yaml(find_config("qwen3-8b/lora-1x80gb"), named="")
-    refused = run("qwen3-9b")
-    assert refused.returncode == 2 and "there is no such recipe; did you mean qwen3-" in refused.stderr
-    with pytest.raises(ValueError, match="neither a file nor a recipe; did you mean qwen3-8b/lora-1x80gb"):
+def test_config_takes_recipes_by_name(tmp_path):
+    assert find_config("qwen3-8b/lora-1x80gb") == RECIPES / "qwen3-8b" / "lora-1x80gb.yaml"
+    with pytest.raises(ValueError, match=r"neither a file nor a recipe; recipes: .*, qwen3-8b/lora-1x80gb, "):
         find_config("qwen3-8b/lora-1x81gb")
     assert find_config(str(tmp_path / "gone.yaml")) == tmp_path / "gone.yaml"  # refused where it is read
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ("Qwen/Qwen3-8B", "qwen3-8b"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
-        ("google/gemma-3-4b-it", "gemma-3-4b"),
-        ("qwen3-8b/full-8x80gb", "qwen3-8b/full-8x80gb"),
-    ],
-)
-def test_a_name_on_the_hub_is_that_of_its_recipes(given, name):
-    assert simplify(given) == name
+def test_the_page_lists_them():
+    page = (ROOT / "docs" / "tasks" / "recipes.md").read_text()
+    for name, path in list_recipes().items():
+        machine, memory, trained = FIRST_LINE.match(path.read_text()).group("machine", "memory", "trained")
+        assert re.search(rf"\| `{name}` \| {machine} \| {memory} \| [\d.]+ \| {re.escape(trained)} \|", page), name
 
 
 @pytest.mark.long

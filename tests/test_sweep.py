@@ -34,12 +34,11 @@ from mini_trainer.options.tools import SweepOptions
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.sweep.__main__ import sweep
 from mini_trainer.tools.sweep.running import Pool, divide_devices
-from mini_trainer.tools.sweep.settings import SweepSettings, read_settings
+from mini_trainer.tools.sweep.settings import SweepSettings, draw_trials, read_settings
 
 need("optuna")
 
 from mini_trainer.tools.sweep.search import describe_command, find_direction, read_best, settle
-from mini_trainer.tools.sweep.study import Study, draw_trials
 
 
 @pytest.fixture(scope="module")
@@ -77,26 +76,26 @@ def test_a_sweep_that_is_killed_finds_the_same(given, tmp_path, capsys):
     check_schedule(root, results[0]["number"])
 
 
-def test_an_older_journal_finds_the_same(given, tmp_path):
-    """Cut after any line, as a restored snapshot is, or gone: results are those of the runs, which are not started
-    again. Where these have none, the sweep stops and says what to do."""
-    given = given | {"output_dir": str(tmp_path / "sweep")}
-    root = run(given, tmp_path, num_parallel=2)
-    results, losses, journal = read_results(root), read_losses(root), root / "study.journal"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    for k in range(len(lines)):
-        journal.write_bytes(b"".join(lines[:k]))
-        if k == 0:
-            journal.unlink()
-        run(given, tmp_path, NoPool(root))
-        assert (read_results(root), read_losses(root)) == (results, losses)
+def test_results_are_those_of_the_runs(given, tmp_path):
+    """Also where trials.json is gone, and in another place. A run without a result stops the sweep, which says what to
+    do."""
+    given = given | {"output_dir": str(tmp_path / "there")}
+    results = read_results(run(given, tmp_path, num_parallel=2))
+    (tmp_path / "there").rename(root := tmp_path / "sweep")
+    given["output_dir"] = str(root)
+    run(given, tmp_path, NoPool(root))
+    assert read_results(root) == results
+    for path in (root / "trials.json", *root.glob("trial_*/train.yaml")):
+        text = path.read_text().replace(str(tmp_path / "there"), str(root))
+        path.unlink() if path.name == "trials.json" else path.write_text(text)
+    run(given, tmp_path, NoPool(root))
+    assert read_results(root) == results
     best = root / f"trial_{results[0]['number']}"
     validations = (best / "run" / "validation_metrics_0.jsonl").read_bytes()
     for damaged, message in (
         (b"{}\n" + validations, r"validation_metrics_0\.jsonl: line 1 .*/trial_"),
         (b"", r"validation_metrics_0\.jsonl: has no validation; .*/trial_\d+ to train"),
     ):
-        journal.unlink()
         (best / "run" / "validation_metrics_0.jsonl").write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
             run(given, tmp_path, NoPool(root))
@@ -141,9 +140,7 @@ def test_an_end_that_says_nothing_of_a_trial_is_no_result(code, begins, message,
     with pytest.raises(RunError, match=message) as stopped:
         run(given, tmp_path, EndingPool(tmp_path / "sweep", {0: code}, begins=begins))
     assert stopped.value.code == code
-    settings = read_settings(write_settings(given, tmp_path))
-    study = Study(tmp_path / "sweep" / "study.journal", settings, more_is_better=False)
-    assert [one.state for one in study.list_trials()] == ["waiting"] * 4
+    assert not (tmp_path / "sweep" / "trials.json").exists()
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"low"'])
@@ -384,57 +381,10 @@ def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
 
 
 def test_a_missing_optuna_is_named(given, tmp_path, monkeypatch):
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] == "optuna" or name == "mini_trainer.tools.sweep.study"
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.delitem(sys.modules, "mini_trainer.tools.sweep.search")
-    monkeypatch.setattr("mini_trainer.tools.sweep.study", None, raising=False)
-    path = write_settings(given, tmp_path)
+    monkeypatch.setattr("mini_trainer.options.problems.finding.is_installed", lambda module: module != "optuna")
+    path = write_settings(given | {"search": "random", "num_trials": 2}, tmp_path)
     with pytest.raises(ValueError, match="package optuna"):
         sweep(SweepOptions(config_file=str(path)))
-
-
-def test_a_line_of_the_journal_that_was_cut_is_dropped(given, tmp_path):
-    settings = read_settings(write_settings(given, tmp_path))
-    path, drawn = tmp_path / "study.journal", draw_trials(settings)
-    study = Study(path, settings, more_is_better=False)
-    study.add(drawn)
-    study.start(0)
-    study.note(0, step=1, steps=1)
-    study.complete(0, 0.5)
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole.splitlines(keepends=True)[-1][:-9])
-    study = Study(path, settings, more_is_better=False)
-    study.add(drawn)
-    assert [one.state for one in study.list_trials()] == ["complete", "waiting", "waiting", "waiting"]
-    assert [one.values for one in study.list_trials()] == drawn
-    study.start(1)
-    study.note(1, step=1, steps=1)
-    study.complete(1, 0.5)
-    best, other = study.rank(study.list_trials())
-    assert (best.number, other.number, study.study.best_value) == (0, 1, 0.5)
-    for line in ("garbage", "[]", "{}", '{"op_code":77}', '{"op_code":6,"trial_id":0,"state":1}'):
-        path.write_bytes(whole + f"{line}\n".encode())
-        with pytest.raises(ValueError, match=r"study\.journal: line \d+ .*\(.*\); "):
-            Study(path, settings, more_is_better=False)
-
-
-@pytest.mark.parametrize(("lost", "result"), [("", "NaN"), ("", "null"), ('"steps"', "0.5")])
-def test_a_journal_without_a_number_as_a_result_is_refused(lost, result, given, tmp_path):
-    settings = read_settings(write_settings(given, tmp_path))
-    path = tmp_path / "study.journal"
-    study = Study(path, settings, more_is_better=False)
-    study.add(draw_trials(settings))
-    study.start(1)
-    study.note(1, step=1, steps=1)
-    study.complete(1, 0.5)
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line.replace('"values":[0.5]', f'"values":[{result}]') for line in lines if not lost or lost not in line]
-    path.write_text("".join(kept))
-    with pytest.raises(ValueError, match=r"study\.journal: trial_1 .*number"):
-        Study(path, settings, more_is_better=False).list_trials()
 
 
 def test_the_direction_of_a_metric_is_the_objectives(given):

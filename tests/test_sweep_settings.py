@@ -95,7 +95,7 @@ def test_trials_are_drawn_from_a_range_of_any_size(tmp_path):
         (GIVEN | {"train": TRAIN | {"preset": "tiny"}}, "train: preset: given 'tiny'"),
         (GIVEN | {"train": TRAIN | {"preset": ["toy"]}}, "train: preset: given ['toy']"),
         (GIVEN | {"train": TRAIN | {"config": "gone.yaml"}}, "train: config: gone.yaml: "),
-        (GIVEN | {"train": TRAIN | {"config": None}}, "config: given null"),
+        (GIVEN | {"train": TRAIN | {"config": None}}, "config: given None"),
         (
             RANDOM | {"parameters": {"seed": {"low": 1, "high": 10**9}}, "num_trials": 10**6},
             "num_trials 1000000: must be from 1 to 10000",

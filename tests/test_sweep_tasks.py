@@ -15,8 +15,7 @@ from sweep_runs import ForkedPool, make_settings, read_results, run, write_setti
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.tools.sweep.search import ArrayTask, choose_task, run_task
-from mini_trainer.tools.sweep.settings import read_settings
-from mini_trainer.tools.sweep.study import draw_trials
+from mini_trainer.tools.sweep.settings import draw_trials, read_settings
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def given(tmp_path_factory) -> dict:
 def run_one(given: dict, folder: Path, task: ArrayTask, *, is_first: bool) -> Path:
     settings = read_settings(write_settings(given, folder))
     pool = ForkedPool(task.name_folder(settings.root), [{}], num_processes=1)
-    run_task(settings, draw_trials(settings), pool, task, is_first=is_first, more_is_better=False)
+    run_task(settings, draw_trials(settings), pool, task, is_first=is_first)
     return settings.root
 
 

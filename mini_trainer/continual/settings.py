@@ -9,7 +9,7 @@ import functools
 import math
 import random
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -248,15 +248,12 @@ OF_METHODS = (
 )
 
 
-def read_settings(
-    path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()
-) -> list[ContinualSettings]:
+def read_settings(path: Path, *, output_dir: str | None = None) -> list[ContinualSettings]:
     """Reads and checks a YAML file: the settings of one experiment, or of one for each of its `methods`.
 
-    `output_dir` replaces the file's own; `allowed`: environment variables to fill in. ValueError names the file and the
-    key.
+    `output_dir` replaces the file's own. ValueError names the file and the key.
     """
-    given = read_option_file(path, named=str(path), allowed=allowed)
+    given = read_option_file(path, named=str(path))
     with naming_place(str(path)):
         given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
         if "self_distillation" in given:

@@ -38,7 +38,13 @@ RENAMED: dict[str, str] = {
     "osft_rank_allocation": "every layer keeps the same share (--osft-unfreeze-rank-ratio); --osft-keep-energy lets the"
     " activations decide how many",
     "allow_downloads": "images are read from files and data: URLs: download them before",
+    "allow_env": "give the option as a flag, whose variables the shell fills in",
     "follow": "mini-trainer board DIR follows the runs in a directory, and their curves",
+}
+REMOVED = {  # values that options had
+    ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
+    ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
+    ("preference_loss", "apo-down"): "apo-zero or dpo",
 }
 PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(ProcessDataOptions)}
 
@@ -69,7 +75,10 @@ def describe_unknown(name: str, known: Collection[str], *, spell: Callable[[str]
 
 
 def describe_value(option: str, value: str) -> str:
-    """The end of a message about an unknown value of an option: what another trainer's is here, or nothing."""
+    """The end of a message about an unknown value of an option: what to use instead of one that is gone, what another
+    trainer's is here, or nothing."""
+    if (option, value) in REMOVED:
+        return f"; {value} was removed: use {REMOVED[option, value]}"
     row = next((row for row in TABLE if option in row.list_options(option) and value in row.values), None)
     if row is None:
         return ""

@@ -28,7 +28,7 @@ from mini_trainer.options import (
     list_types,
     replace_options,
 )
-from mini_trainer.options.fields import explain_removed, flag_for, list_choices
+from mini_trainer.options.fields import flag_for, list_choices
 from mini_trainer.options.problems.finding import find_problems
 
 HELP = ("--help", "-h")
@@ -63,7 +63,6 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     if getattr(options_class, "takes_words", False):
         markers.append(tyro.conf.PositionalRequiredArgs)
     try:
-        argv, allowed = take_allowed(argv, options_class)
         refuse_useless_flags(argv, options_class)
         if any("," in word for word in argv):
             from mini_trainer.options.option_files import refuse_joined_values
@@ -74,7 +73,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         if paths := find_configs(argv, options_class):
             from mini_trainer.options.option_files import read_configs_as_flags
 
-            words = [*read_configs_as_flags(paths, options_class, allowed=allowed), *argv]
+            words = [*read_configs_as_flags(paths, options_class), *argv]
         check_unicode(words)
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
@@ -106,27 +105,6 @@ def leave_out_callbacks(options: TrainOptions, argv: list[str], *, is_first: boo
     if is_first:
         say(f"dry run: callbacks of --config are not imported: {', '.join(named)}; --callbacks NAME imports them")
     return replace_options(options, callbacks=())
-
-
-def take_allowed(argv: list[str], options_class: type) -> tuple[list[str], list[str]]:
-    """Splits `--allow-env NAME` off the command line of a program that reads option files; also returns the names.
-
-    They are an option, once, of programs whose file is no `--config`.
-    """
-    names = list_types(options_class)
-    is_given = any(word.startswith(("--allow-env", "--allow_env")) for word in argv)
-    if not is_given or ("config" not in names and "allow_env" not in names):
-        return argv, []
-    from mini_trainer.options.option_files import ALLOW_ENV, split_allowed
-
-    argv, allowed = split_allowed(argv)
-    if not allowed:
-        return argv, []
-    if "allow_env" in names:
-        return [*argv, ALLOW_ENV, *allowed], allowed
-    if not find_configs(argv, options_class):
-        raise ValueError(f"{ALLOW_ENV} {allowed[0]}: no effect without --config")
-    return argv, allowed
 
 
 @contextlib.contextmanager
@@ -214,7 +192,7 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
         elif allowed and values and values[0] not in (*allowed, "None"):
             from mini_trainer.options.answers import describe_value
 
-            hint = explain_removed(name, values[0]) or describe_value(name, values[0]) or suggest(values[0], allowed)
+            hint = describe_value(name, values[0]) or suggest(values[0], allowed)
             problems.append(f"{flag_name(name)} {values[0]}: allowed: {', '.join(allowed)}{hint}")
     if problems:
         raise ValueError("\n  ".join(problems))
@@ -248,10 +226,7 @@ def find_config(given: str) -> Path:
         return path
     from mini_trainer.options.option_files import list_recipes
 
-    recipes = {recipe.name: recipe.path for recipe in list_recipes()}
+    recipes = list_recipes()
     if given not in recipes:
-        raise ValueError(
-            f"--config {given}: is neither a file nor a recipe{suggest(given, recipes)}"
-            " (mini-trainer recipe lists them)"
-        )
+        raise ValueError(f"--config {given}: is neither a file nor a recipe; recipes: {', '.join(recipes)}")
     return recipes[given]

@@ -14,13 +14,6 @@ Options = TypeVar("Options")
 # Values of rows whose columns can have other names.
 COLUMN_NAMES = ("messages", "prompt", "completion", "text", "system", "chosen", "rejected", "text_pair", "label")
 
-# What to use instead of values that are gone, by the option and the value.
-REMOVED = {
-    ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
-    ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
-    ("preference_loss", "apo-down"): "apo-zero or dpo",
-}
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -267,17 +260,13 @@ def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
 
 def list_words(name: str, value: Any) -> list[str]:
     """The words of an option that takes several values, none of which can be taken for a flag."""
-    if value is None:
-        raise ValueError(f"{name}: given null, allowed: one value, or a list of values; [] for none")
     values = value if isinstance(value, list) else [value]
     for item in values:
-        if isinstance(item, (dict, list)):
-            raise ValueError(f"{name}: given {value!r}, allowed: one value, or a list of values")
-        if item is None or isinstance(item, bool):
-            shown = "null" if item is None else str(item).lower()
-            raise ValueError(f"{name}: given {shown} in a list; put a text such as 'null', 'yes' or 'no' in quotes")
-        if str(item).startswith("--") or str(item) == "-h":
-            raise ValueError(f"{name}: given {item!r}, allowed: values that cannot be taken for flags")
+        if item is None or isinstance(item, (dict, list, bool)) or str(item).startswith("--") or item == "-h":
+            raise ValueError(
+                f"{name}: given {item!r}, allowed: texts and numbers that are no flags, one or a list of them; [] for"
+                " none; 'null', 'yes' or 'no' in quotes"
+            )
     return list(map(str, values))
 
 
@@ -302,11 +291,4 @@ def check_choices(options: Any) -> None:
         given = values[name] if isinstance(values[name], tuple) else (values[name],)
         unknown = [value for value in given if isinstance(value, str) and value not in allowed]
         if unknown:
-            hint = explain_removed(name, unknown[0])
-            raise ValueError(f"{flag_name(name)} {unknown[0]}: allowed: {', '.join(allowed)}{hint}")
-
-
-def explain_removed(name: str, value: str) -> str:
-    """What to use instead of a value that is gone; empty for others."""
-    instead = REMOVED.get((name, value))
-    return "" if instead is None else f"; {value} was removed: use {instead}"
+            raise ValueError(f"{flag_name(name)} {unknown[0]}: allowed: {', '.join(allowed)}")

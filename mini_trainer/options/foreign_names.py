@@ -21,6 +21,7 @@ class Row(NamedTuple):
     reason: str = ""  # why there is no option; beside options, how they differ
     decides: bool = False  # what is learned: other values than those in the table are refused in files
     of: str = ""  # the trainers whose files have these names with this meaning; none: all
+    of_texts: bool = False  # without effect where answers are compared
 
     def list_names(self) -> list[str]:
         return self.names.split()
@@ -34,7 +35,7 @@ class Row(NamedTuple):
     def convert(self, value: Any, *, name: str) -> dict[str, Any]:
         """Our options for a value of `name`; KeyError for one that has no counterpart."""
         found = [ours for theirs, ours in self.values.items() if theirs == value or (theirs is ANY and value)]
-        if not found and self.values and (self.decides or not self.options):
+        if not found and (not self.options or (self.values and self.decides)):
             raise KeyError(value)
         if found and isinstance(found[0], dict):
             return dict(found[0])
@@ -195,7 +196,7 @@ TABLE = (
     Row("max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm", "max_grad_norm", {0: None}),
     Row("random_seed data_seed random_state", "seed"),
     Row("neftune_noise_alpha noisy_embedding_alpha", "neftune_alpha", {0: {}}),
-    Row("label_smoothing_factor", "label_smoothing", {0: {}}),
+    Row("label_smoothing_factor", "label_smoothing", {0: {}}, of_texts=True),
     Row("router_aux_loss_coef", "router_aux_loss", {0: {}}),
     Row("average_tokens_across_devices",
         reason="always on: the loss is the mean over all trained tokens of the step"),
@@ -401,6 +402,11 @@ TABLE = (
         " DEBUG"),
     Row("local_files_only", reason="the environment variable HF_HUB_OFFLINE=1"),
 )  # fmt: skip
+NAMED: dict[str, list[Row]] = {}
+for row in TABLE:
+    for name in row.list_names():
+        NAMED.setdefault(name, []).append(row)
+PATTERNS = [(name, row) for name, rows in NAMED.items() if "*" in name for row in rows]
 # How some values differ here, by theirs or ours.
 DIFFERENCES = {
     "adamw_torch_4bit": "its moments have 8 bits instead of 4",
@@ -430,16 +436,10 @@ DECIDING = re.compile(
 
 
 def find_row(name: str, trainer: str | None = None) -> Row | None:
-    """The row of a name: that of the trainer before those of all, and those without * before the others.
-
-    Without a trainer, one of all trainers before one of some.
-    """
-    named = [row for row in TABLE if name in row.list_names()]
-    named += [row for row in TABLE if any("*" in each and fnmatchcase(name, each) for each in row.list_names())]
-    if trainer is not None:
-        named = [row for row in named if row.belongs_to(trainer)]
-        return next((row for row in named if row.of), next(iter(named), None))
-    return next((row for row in named if not row.of), next(iter(named), None))
+    """The row of a name, or else of a pattern. With a trainer its own come first, without one those of all trainers."""
+    rows = NAMED.get(name) or [row for pattern, row in PATTERNS if fnmatchcase(name, pattern)]
+    rows = [row for row in rows if trainer is None or row.belongs_to(trainer)]
+    return next((row for row in rows if bool(row.of) == (trainer is not None)), next(iter(rows), None))
 
 
 def convert_schedule(

@@ -13,8 +13,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
@@ -32,17 +31,12 @@ MOST_VALUES = 100_000  # of a YAML file, with its aliases expanded
 MOST_LISTED = 40  # options that a message lists; --help all has those of train.py
 MOST_PROBLEMS = 20  # of one file that a message lists
 DATE, TEXT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:str"
-ALLOW_ENV = "--allow-env"
 ALLOWED, PREFIX = ("HOME", "USER", "SCRATCH", "TMPDIR"), "SLURM_"
 REFERENCE = re.compile(r"\$\$\{|\$\{(\w*)(\}?)")
 UNJOINED = re.compile(r"[^\s,]+")
 WITH_COMMAS = ("label_names",)  # where several are given, a comma in one belongs to it
 BRACKETS = ("()", "[]", "{}", "<>")  # where all are closed, a comma can follow
 RECIPES = Path(__file__).resolve().parent / "known_models"
-RECIPE = re.compile(
-    r"# (?P<machine>.+): (?P<memory>.+) a GPU, a step of (?P<samples>\d+) samples in (?P<seconds>\d+) s \(planned\);"
-    r" trains (?P<trained>.+)"
-)
 Settings = TypeVar("Settings")
 Readers = Mapping[str, Callable[[Any], Any]]
 
@@ -143,25 +137,22 @@ def read_yaml(path: Path, *, named: str, loader: type[Loader] = Loader) -> dict[
     return content
 
 
-def read_option_file(path: Path, *, named: str, allowed: Collection[str] = ()) -> dict[Any, Any]:
+def read_option_file(path: Path, *, named: str) -> dict[Any, Any]:
     """The keys and values of a YAML file of options, with the environment in place of `${NAME}`.
 
-    `allowed`: variables to fill in, as well as those that always are. ValueError, in which the file is called `named`.
+    ValueError, in which the file is called `named`.
     """
     given = read_yaml(path, named=named, loader=OptionLoader)
     with naming_place(named):
-        return convert_each(given, lambda key, value: fill_in(str(key), value, allowed))
+        return convert_each(given, lambda key, value: fill_in(str(key), value))
 
 
-def read_configs_as_flags(paths: list[Path], options_class: type, *, allowed: Collection[str] = ()) -> list[str]:
-    """YAML files as command-line flags, so that all are converted and checked by the same code; the later ones win.
-
-    `allowed`: see `read_option_file`.
-    """
+def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
+    """YAML files as command-line flags, so that all are converted and checked by the same code; the later ones win."""
     types, flags = list_types(options_class), {}
     del types["config"]
     for path in paths:
-        given = read_option_file(path, named=f"--config {path}", allowed=allowed)
+        given = read_option_file(path, named=f"--config {path}")
         groups = [str(key) for key, value in given.items() if isinstance(value, dict)]
         with naming_place(f"--config {path}"):
             if groups:
@@ -244,35 +235,15 @@ def describe_options(options_class: type, values: dict[str, Any]) -> str:
     return "".join(lines).lstrip("\n")
 
 
-def split_allowed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits every `--allow-env NAME` off a command line: returns its other words, and the names."""
-    others, names, words = [], [], iter(argv)
-    for word in words:
-        flag, equals, name = word.partition("=")
-        if flag.replace("_", "-") != ALLOW_ENV:
-            others.append(word)
-            continue
-        name = name if equals else next(words, "")
-        if not re.fullmatch(r"\w+", name):
-            raise ValueError(f"{ALLOW_ENV}: given {name!r}, allowed: the name of an environment variable")
-        if is_secret(name):
-            raise ValueError(
-                f"{ALLOW_ENV} {name}: the name of a secret, which options would write into files that others read:"
-                " leave it in the environment, where the libraries that need it look"
-            )
-        names.append(name)
-    return others, names
-
-
-def fill_in(where: str, value: Any, allowed: Collection[str]) -> Any:
+def fill_in(where: str, value: Any) -> Any:
     """Fills in `${NAME}` in the `value` of the key `where`, nested values included, from the environment.
 
-    ValueError for variables other than those of `ALLOWED`, SLURM and `allowed`.
+    ValueError for variables other than those of `ALLOWED` and SLURM.
     """
     if isinstance(value, list):
-        return [fill_in(where, item, allowed) for item in value]
+        return [fill_in(where, item) for item in value]
     if isinstance(value, dict):
-        return {key: fill_in(f"{where}: {key}", item, allowed) for key, item in value.items()}
+        return {key: fill_in(f"{where}: {key}", item) for key, item in value.items()}
     if not isinstance(value, str) or "${" not in value:
         return value
 
@@ -282,11 +253,11 @@ def fill_in(where: str, value: Any, allowed: Collection[str]) -> Any:
             return "${"
         if not name or not match[2]:
             raise ValueError(f"{where}: {value!r}: not the name of a variable; write $${{ for the text ${{")
-        if is_secret(name) or not (name in ALLOWED or name.startswith(PREFIX) or name in allowed):
-            advice = "; a secret is never filled in" if is_secret(name) else f", or add {ALLOW_ENV} {name}"
+        if is_secret(name) or not (name in ALLOWED or name.startswith(PREFIX)):
+            advice = "a secret is never filled in" if is_secret(name) else "the shell fills in others, in flags"
             raise ValueError(
-                f"{where}: {value!r}: the variable {name} is not filled in; allowed: {', '.join(ALLOWED)}, {PREFIX}*"
-                f"{advice} ($${{ stands for the text ${{)"
+                f"{where}: {value!r}: the variable {name} is not filled in; allowed: {', '.join(ALLOWED)}, {PREFIX}*;"
+                f" {advice} ($${{ stands for the text ${{)"
             )
         if name not in os.environ:
             raise ValueError(f"{where}: {value!r}: the environment has no variable {name}")
@@ -423,27 +394,6 @@ def read_options(
     return convert_known(given, list_types(options_class), read_option)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe, by what its first line says."""
-
-    name: str  # qwen3-8b/lora-1x80gb
-    machine: str  # 1 x H100
-    memory: str  # 21.6 of 80 GiB
-    trained: str  # 0.04 of 8.19 billion parameters
-    seconds_per_sample: float
-
-    @property
-    def path(self) -> Path:
-        return RECIPES / f"{self.name}.yaml"
-
-
-def list_recipes() -> list[Recipe]:
-    """All recipes, by model and name."""
-    recipes = []
-    for path in sorted(RECIPES.glob("*/*.yaml")):
-        told = RECIPE.fullmatch(path.read_text().partition("\n")[0])
-        name = path.relative_to(RECIPES).with_suffix("").as_posix()
-        seconds = int(told["seconds"]) / int(told["samples"])
-        recipes.append(Recipe(name, told["machine"], told["memory"], told["trained"], seconds))
-    return recipes
+def list_recipes() -> dict[str, Path]:
+    """The files of all recipes by name, such as qwen3-8b/lora-1x80gb."""
+    return {path.relative_to(RECIPES).with_suffix("").as_posix(): path for path in sorted(RECIPES.glob("*/*.yaml"))}

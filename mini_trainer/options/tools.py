@@ -46,7 +46,7 @@ class ProcessDataOptions:
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR or SLURM_*."""
     preview: int = option(2, at_least=0)
     """Number of samples to print at the end, with trained tokens in colour, or in brackets without a terminal."""
     preview_html: str | None = None
@@ -225,16 +225,6 @@ class ExportRunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeOptions:
-    """Print options for a known model and machine, as a file for train.py --config."""
-
-    takes_words: ClassVar = True  # its option has no flag
-
-    name: tuple[str, ...]
-    """Recipe, such as qwen3-8b/lora-1x80gb, or a model whose recipes to list, such as qwen3-8b. Default: list all."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Serve a model on this machine, with an OpenAI-compatible API."""
 
@@ -285,7 +275,7 @@ class MergeAdapterOptions:
     """Use the model and the adapter without comparing their files to the hashes recorded when they were written."""
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR or SLURM_*."""
     export_dtype: Literal[*DTYPES] = "bfloat16"
     """Data type of the merged weights."""
 
@@ -321,9 +311,6 @@ class ImportConfigOptions:
     """Directory for data.yaml and train.yaml."""
     num_gpus: int = option(1, at_least=1)
     """Number of GPUs, to convert samples per GPU to samples per step."""
-    tokenized_data: tuple[str, ...] = ()
-    """Your tokenized data sets. Their lengths are used to convert batches of packs to tokens, by how full the packs
-    are, and fractional epochs to samples."""
     trainer: Literal[*TRAINERS] | None = None
     """Trainer that the file is for; trl is its SFT trainer. Default: detected from its keys."""
 
@@ -377,8 +364,6 @@ class SweepOptions:
     task: str | None = None
     """Run one of N shares of the trials, I/N, as a task of an array job (docs/reference/sweeps.md). Default: all of
     them; under srun with several tasks, each runs its share."""
-    allow_env: tuple[str, ...] = ()
-    """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,5 +380,3 @@ class ContinualOptions:
     """Compare experiments with the same tasks, instead of running one."""
     output: str | None = option(None, needs="compare")
     """--compare only: page to write (.html), in addition to the tables."""
-    allow_env: tuple[str, ...] = ()
-    """Environment variables that ${NAME} in the file may stand for, besides HOME, USER, SCRATCH, TMPDIR and SLURM_*."""

@@ -51,24 +51,15 @@ class TrainOptions:
 
     first: ClassVar = (  # what a first run needs: `--help` alone shows these
         *("model_name_or_path", "input_file", "validation_share", "data_path", "validation_data_path", "output_dir"),
-        *(
-            "config",
-            "preset",
-            "dry_run",
-            "max_epochs",
-            "max_steps",
-            "batch_size",
-            "max_tokens_per_gpu",
-            "learning_rate",
-        ),
-        *("lr_scheduler", "num_warmup_steps", "lora", "osft", "checkpoint_every_minutes", "resume"),
+        *("config", "preset", "dry_run", "max_epochs", "max_steps", "batch_size", "max_tokens_per_gpu"),
+        *("learning_rate", "lr_scheduler", "num_warmup_steps", "lora", "osft", "checkpoint_every_minutes", "resume"),
     )
 
     output_dir: str = option(may_differ=True)
     """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
     config: tuple[str, ...] = option((), may_differ=True)
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
-    value is an environment variable: HOME, USER, SCRATCH, TMPDIR, SLURM_*, or one that --allow-env NAME allows."""
+    value is an environment variable: HOME, USER, SCRATCH, TMPDIR or SLURM_*."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", may_differ=True)
     """Log level of rank 0; WARNING suppresses the step lines."""
     preset: Literal[*PRESETS] | None = option(None, may_differ=True)

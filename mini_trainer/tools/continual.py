@@ -31,7 +31,7 @@ def continual(options: ContinualOptions) -> None:
     """Runs an experiment, or compares several."""
     if not options.compare:
         refuse_tasks()
-        several = read_settings(Path(options.paths[0]), output_dir=options.output_dir, allowed=options.allow_env)
+        several = read_settings(Path(options.paths[0]), output_dir=options.output_dir)
         return run_experiments(several, Runner(find_root(several), num_processes=several[0].num_processes))
     if options.output is not None:
         check_output(Path(options.output))

@@ -20,7 +20,6 @@ from mini_trainer.data.stores.disk import check_output, written_aside
 from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
-from mini_trainer.options.fields import check_choices
 
 
 def export_gguf(options: ExportGgufOptions) -> None:
@@ -33,7 +32,6 @@ def export_gguf(options: ExportGgufOptions) -> None:
         raise ValueError(
             "GGUF files are written by the package gguf, which is not installed: pip install gguf"
         ) from None
-    check_choices(options)
     model_dir, output = Path(options.model_name_or_path), Path(options.output)
     if not model_dir.is_dir():
         raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")

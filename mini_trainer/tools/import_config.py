@@ -4,7 +4,7 @@
 
 Writes data.yaml (one per kind of rows) and train.yaml, and prints for every key the option that replaces it, or why
 there is none, which is also written as a comment. Configurations that ask for training that is not supported are
-refused. If batches count packs, --tokenized-data measures how full these are, and so the batch that is equivalent.
+refused.
 """
 
 import re
@@ -12,20 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.options import TrainOptions, iterate_fields
+from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.option_files import describe_options, read_yaml
+from mini_trainer.options.option_files import describe_options, list_missing, read_yaml
 from mini_trainer.options.tools import ImportConfigOptions, ProcessDataOptions
 
 if __name__ == "__main__":
     options = parse_options(ImportConfigOptions)  # before the slow imports: --help and typos answer at once
 
-import dataclasses
-
 from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
-from mini_trainer.options.fields import check_choices
 from mini_trainer.options.foreign_names import find_row
 from mini_trainer.tools.importers.conversion import Conversion, convert
 
@@ -51,25 +48,14 @@ SHARED_LOSSES = ("sigmoid", "hinge", "ipo", "nll", "chunked_nll", "dft")  # all 
 
 
 def import_config(options: ImportConfigOptions) -> None:
-    check_choices(options)
     path, output_dir = Path(options.config_file), Path(options.output_dir)
     check_output_dir(output_dir)
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
-    lengths = None  # tokens of each sample
     try:
         trainer = options.trainer or recognize(given, path)
-        if options.tokenized_data:
-            import numpy as np
-
-            from mini_trainer.data.tokenized.reader import TokenizedData
-
-            sets = [TokenizedData(path, option="--tokenized-data") for path in options.tokenized_data]
-            lengths = np.concatenate([data.lengths for data in sets])
-        to = convert(given, trainer, num_gpus=options.num_gpus, lengths=lengths)
+        to = convert(given, trainer, num_gpus=options.num_gpus)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if options.tokenized_data:
-        to.train["data_path"] = options.tokenized_data
     head = describe_comment(f"From {path.name} ({trainer}), by mini-trainer import-config.")
     outputs = write_files(to, output_dir, head=head)
     say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
@@ -84,14 +70,9 @@ def recognize(given: Mapping[str, Any], path: Path | None = None) -> str:
     """The trainer's name; ValueError if it is none that is known, or one of several."""
     fitting = [name for name, (all_of, one_of) in SIGNS.items() if all_of <= given.keys() and one_of & given.keys()]
     if not fitting:
-        raise ValueError(
-            "its keys are of no trainer that is known (axolotl, llama-factory, trl): name it with --trainer"
-        )
+        raise ValueError("its keys are of no trainer known here (axolotl, llama-factory, trl): name it with --trainer")
     if fitting[0] in ("ms-swift", "LLaMA-Factory v1"):
-        raise ValueError(
-            f"a configuration of {fitting[0]}, which is not translated: axolotl, llama-factory, trl are"
-            " (docs/tasks/coming_from.md)"
-        )
+        raise ValueError(f"a configuration of {fitting[0]}, which is not translated: axolotl, llama-factory, trl are")
     if fitting[0] != "trl":
         return fitting[0]
     # One of TRL's: by the keys that only it has, by its loss, or by the path's name; that for supervised fine-tuning if
@@ -138,10 +119,10 @@ def describe_comment(text: str) -> str:
 
 def describe_file(options_class: type, values: dict, head: str) -> str:
     """YAML for a script, with comments on required options that are still missing."""
-    needed = [option.name for option, _ in iterate_fields(options_class) if option.default is dataclasses.MISSING]
+    needed = list_missing(options_class, values)
     if options_class is ProcessDataOptions and not {"input_file", "input_dataset"} & set(values):
         needed.append("input_file")
-    head += "".join(f"# {name}: required\n" for name in needed if name not in values)
+    head += "".join(f"# {name}: required\n" for name in needed)
     return head + describe_options(options_class, values)
 
 

@@ -41,13 +41,11 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks, is_multimodal, text_config
 from mini_trainer.objectives.families.vision import VisionLanguageFamily
 from mini_trainer.options.doors import METHODS
-from mini_trainer.options.fields import check_choices
 from mini_trainer.run.export import ExportParts, write_export
 
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     """Writes the merged model; ValueError or OSError for user errors."""
-    check_choices(options)
     output_dir, adapter = Path(options.output_dir), Path(options.adapter)
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")

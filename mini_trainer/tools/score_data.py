@@ -50,7 +50,6 @@ from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
 from mini_trainer.options import flatten_options
 from mini_trainer.options.doors import SCORERS
-from mini_trainer.options.fields import check_choices
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
@@ -65,7 +64,6 @@ ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank
 
 def score(options: ScoreDataOptions, world: World) -> None:
     """Writes the scores of all data sets; ValueError or OSError for what cannot be done."""
-    check_choices(options)
     values, may_differ = flatten_options(options), ("config", "data_cache_dir")
     compare_ranks(world, lambda: describe_program(values, world, may_differ=may_differ))
     given = {"data_path": options.data_path, "teacher_data": options.teacher_data}

@@ -29,7 +29,6 @@ from mini_trainer.distributed.command import name_program
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import flag_name, parse_named_values
-from mini_trainer.options.fields import check_choices
 from mini_trainer.options.problems.finding import describe_missing, is_installed
 from mini_trainer.tools.server_front import choose_hosts, run_behind_front
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
@@ -40,7 +39,6 @@ NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
 
 def serve(options: ServeOptions) -> None:
     """Runs the server; ValueError or OSError for what cannot be done."""
-    check_choices(options)
     engine = choose_engine(options.engine)
     arguments = read_server_args(options.engine_args)
     check_engine(engine, options)

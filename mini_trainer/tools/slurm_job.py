@@ -1,18 +1,14 @@
 """Helpers for the batch script of a run under SLURM (examples/clusters/multi_node.sbatch).
 
-python -m mini_trainer.tools.slurm_job start SCRIPT OPTIONS...   # once, before the ranks: prints --output-dir
-python -m mini_trainer.tools.slurm_job end OUTPUT_DIR STATUS     # after them: exits with 0 to have the job requeued
+python -m mini_trainer.tools.slurm_job start OPTIONS...         # once, before the ranks: prints --output-dir
+python -m mini_trainer.tools.slurm_job end OUTPUT_DIR STATUS    # after them: exits with 0 to have the job requeued
 """
 
 import json
 import os
-import re
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 from mini_trainer.data.stores.disk import read_fields, written_aside
 from mini_trainer.distributed.command import COMMAND
@@ -23,16 +19,6 @@ from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
 
 MOST_IDLE = 3  # requeues in a row that may bring no step
-EARLIER = timedelta(minutes=1)  # than asked for SLURM may send its warning
-
-
-class Notice(NamedTuple):
-    """The signal of sbatch's --signal: [B:]NAME[@SECONDS]."""
-
-    text: str  # as it was given
-    receiver: str
-    name: str
-    before: timedelta  # the time limit
 
 
 @dataclass(frozen=True)
@@ -44,59 +30,12 @@ class Requeues:
     num_idle: int = 0  # requeues in a row with that same checkpoint
 
 
-def start(script: Path, argv: list[str]) -> str:
-    """Reads the options, says what SLURM's time limit and its warning leave, and returns --output-dir.
-
-    Removes exit.json, which is an earlier start's.
-    """
+def start(argv: list[str]) -> str:
+    """Reads the options, and returns --output-dir. Removes exit.json, which is an earlier start's."""
     os.environ[COMMAND] = json.dumps([os.getpid(), ["", "train"], True])  # messages name the ranks' command
     output_dir = Path(parse_options(TrainOptions, argv).output_dir)
-    given = os.environ.get("SBATCH_SIGNAL") or find_signal(script.read_text())
-    say(describe_limit(read_limit(), read_warning(given)), is_error=True)
     (output_dir / EXIT_FILE).unlink(missing_ok=True)
     return str(output_dir)
-
-
-def find_signal(script: str) -> str | None:
-    """The value of the batch script's own --signal."""
-    found = re.search(r"^#SBATCH +--signal[= ](\S+)", script, flags=re.MULTILINE)
-    return found and found[1]
-
-
-def read_warning(given: str | None) -> Notice | None:
-    found = re.fullmatch(r"(?:(\w+):)?(\w+)(?:@(\d+))?", given or "")
-    return found and Notice(given, found[1] or "", found[2], timedelta(seconds=int(found[3] or 60)))  # sbatch's default
-
-
-def read_limit() -> timedelta | None:
-    """This job's time limit; None if it has none, or SLURM does not say."""
-    shown = subprocess.run(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True)
-    found = re.search(r"TimeLimit=(?:(\d+)-)?(\d+):(\d+):(\d+)", shown.stdout)
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-
-
-def describe_limit(limit: timedelta | None, warning: Notice | None) -> str:
-    """One line on the job's time limit (--time) against its --signal."""
-    if limit is None:
-        return "SLURM: this job has no time limit (--time)"
-    if warning is None or warning.name not in ("USR1", "SIGUSR1", "10"):
-        return (
-            f"warning: SLURM: time limit {limit} (--time), and no SIGUSR1 before it: the job would then be killed, lose"
-            " the steps since its last checkpoint, and not be requeued; give sbatch --signal=B:USR1@600"
-        )
-    text = f"SLURM: time limit {limit} (--time), warning {warning.before} before it (--signal={warning.text})"
-    left = limit - warning.before - EARLIER
-    if left <= timedelta(0):
-        return (
-            f"warning: {text}: it may come at once, and leave no time for a step: raise --time, or lower --signal to"
-            " the seconds of one step and one checkpoint (the one on sbatch's own command line is not known here)"
-        )
-    if warning.receiver != "B":
-        return f"warning: {text}: processes that are still starting may miss it; write --signal=B:{warning.text}"
-    return f"{text}: at least {left} for the start and the steps"
 
 
 def end(output_dir: Path, status: int) -> bool:
@@ -148,8 +87,8 @@ def find_step(output_dir: Path) -> int:
 def main(argv: list[str]) -> None:
     with ending_with_message(when_interrupted="interrupted"):
         match argv:
-            case ["start", script, *options]:
-                print(start(Path(script), options))
+            case ["start", *options]:
+                print(start(options))
             case ["end", output_dir, status]:
                 sys.exit(0 if end(Path(output_dir), int(status)) else 1)
             case _:

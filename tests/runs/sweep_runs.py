@@ -13,7 +13,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.tools.sweep.running import Pool, divide_devices
-from mini_trainer.tools.sweep.settings import SweepSettings, check_trials, read_settings
+from mini_trainer.tools.sweep.settings import SweepSettings, check_trials, draw_trials, read_settings
 
 TRAIN = dict(max_tokens_per_gpu=64, batch_size=8, max_steps=4, activation_checkpointing="none")
 
@@ -103,7 +103,6 @@ def count_steps(log_file: Path) -> int:
 def run(given: dict[str, Any], folder: Path, pool: Pool | None = None, *, num_parallel: int = 1) -> Path:
     """Runs, or continues, the sweep; returns its directory."""
     from mini_trainer.tools.sweep.search import find_direction, run_sweep
-    from mini_trainer.tools.sweep.study import draw_trials
 
     settings: SweepSettings = read_settings(write_settings(given, folder))
     drawn = draw_trials(settings)

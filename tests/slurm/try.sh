@@ -128,7 +128,7 @@ early() {
     await 900 "[ \$(state $JOB) = FAILED ]"
     promise "three requeues brought no step (the first may have)" "[ \$(restarts $JOB) -ge 3 -a \$(restarts $JOB) -le 4 ]"
     promise "the log says why" "grep -q 'not requeued again: 3 requeues have brought no step' $RUN.log"
-    grep -h "SLURM: time limit\|requeue" "$RUN.log" | cut -c1-160
+    grep -h "requeue" "$RUN.log" | cut -c1-160
     job_line "$JOB"
     JOB=$(submit "$WORK/early")
     await 900 "[ \$(state $JOB) = COMPLETED ]"

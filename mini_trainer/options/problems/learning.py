@@ -95,11 +95,6 @@ def find_schedule_problems(options: TrainOptions) -> list[str]:
     return []
 
 
-def find_signal_problems(options: TrainOptions) -> list[str]:
-    """Problems with the training signal."""
-    return [*find_preference_problems(options), *find_teacher_problems(options)]
-
-
 def find_preference_problems(options: TrainOptions) -> list[str]:
     """Options that are only for some preference losses."""
     o, problems = options.preference, []

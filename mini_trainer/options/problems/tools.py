@@ -267,7 +267,6 @@ def find_continual_problems(o: ContinualOptions) -> list[str]:
     """Problems with the options of mini-trainer continual."""
     if o.compare:
         problems = ["--output-dir has no effect with --compare: give --output"] if o.output_dir is not None else []
-        problems += ["--allow-env has no effect with --compare"] if o.allow_env else []
         if not o.paths:
             problems.append("--compare: no output directory of an experiment is given")
         if o.output is not None and Path(o.output).suffix != ".html":

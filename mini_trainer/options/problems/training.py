@@ -15,23 +15,22 @@ from mini_trainer.options import (
     flag_name,
     list_data_sets,
 )
-from mini_trainer.options.doors import RANDOM_FORMATS, open_door
+from mini_trainer.options.doors import RANDOM_FORMATS
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import list_changed, list_given, list_row_sources
-from mini_trainer.options.problems.learning import find_objective_problems, find_optimization_problems
+from mini_trainer.options.problems.learning import (
+    find_objective_problems,
+    find_optimization_problems,
+    find_preference_problems,
+    find_teacher_problems,
+)
 from mini_trainer.options.urls import find_target_faults, find_url_faults, hide_credentials, is_url, split_scheme
-
-# Functions that find problems in these groups, once one of their options is given.
-BY_GROUPS = {
-    ("classification", "preference", "teacher"): "mini_trainer.options.problems.learning:find_signal_problems",
-    ("osft", "lora", "vision"): "mini_trainer.options.problems.training:find_method_problems",
-    ("tracking", "callbacks", "hub", "exports"): "mini_trainer.options.problems.training:find_reporting_problems",
-}
 
 
 def find_train_problems(options: TrainOptions) -> list[str]:
     """Options without effect beside others, and options that contradict each other."""
-    problems = [
+    track = options.tracking.track
+    return [
         *find_url_problems(options),
         *find_training_data_problems(options),
         *find_validation_problems(options),
@@ -39,11 +38,16 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_ending_problems(options),
+        *find_preference_problems(options),
+        *find_teacher_problems(options),
+        *find_osft_problems(options.osft),
+        *find_lora_problems(options),
+        *find_vision_problems(options),
+        *(f"--track {name}: given twice" for name in dict.fromkeys(track) if track.count(name) > 1),
+        *find_callback_problems(options.callbacks),
+        *find_hub_problems(options.hub),
+        *find_upload_problems(options.exports),
     ]
-    for names, place in BY_GROUPS.items():
-        if any(list_changed(getattr(options, name)) for name in names):
-            problems += open_door(place)(options)
-    return problems
 
 
 def find_url_problems(options: TrainOptions) -> list[str]:
@@ -215,17 +219,6 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     return problems
 
 
-def find_reporting_problems(options: TrainOptions) -> list[str]:
-    """Problems with trackers, callbacks, and places of exports."""
-    track = options.tracking.track
-    return [
-        *(f"--track {name}: given twice" for name in dict.fromkeys(track) if track.count(name) > 1),
-        *find_callback_problems(options.callbacks),
-        *find_hub_problems(options.hub),
-        *find_upload_problems(options.exports),
-    ]
-
-
 def find_callback_problems(o: CallbackOptions) -> list[str]:
     """Problems with callbacks: given twice, or not an import path."""
     paths = dict.fromkeys(o.callbacks)
@@ -258,11 +251,6 @@ def find_upload_problems(o: ExportOptions) -> list[str]:
 
 # Settings that an adapter to continue from determines, so options must not set them.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_dora", "modules_to_save")
-
-
-def find_method_problems(options: TrainOptions) -> list[str]:
-    """Problems with the training method."""
-    return [*find_osft_problems(options.osft), *find_lora_problems(options), *find_vision_problems(options)]
 
 
 def find_osft_problems(o: OSFTOptions) -> list[str]:

@@ -240,5 +240,4 @@ AXOLOTL = Trainer(
     read_data=read_data,
     prepare=prepare,
     defaults={"lr_scheduler": "cosine", "adam_beta2": 0.999},
-    loss_defaults={"preference_beta": 0.1},
 )

@@ -1,17 +1,14 @@
 """Converts a configuration: each key by options/foreign_names.py, what follows from several, and the data sets."""
 
-import bisect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_origin
 
-import numpy as np
-
 from mini_trainer.options import LoRAOptions, RowOptions, TrainOptions, flag_name, group_options, list_facts, list_types
 from mini_trainer.options.doors import TRAINERS
-from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, Row, convert_schedule, find_row
+from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, convert_schedule, find_row
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.option_files import parse_value
 from mini_trainer.options.problems.finding import find_wrong_options
@@ -37,7 +34,7 @@ NOT_FROM_FILES = {
     *("export_best", "best_metric", "logging_level", "callbacks", "max_sample_num_tokens"),
 }
 STAND_INS = {"model_name_or_path": "model"}  # for what the user has to give
-MOST_LENGTHS = 20_000  # maximum number of samples to pack; with more, the share no longer changes
+IDLE = "no effect on this training"
 IMAGES = "rows with images are not translated: --images reads them, and --freeze chooses what trains"
 # Keys of a message, with the format that has them, and the column that it reads.
 MESSAGE_KEYS = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
@@ -56,7 +53,6 @@ class Trainer:
     prepare: "Callable[[Conversion], None]"  # settles keys that depend on others
     defaults: Mapping[str, Any]  # by our names, where they differ from ours
     objective: str = "causal-lm"
-    loss_defaults: Mapping[str, Any] = field(default_factory=dict)  # where answers are compared
 
 
 @dataclass
@@ -66,7 +62,6 @@ class Conversion:
     given: dict[str, Any]
     name: str
     num_gpus: int
-    lengths: np.ndarray | None = None  # tokens of each of the user's samples, if tokenized
     train: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)  # options of process_data.py that all data sets share
     sources: list[dict[str, Any]] = field(default_factory=list)  # one entry per run of process_data.py
@@ -160,12 +155,9 @@ def check_option(name: str, value: Any, options_class: type) -> Any:
     return parsed
 
 
-def convert(given: Mapping[str, Any], name: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:
-    """Options for every key. `lengths`: tokens of the user's samples, to measure packs and count epochs.
-
-    Raises ValueError with all reasons where the file asks for something that cannot be trained here.
-    """
-    to = Conversion({key: value for key, value in given.items() if value is not None}, name, num_gpus, lengths)
+def convert(given: Mapping[str, Any], name: str, *, num_gpus: int) -> Conversion:
+    """Options for every key. ValueError with all reasons if the file asks for something that cannot be trained here."""
+    to = Conversion({key: value for key, value in given.items() if value is not None}, name, num_gpus)
     if to.trainer.objective != "causal-lm":
         to.train["objective"] = to.trainer.objective
     refused: list[str] = []
@@ -206,10 +198,7 @@ def attempt(refused: list[str], to: Conversion, step: Callable[[Conversion], Non
 def follow_row(to: Conversion, key: str, value: Any) -> None:
     """Sets a key's options by the table. A value that an option cannot have becomes a comment; ValueError if the key
     decides what is learned, or would without a counterpart."""
-    row = find_row(key, to.name)
-    if key == "label_smoothing_factor" and to.row_format is not None:
-        row = Row(key, reason="no effect on this training")
-    is_set = value not in (False, 0, "", [], {})
+    row, is_set = find_row(key, to.name), value not in (False, 0, "", [], {})
     if row is None:
         elsewhere = find_row(key)
         if is_set and elsewhere is not None and elsewhere.decides:
@@ -219,12 +208,12 @@ def follow_row(to: Conversion, key: str, value: Any) -> None:
         if is_set:
             to.note(key, "no counterpart" if elsewhere is None else elsewhere.reason or "no counterpart")
         return
+    if row.of_texts and to.row_format is not None:
+        return to.note(key, IDLE) if is_set else None
     if not is_set and not row.values and (not row.options or (value is not False and value != 0)):
         return
     options = row.list_options(key)
     try:
-        if not options and not row.values:
-            raise KeyError(value)
         ours = row.convert(value, name=key)
     except KeyError:
         if row.decides:
@@ -253,7 +242,7 @@ def follow_row(to: Conversion, key: str, value: Any) -> None:
 def set_defaults(to: Conversion) -> None:
     """The other trainer's values for what the file leaves out, where ours differ."""
     compares = to.row_format is not None and to.objective != "reward"
-    defaults = to.trainer.defaults | (to.trainer.loss_defaults if compares else {})
+    defaults = to.trainer.defaults | ({"preference_beta": 0.1} if compares else {})
     if to.train.get("preference_loss") == "simpo":
         has_likelihood = to.name != "llama-factory" and "cpo_alpha" not in to.given
         defaults |= {"preference_gamma": 0.5} | ({"preference_nll_weight": 1.0} if has_likelihood else {})
@@ -292,7 +281,7 @@ def convert_lengths(to: Conversion) -> None:
 
 def count_batch(to: Conversion) -> None:
     """Sets `batch_size` to the rows of a step: devices x micro-batch x accumulation. If rows are packs of samples, sets
-    `batch_tokens` to as many tokens as these have on average, with tokenized data, else to as many as they hold."""
+    `batch_tokens` to as many tokens as these hold."""
     batch_key, default = to.trainer.batch
     a_gpu = to.get_number(batch_key, default=default)
     total = to.get_number("batch_size", default=0) if to.name == "axolotl" else 0
@@ -308,46 +297,20 @@ def count_batch(to: Conversion) -> None:
         to.tell("batch_size", product)
         return
     length = to.get_number(to.trainer.length[0], default=to.trainer.length[1])
-    packs = f"{rows} packs of {length:,} tokens ({product})"
-    tokens, how_full = rows * length, "all of them full; --tokenized-data measures how full they are"
-    if to.lengths is not None:
-        fill, longest = measure_packs(to.lengths, int(length))
-        tokens = max(longest, round(tokens * fill))
-        how_full = f"which are {fill:.1%} full on the tokenized data, by best-fit packing"
-    to.set("batch_tokens", batch_tokens=tokens)
-    to.note("batch_tokens", f"samples with as many tokens as {packs}, {how_full}")
-
-
-def measure_packs(lengths: np.ndarray, pack_length: int) -> tuple[float, int]:
-    """Share of tokens in the packs that best-fit decreasing fills with the samples no longer than a pack (at most
-    MOST_LENGTHS of them), and the longest of these."""
-    fitting = lengths[lengths <= pack_length]
-    if len(fitting) == 0:
-        raise ValueError(f"no sample of the tokenized data fits a pack of {pack_length:,} tokens")
-    longest = int(fitting.max())
-    if len(fitting) > MOST_LENGTHS:
-        fitting = np.random.default_rng(0).choice(fitting, MOST_LENGTHS, replace=False)
-    room: list[int] = []  # tokens left in each pack, ascending
-    for length in sorted(fitting.tolist(), reverse=True):
-        place = bisect.bisect_left(room, length)
-        left = room.pop(place) if place < len(room) else pack_length
-        bisect.insort(room, left - length)
-    return int(fitting.sum()) / (len(room) * pack_length), longest
+    to.set("batch_tokens", batch_tokens=rows * length)
+    to.note("batch_tokens", f"as many tokens as {rows} full packs of {length:,} tokens have ({product})")
 
 
 def convert_end(to: Conversion) -> None:
-    """The run's end: steps, or epochs, or for fractional epochs samples, if there is tokenized data."""
+    """The run's end: steps, or epochs."""
     key, default = to.trainer.epochs
     epochs = to.get_number(key, default=default)
     if (steps := to.get_number("max_steps", default=-1)) > 0:
         to.set("max_steps", max_steps=steps)
-    elif epochs == int(epochs):
-        to.set(key, max_epochs=epochs)
-    elif to.lengths is not None:
-        to.set(key, max_samples=max(1, round(epochs * len(to.lengths))))
-    else:
-        to.set(key, max_epochs=math.ceil(epochs))
-        to.note(key, f"given {epochs}; with --tokenized-data it becomes max_samples")
+        return
+    to.set(key, max_epochs=math.ceil(epochs))
+    if epochs != int(epochs):
+        to.note(key, f"given {epochs}: max_samples ends within an epoch")
 
 
 def convert_rates(to: Conversion) -> None:
@@ -431,7 +394,7 @@ def drop_idle(to: Conversion) -> None:
         for key in [key for key, told in to.told.items() if value in told]:
             del to.told[key]
             if not key.startswith("default of "):
-                to.note(key, "no effect on this training")
+                to.note(key, IDLE)
 
 
 def finish_options(to: Conversion) -> None:

@@ -1,10 +1,10 @@
 """LLaMA-Factory: its keys that depend on others, its defaults (its hparams), and its list of data sets."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mini_trainer.data.stores.disk import read_object
 from mini_trainer.tools.importers.conversion import (
     IMAGES,
     Conversion,
@@ -55,12 +55,7 @@ def read_data(to: Conversion) -> None:
         return
     info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
     names = read_names("dataset", to.given["dataset"])
-    try:
-        listed = json.loads(info.read_text()) if info.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{info} cannot be read: {error}") from None
-    if not isinstance(listed, dict):
-        raise ValueError(f"{info}: not a mapping of names to data sets")
+    listed = read_object(info) if info.is_file() else {}
     absent = [name for name in names if name not in listed]
     if absent:
         to.note("dataset", f"give its file as input_file in data.yaml ({', '.join(absent)} not in {info})")
@@ -162,5 +157,4 @@ LLAMA_FACTORY = Trainer(
     read_data=read_data,
     prepare=prepare,
     defaults={"lora": True, "lora_rank": 8, "lr_scheduler": "linear", "learning_rate": 5e-5, "adam_beta2": 0.999},
-    loss_defaults={"preference_beta": 0.1},
 )

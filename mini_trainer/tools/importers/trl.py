@@ -99,7 +99,7 @@ SFT = Trainer(
     prepare=prepare,
     defaults=DEFAULTS | {"learning_rate": 2e-5},
 )
-DPO = CPO = replace(SFT, objective="preference", defaults=DEFAULTS | {"learning_rate": 1e-6, "preference_beta": 0.1})
+DPO = CPO = replace(SFT, objective="preference", defaults=DEFAULTS | {"learning_rate": 1e-6})
 KTO = replace(DPO, objective="kto")
 ORPO = replace(DPO, defaults=DPO.defaults | {"preference_loss": "orpo"})
 REWARD = replace(SFT, objective="reward", defaults=DEFAULTS | {"learning_rate": 1e-4})

@@ -5,7 +5,8 @@
     python -m mini_trainer sweep sweep.yaml --task 3/8
 
 Every trial is a run of train.py in a directory of its own, as many at a time as there are GPUs. Killed at any moment, a
-sweep continues when the same command is started again, and finds the same (docs/reference/sweeps.md). Needs optuna.
+sweep continues when the same command is started again, and finds the same (docs/reference/sweeps.md). Drawing trials
+needs optuna.
 """
 
 from pathlib import Path
@@ -19,17 +20,17 @@ if __name__ == "__main__":
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.problems.finding import require
 from mini_trainer.run.stages import ending_experiment
+from mini_trainer.tools.sweep import search
 from mini_trainer.tools.sweep.running import Pool, divide_devices, list_devices
-from mini_trainer.tools.sweep.settings import check_trials, list_files, read_settings
+from mini_trainer.tools.sweep.settings import check_trials, draw_trials, list_files, read_settings
 
 
 def sweep(options: SweepOptions) -> None:
     """Runs or continues the sweep, or prints its commands."""
-    settings = read_settings(Path(options.config_file), output_dir=options.output_dir, allowed=options.allow_env)
-    require("optuna", flag="sweep")
-    from mini_trainer.tools.sweep import search, study
-
-    drawn = study.draw_trials(settings)
+    settings = read_settings(Path(options.config_file), output_dir=options.output_dir)
+    if settings.search == "random":
+        require("optuna", flag="search: random")
+    drawn = draw_trials(settings)
     check_trials(settings, drawn)
     more_is_better = search.find_direction(settings.metric)
     if options.print_command:
@@ -46,7 +47,7 @@ def sweep(options: SweepOptions) -> None:
     if task is None:
         search.run_sweep(settings, drawn, pool, more_is_better=more_is_better)
     else:
-        search.run_task(settings, drawn, pool, task, is_first=is_first, more_is_better=more_is_better)
+        search.run_task(settings, drawn, pool, task, is_first=is_first)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,22 @@
 
 Trials can be shared among the tasks of an array job: each runs its own, and a start without --task collects.
 
-    OUTPUT_DIR/tasks/3_of_8/    lock and journal of a task; results are read from the runs, failures from here
+    OUTPUT_DIR/tasks/3_of_8/    lock of a task, and its trials.json: the trials that have ended, with errors
 
-No task reads what another one writes, so that none waits.
+Results are read from the runs. No task reads what another one writes, so that none waits.
 """
 
 import dataclasses
 import json
+import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mini_trainer.data.stores.disk import read_fields, read_metrics, remove, written_aside
+from mini_trainer.data.stores.disk import read_fields, read_metrics, read_object, remove, written_aside
 from mini_trainer.distributed.command import name_launch
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.lock import RunLock
@@ -36,20 +37,38 @@ from mini_trainer.tools.sweep.settings import (
     list_files,
     show_value,
 )
-from mini_trainer.tools.sweep.study import Study, Trial, is_number
 from mini_trainer.use.plots.curves import make_curves_page
 from mini_trainer.use.plots.run_files import Run
 
-RECORD, STORAGE = "sweep.json", "study.journal"
+RECORD, ENDS = "sweep.json", "trials.json"
 RESULTS, CURVES, BEST = "results.json", "curves.html", "best.yaml"
 MOST_CURVES = 24  # runs on the page: the best ones
 TASKS = "tasks"  # directory in the sweep's
-WRITTEN = (STORAGE, PARAMS_FILE, "trial_0", RESULTS, CURVES, BEST)  # are not written over without a record
+WRITTEN = (ENDS, PARAMS_FILE, "trial_0", RESULTS, CURVES, BEST)  # are not written over without a record
+NO_RESULT = "no validation has a number as {}"
 MOST_STARTS = 4  # of a trial in a row that were ended from outside before it is given up
 # Ends from outside: the trial is started again.
 ENDED_FROM_OUTSIDE = (ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED, ExitCode.HANG, ExitCode.INTERRUPTED)
 # Ends that say nothing of the trial's options: the sweep stops, and the trial is not recorded.
 ENDS_OF_ALL = (ExitCode.IO, ExitCode.LOCKED, ExitCode.NO_VALID_CHECKPOINT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A trial, and how it has ended."""
+
+    number: int
+    values: Values
+    state: Literal["waiting", "complete", "failed"] = "waiting"
+    result: float | None = None  # of a complete one
+    facts: Mapping[str, Any] = field(default_factory=dict)  # step of the best validation, steps, model; error
+
+    @property
+    def name(self) -> str:
+        return f"trial_{self.number}"
+
+    def describe_result(self, metric: str) -> str:
+        return f"{metric} {self.result:.4f} after step {self.facts['step']}"
 
 
 @dataclass(frozen=True)
@@ -108,30 +127,24 @@ def run_sweep(settings: SweepSettings, drawn: list[Values], pool: Pool, *, more_
     try:
         with holding_tasks(settings.root) as tasks:
             settle(settings, drawn)
-            study = Study(settings.root / STORAGE, settings, more_is_better=more_is_better)
-            study.add(drawn)
-            found = Sweep(settings, study, pool)
-            for folder in tasks:
-                if (folder / STORAGE).exists():
-                    found.adopt_failures(Study(folder / STORAGE, settings, more_is_better=more_is_better))
+            found = Sweep(settings, drawn, pool)
+            found.find_ends([settings.root, *tasks])
             found.run_trials()
-            found.report()
+            found.report(more_is_better=more_is_better)
     finally:
         pool.lock.release()
 
 
-def run_task(
-    settings: SweepSettings, drawn: list[Values], pool: Pool, task: ArrayTask, *, is_first: bool, more_is_better: bool
-) -> None:
+def run_task(settings: SweepSettings, drawn: list[Values], pool: Pool, task: ArrayTask, *, is_first: bool) -> None:
     """Runs, or continues, the trials of one task. `pool` is in the task's folder; `is_first`: no task was there."""
     try:
         settle(settings, drawn, is_first=is_first)
-        study = Study(pool.root / STORAGE, settings, more_is_better=more_is_better)
-        study.add(drawn)
-        Sweep(settings, study, pool, task).run_trials()
+        found = Sweep(settings, drawn, pool, task)
+        found.find_ends([pool.root])
+        found.run_trials()
     finally:
         pool.lock.release()
-    states = [one.state for one in study.list_trials() if task.has(one.number)]
+    states = [one.state for one in found.own]
     say(
         f"task {task}: {len(states)} trials have ended, {states.count('failed')} of them failed. Once all tasks have,"
         " the same command without --task, in one process, writes the results"
@@ -159,7 +172,7 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
                 " changes, or choose another output_dir; only num_trials of search: random can be raised"
             )
         if changes:
-            for found in (settings.root / STORAGE, settings.root / RESULTS, *settings.root.glob("trial_*")):
+            for found in (settings.root / ENDS, settings.root / RESULTS, *settings.root.glob("trial_*")):
                 remove(found)
     elif is_first and (found := [name for name in WRITTEN if (settings.root / name).exists()]):
         raise ValueError(f"output_dir: {settings.root} has {found[0]} of something else; choose another directory")
@@ -167,50 +180,49 @@ def settle(settings: SweepSettings, drawn: list[Values], *, is_first: bool = Tru
 
 
 class Sweep:
-    """A sweep that runs."""
+    """A sweep that runs; of a task, only its own trials."""
 
-    def __init__(self, settings: SweepSettings, study: Study, pool: Pool, task: ArrayTask = WHOLE):
-        self.settings, self.study, self.pool, self.task = settings, study, pool, task
+    def __init__(self, settings: SweepSettings, drawn: list[Values], pool: Pool, task: ArrayTask = WHOLE):
+        self.settings, self.pool, self.task = settings, pool, task
+        self.trials = [Trial(number=number, values=values) for number, values in enumerate(drawn)]
         self.num_starts: dict[int, int] = {}  # in a row that were ended from outside
 
+    @property
+    def own(self) -> list[Trial]:
+        return [one for one in self.trials if self.task.has(one.number)]
+
+    def find_ends(self, folders: Sequence[Path]) -> None:
+        """Notes which trials have ended: those whose runs have, and those that are recorded in the folders."""
+        errors = {number: error for folder in folders for number, error in read_ends(folder).items()}
+        for one in self.own:
+            error = errors.get(str(one.number), "")
+            has_result = error is None and (self.find_folder(one.number) / "run" / PARAMS_FILE).exists()
+            if has_result or self.make_stage(one.number).has_ended:
+                self.read_end(one.number)
+            elif error:
+                self.note(one.number, state="failed", facts={"error": error})
+
     def run_trials(self) -> None:
-        """Runs the trials that have not ended. ValueError if a failed one has a result after all: the journal does not
-        match the runs."""
-        for one in self.study.list_trials():
-            if one.state == "failed" and self.make_stage(one.number).has_ended and self.read_result(one.number):
-                raise self.study.refuse(f"{one.name} has failed, but its run has ended with a result")
-        waiting = [one.number for one in self.study.list_trials() if not one.has_ended and self.task.has(one.number)]
-        for number in list(waiting):
-            # A kill came before the end was recorded, or the journal is an older one.
-            if self.make_stage(number).has_ended:
-                self.study.start(number)
-                self.record(number)
-                waiting.remove(number)
+        """Runs the trials that have not ended."""
+        waiting = [one.number for one in self.own if one.state == "waiting"]
         self.pool.run(waiting, self.start, self.end)
 
     def start(self, number: int) -> Stage:
-        self.study.start(number)
-        trial = self.study.read(number)
-        values = ", ".join(f"{name} {show_value(value)}" for name, value in trial.values.items())
-        say(f"{trial.name}: {values}")
+        values = ", ".join(f"{name} {show_value(value)}" for name, value in self.trials[number].values.items())
+        say(f"{self.trials[number].name}: {values}")
         return self.make_stage(number)
 
     def make_stage(self, number: int) -> Stage:
         """A trial's run."""
-        trial, folder = self.study.read(number), self.find_folder(number)
-        options = self.settings.options_of(trial.values) | {"output_dir": str(folder / "run")}
+        folder = self.find_folder(number)
+        options = self.settings.options_of(self.trials[number].values) | {"output_dir": str(folder / "run")}
         return Stage(program="train", folder=folder, options=options)
 
-    def find_folder(self, number: int) -> Path:
-        return self.settings.root / self.study.read(number).name
+    def note(self, number: int, **changes: Any) -> None:
+        self.trials[number] = dataclasses.replace(self.trials[number], **changes)
 
-    def adopt_failures(self, task: Study) -> None:
-        """Notes the trials that have failed in a task, and have no result since."""
-        unended = {one.number for one in self.study.list_trials() if not one.has_ended}
-        for one in task.list_trials():
-            if one.state == "failed" and one.number in unended and not self.make_stage(one.number).has_ended:
-                self.study.start(one.number)
-                self.study.fail(one.number, one.facts["error"])
+    def find_folder(self, number: int) -> Path:
+        return self.settings.root / self.trials[number].name
 
     def read_result(self, number: int) -> dict[str, Any] | None:
         """The best validation of a trial's run; None if none has a number as the metric."""
@@ -223,7 +235,8 @@ class Sweep:
         """Records the end of a trial's process; False if it has to be started again."""
         if code == ExitCode.DONE:
             self.num_starts.pop(number, None)
-            self.record(number)
+            self.read_end(number)
+            self.record_end(number)
             return True
         if code in ENDED_FROM_OUTSIDE or not 0 <= code <= 128:
             self.num_starts[number] = self.num_starts.get(number, 0) + 1
@@ -234,59 +247,71 @@ class Sweep:
         # Without a directory of the run, it ended before train had begun.
         if code in ENDS_OF_ALL or (code == ExitCode.FAILED and not (folder / "run").exists()):
             raise RunError(describe_code(code), f"trial_{number}: {why}\n(all output: {folder / 'train.log'})")
-        self.fail(number, why)
+        self.note(number, state="failed", facts={"error": why})
+        self.record_end(number)
         return True
 
-    def record(self, number: int) -> None:
-        """Records the result of a run that has ended: its best validation."""
+    def record_end(self, number: int) -> None:
+        ends = {one.number: one.facts.get("error") for one in self.trials if one.state != "waiting"}
+        with written_aside(self.pool.root / ENDS) as (aside,):
+            aside.write_text(json.dumps(ends, indent=2) + "\n")
+        one = self.trials[number]
+        if one.state == "failed":
+            return say(f"{one.name}: failed, {one.facts['error']}\n(all output: {self.find_folder(number)}/train.log)")
+        ended = [each.state != "waiting" for each in self.own]
+        say(f"{one.name}: {one.describe_result(self.settings.metric)} ({sum(ended)} of {len(ended)})")
+
+    def read_end(self, number: int) -> None:
+        """Notes the result of a run that has ended, its best validation, and removes its checkpoints: its command makes
+        the same ones again."""
         run = self.find_folder(number) / "run"
         best = self.read_result(number)
         if best is None:
-            return self.fail(number, f"no validation has a number as {self.settings.metric}")
+            return self.note(number, state="failed", facts={"error": NO_RESULT.format(self.settings.metric)})
         identity = read_fields(run / PARAMS_FILE, {"identity": dict}, written_by="train.py")["identity"]
         self.check_model(number, model := identity.get("model"))
         steps = max((row["step"] for _, _, row in read_metrics(run / METRICS_FILE) if row is not None), default=0)
-        self.study.note(number, step=best["step"], steps=steps, model=model)
-        self.study.complete(number, best[self.settings.metric])
-        self.clean(number)
-        trials = self.study.list_trials()
-        own = [one.has_ended for one in trials if self.task.has(one.number)]
-        say(f"trial_{number}: {trials[number].describe_result(self.settings.metric)} ({sum(own)} of {len(own)})")
+        facts = {"step": best["step"], "steps": steps, "model": model}
+        self.note(number, state="complete", result=best[self.settings.metric], facts=facts)
+        remove(run / "checkpoints")
 
     def check_model(self, number: int, model: str) -> None:
         """ValueError if the files of the model have changed since an earlier trial."""
-        trials = self.study.list_trials()
-        names = [self.settings.options_of(one.values)["model_name_or_path"] for one in trials]
+        names = [self.settings.options_of(one.values)["model_name_or_path"] for one in self.trials]
         name = names[number]
-        for one, other in zip(trials, names, strict=True):
+        for one, other in zip(self.trials, names, strict=True):
             if other == name and one.facts.get("model", model) != model:
                 raise ValueError(f"{name}: trial_{number} has trained other weights than {one.name}: start a new sweep")
 
-    def fail(self, number: int, error: str) -> None:
-        self.study.fail(number, error)
-        say(f"trial_{number}: failed, {error}\n(all output: {self.find_folder(number) / 'train.log'})")
-
-    def clean(self, number: int) -> None:
-        """Removes the checkpoints of a trial that has ended: its command makes the same ones again."""
-        remove(self.find_folder(number) / "run" / "checkpoints")
-
-    def report(self) -> None:
+    def report(self, *, more_is_better: bool) -> None:
         """Writes the results, and prints the table and the best trial."""
-        trials = self.study.list_trials()
-        ranked = self.study.rank(trials)
-        failed = [one for one in trials if one.state == "failed"]
-        for one in ranked:
-            self.clean(one.number)  # a kill may have come before
+        ranked = rank(self.trials, more_is_better=more_is_better)
+        failed = [one for one in self.trials if one.state == "failed"]
         write_results(self.settings, [*ranked, *failed])
         say(describe_table(self.settings, [*ranked, *failed]))
         if not ranked:
             raise RunError(
                 ExitCode.FAILED,
-                f"all {len(trials)} trials failed; their last words are above; to run them again, remove"
-                f" {self.study.path} and start the same command again",
+                f"all {len(failed)} trials failed; their last words are above; to run them again, remove {ENDS} in"
+                f" {self.settings.root} and its tasks, and start the same command again",
             )
         say(write_curves(self.settings, ranked))
         say(describe_best(self.settings, ranked[0], self.pool.num_processes))
+
+
+def read_ends(folder: Path) -> dict[str, str | None]:
+    """The trials that have ended in a sweep or a task, by number: their errors, None for those with results."""
+    return read_object(folder / ENDS) if (folder / ENDS).exists() else {}
+
+
+def rank(trials: Iterable[Trial], *, more_is_better: bool) -> list[Trial]:
+    """Trials with a result, best first, and of equal ones the one with the lower number."""
+    sign = -1 if more_is_better else 1
+    return sorted((one for one in trials if one.result is not None), key=lambda one: (sign * one.result, one.number))
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def find_direction(metric: str) -> bool:

@@ -1,11 +1,11 @@
-"""Settings of a sweep: the YAML file of `mini-trainer sweep`, checked before anything runs."""
+"""Settings of a sweep: the YAML file of `mini-trainer sweep`, checked before anything runs, and the trials drawn."""
 
 import dataclasses
-import functools
+import hashlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,13 +109,10 @@ class SweepSettings:
         return UNEXPORTED | self.train | values
 
 
-def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collection[str] = ()) -> SweepSettings:
-    """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys.
-
-    `allowed`: environment variables to fill in.
-    """
-    given = read_option_file(path, named=str(path), allowed=allowed)
-    readers = {"train": functools.partial(read_train, allowed=allowed), "parameters": read_parameters}
+def read_settings(path: Path, *, output_dir: str | None = None) -> SweepSettings:
+    """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys."""
+    given = read_option_file(path, named=str(path))
+    readers = {"train": read_train, "parameters": read_parameters}
     with naming_place(str(path)):
         given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
         if given.get("search") == "halving":
@@ -132,11 +129,11 @@ def read_settings(path: Path, *, output_dir: str | None = None, allowed: Collect
     return settings
 
 
-def read_train(given: Any, *, allowed: Collection[str] = ()) -> Values:
+def read_train(given: Any) -> Values:
     """The options that all trials share: of `config`, of `preset`, and the file's own, which win over both."""
     values, of_files = name_values(given), {}
     for path in parse_value("config", values.pop("config", []), TrainOptions):
-        of_file = name_values(read_option_file(Path(path), named=f"config: {path}", allowed=allowed))
+        of_file = name_values(read_option_file(Path(path), named=f"config: {path}"))
         of_file.pop("output_dir", None)  # as a flag would win over it, the trial's own directory does
         of_files |= of_file
     merged = of_files | values
@@ -216,6 +213,43 @@ def list_grid(settings: SweepSettings) -> Iterator[Values]:
     """The values of all combinations, the last parameter's changing fastest."""
     for combination in itertools.product(*(one.list_values() for one in settings.parameters)):
         yield {one.name: value for one, value in zip(settings.parameters, combination, strict=True)}
+
+
+def draw_trials(settings: SweepSettings) -> list[Values]:
+    """The values of all trials: the grid, or different ones drawn at random.
+
+    Draw k is a pure function of the sweep's seed and k, so that more trials only come after those there are.
+    """
+    if settings.search == "grid":
+        return list(list_grid(settings))
+    found: dict[str, Values] = {}
+    for k in itertools.count():
+        if len(found) == settings.num_trials:
+            return list(found.values())
+        values = draw_values(settings.parameters, f"{settings.seed} {k}")
+        found.setdefault(repr(sorted(values.items())), values)
+
+
+def draw_values(parameters: Sequence[Parameter], seed: str) -> Values:
+    from optuna.samplers import RandomSampler  # a second to import
+
+    digest = hashlib.sha256(seed.encode()).digest()
+    sampler, drawn = RandomSampler(seed=int.from_bytes(digest[:4], "little")), {}
+    for one in sorted(parameters, key=lambda one: one.name):
+        value = sampler.sample_independent(None, None, one.name, make_distribution(one))
+        drawn[one.name] = one.choices[value] if one.choices else value
+    return {one.name: drawn[one.name] for one in parameters}
+
+
+def make_distribution(one: Parameter) -> Any:
+    """optuna's distribution of an option's values; of choices, that of their places."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if one.choices:
+        return CategoricalDistribution(range(len(one.choices)))
+    if one.of_integers:
+        return IntDistribution(one.low, one.high, log=one.log, step=one.step or 1)
+    return FloatDistribution(one.low, one.high, log=one.log, step=one.step)
 
 
 def check_trials(settings: SweepSettings, trials: Sequence[Values]) -> None:
