@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
 
 from mini_trainer.data.columns.base import DataTask
-from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.model import activation_memory
 from mini_trainer.model.optim.optimizers import build_optimizer, reduce_step
@@ -32,6 +31,7 @@ from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
+from mini_trainer.run.auto_settings import MemoryCounter
 from mini_trainer.run.export import ExportParts
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.inputs import RunInputs

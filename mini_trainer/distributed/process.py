@@ -1,5 +1,4 @@
-"""This process: its parent, its number among those started together, its garbage collector, its open files, and limits
-on the time and memory of other people's templates and patterns.
+"""This process: its parent, its number among those started together, its garbage collector, and its open files.
 
 Imports of torch and transformers make over half a million objects, which live as long as the process. The collector
 would scan them all eight times: over one CPU second of the six until a tiny model's first step
@@ -10,9 +9,6 @@ import contextlib
 import gc
 import os
 import resource
-import signal
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,52 +129,3 @@ def may_be_launcher(pid: int) -> bool:
 def count_local_ranks() -> int:
     """Number of ranks per node, from torchrun's environment."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted, and
-    workers run there; elsewhere there is no limit.
-
-    A single operation on huge values cannot be interrupted. After twice the limit of CPU time the kernel ends the
-    process with SIGVTALRM, unless the program handles that signal.
-    """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError(f"takes longer than {seconds:g} seconds")
-
-    handler = signal.signal(signal.SIGALRM, give_up)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    virtual = signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, *virtual)
-        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
-        signal.signal(signal.SIGALRM, handler)
-
-
-@contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Raises MemoryError in the block once it needs this much more memory. Linux only."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource  # Unix only
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = measure_memory() + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def measure_memory() -> int:
-    """The size of this process's address space, in bytes."""
-    with open("/proc/self/statm") as memory:
-        return int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
