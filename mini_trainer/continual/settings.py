@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mini_trainer.options import OptimizationOptions, TeacherOptions
 from mini_trainer.options.fields import option
-from mini_trainer.options.problems.training import LORA_ADAPTER_SAYS
+from mini_trainer.options.problems.choices import LORA_ADAPTER_SAYS
 from mini_trainer.options.tools import MOST_TOP_K
 
 Values = dict[str, Any]  # options by name
