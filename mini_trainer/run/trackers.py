@@ -1,4 +1,4 @@
-"""Experiment trackers (wandb, TensorBoard, MLflow, trackio) as one sink, each with its own thread and bounded queue.
+"""Experiment trackers (wandb, TensorBoard, MLflow) as one sink, each with its own thread and bounded queue.
 
 A tracker that fails, hangs or is slow is reported once; training never waits for it (docs/tasks/tracking.md). A package
 is imported only if it is requested, in its tracker's thread.
@@ -7,7 +7,6 @@ is imported only if it is requested, in its tracker's thread.
 import contextlib
 import hashlib
 import heapq
-import io
 import itertools
 import json
 import logging
@@ -300,13 +299,12 @@ def start_wandb(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     started.config.update({"run": run.facts}, allow_val_change=True)
     first_lacking = {} if started.offline and ids else {STEP: started.step, VALIDATION: started.step}
     where = f"offline, in {Path(started.dir).parent}" if started.offline else str(started.url)
-    return StartedRun(where, partial(log_each, started), started.finish, first_lacking)
 
+    def log_entries(entries: list[Entry]) -> None:
+        for step, values in entries:
+            started.log(values, step=step)
 
-def log_each(run: Any, entries: list[Entry]) -> None:
-    """Logs to a run of wandb or trackio."""
-    for step, values in entries:
-        run.log(values, step=step)
+    return StartedRun(where, log_entries, started.finish, first_lacking)
 
 
 def start_tensorboard(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
@@ -383,28 +381,3 @@ def find_experiment(client: Any) -> str:
     with contextlib.suppress(MlflowException):  # it exists
         return client.create_experiment(name)
     return client.get_experiment_by_name(name).experiment_id
-
-
-def start_trackio(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
-    """trackio: its local database (TRACKIO_DIR), or a Space or server (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL).
-
-    It identifies runs by name, so a new run's name gets a random suffix. A local database records the last step of a
-    resumed run, and repeated steps are skipped.
-    """
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    project = ids.get("project") or os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT
-    name = ids.get("name") or f"{run.name}-{secrets.token_hex(2)}"
-    keep({"project": project, "name": name})
-    config = {"options": run.options, "run": run.facts}
-    with contextlib.redirect_stdout(io.StringIO()):  # its output would garble the live line
-        started = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
-    last_step = SQLiteStorage.get_max_step_for_run(project, name, run_id=started.id)
-    first_lacking = dict.fromkeys((STEP, VALIDATION), 0 if last_step is None else last_step + 1)
-
-    def finish() -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            started.finish()
-
-    return StartedRun(f"run {name} of project {project}", partial(log_each, started), finish, first_lacking)
