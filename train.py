@@ -12,8 +12,8 @@ The script reads top to bottom: what is refused early, the model, the loop.
 import os
 
 from mini_trainer.distributed.ending import exit_process
-from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.process import check_tasks, pause_collector, resume_collector
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.options import TrainOptions, flatten_options, parse_duration, replace_options
 from mini_trainer.options.command_line import parse_options
 

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from mini_trainer.distributed.devices import memory_limit
 from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
-from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.process import (
     START_TIMEOUT,
     check_open_files,
@@ -28,7 +27,7 @@ from mini_trainer.distributed.process import (
     list_group_sizes,
     raise_open_file_limit,
 )
-from mini_trainer.distributed.watch import SLOW_LIMIT
+from mini_trainer.distributed.watch import SLOW_LIMIT, RunControl
 from mini_trainer.options import ShardingOptions
 
 
