@@ -113,7 +113,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     peak = peak_flops(world.device, inputs.compute_dtype)
     cap = step_options.data.max_tokens_per_gpu
     meter = StepMeter(calendar.epoch_length, cap, flops, peak, inputs.objective)
-    training_log = run.open_log(inputs, options.validation, options.tracking, num_validations=validations.num_done)
+    training_log = run.open_log(inputs, options.tracking, num_validations=validations.num_done)
     exports = Exports(options.exports, options.hub, inputs, world, control, training_log)
     if run.checkpoint and exports.is_missing(position, calendar, num_steps=num_steps):
         exports.write(state, position)

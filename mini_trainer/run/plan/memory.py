@@ -180,7 +180,6 @@ def count_row_tokens(data: Mixture, rows: np.ndarray, objective: Objective) -> n
 
 
 ENOUGH_TOKENS = 4096  # large enough for the fixed costs to be small
-LONG_ROW = 8192  # from this many tokens, a plan tries the options for long rows
 
 KINDS = {  # descriptions of the kinds of StepMemory.peak
     "weights": "trainable weights, sharded",
@@ -222,8 +221,6 @@ def plan_memory(
     if memory is not None:
         findings.lines.append(packing.describe())
         describe_memory(target, packing, memory, findings)
-        if packing.num_tokens >= LONG_ROW:
-            describe_savings(options, target, run, packing, findings)
         check_memory(target, memory, findings)
         check_reference_memory(target, run, memory, findings)
     return options, packing, memory is not None
@@ -382,33 +379,6 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
         lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
     if target.keeps_freed:
         lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
-
-
-def describe_savings(
-    options: StepOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
-) -> None:
-    """Adds the effect of the options for long rows that the run does not use yet."""
-    for change in list_savings(options.compute, target):
-        changed = replace_options(options, **change)
-        try:
-            memory = simulate_packing(changed, target, run, packing)
-        except ValueError:  # of a model without such modules
-            continue
-        names = " ".join(f"--{name.replace('_', '-')}" for name, value in change.items() if value is True)
-        findings.lines.append(
-            f"  {f'together with {names}':<64}{(target.base + memory.total) / GIB:9.3f} GiB,"
-            f" {memory.per_token / 1024:,.1f} KiB for each extra token"
-        )
-
-
-def list_savings(compute: ComputeOptions, target: Target) -> list[dict[str, bool]]:
-    savings: list[dict[str, bool]] = []
-    if not (compute.tiled_mlp or compute.compile):
-        savings.append(dict(tiled_mlp=True))
-    is_able = target.device.type == "cuda" and compute.activation_checkpointing == "full"
-    if is_able and not compute.offload_activations:
-        savings.append(dict(offload_activations=True))
-    return savings if len(savings) < 2 else [*savings, savings[0] | savings[1]]
 
 
 def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:
