@@ -19,7 +19,6 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.distributed import command
-from mini_trainer.run.end_report import drop_flag
 from mini_trainer.run.training_log import TimeLeft
 
 TEXTS = ["the capital of peru is lima", "a b c d e f g"]
@@ -53,23 +52,15 @@ def check_done(said: str, run: Path) -> None:
     assert re.search(rf"^(best )?model.*: {run}/hf_format/", said, re.MULTILINE)
 
 
-def run_printed_forked(text: str, said: str) -> subprocess.CompletedProcess:
-    """Runs the script after `text` with the words that are printed, as a shell would split them."""
-    (line,) = [line for line in said.splitlines() if line.startswith(text)]
-    words = shlex.split(line.removeprefix(text))
-    (place,) = [i for i, word in enumerate(words) if word.endswith(".py")]
-    return run_forked(0, *words[place:])
-
-
 @pytest.mark.slow
 def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
     """--max-time is over before the first step: each start makes one, and the second start makes the last."""
-    stopped = run_forked(0, "train.py", *flags(**make_options(tmp_path)))
-    assert re.search(r"^stopped after step 1: --max-time.*\nto continue: ", stopped.stderr, re.MULTILINE), (
-        stopped.stderr
-    )
+    options = make_options(tmp_path)
+    stopped = run_forked(0, "train.py", *flags(**options))
+    how = "to continue: start the same command again, with --resume auto in place of none"
+    assert re.search(rf"^stopped after step 1: --max-time.*\n{how}$", stopped.stderr, re.MULTILINE), stopped.stderr
     assert stopped.returncode == json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
-    done = run_printed_forked("to continue:", stopped.stderr)
+    done = run_forked(0, "train.py", *flags(**options | dict(resume="auto")))
     assert done.returncode == 0, done.stderr
     check_done(done.stderr, tmp_path / "a run")
     tried = run_printed("try it:", done.stderr, stdin="hello\n")
@@ -81,14 +72,15 @@ def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
 @pytest.mark.wide
 @pytest.mark.slow
 def test_the_printed_commands_are_a_shells_also_under_torchrun(tmp_path):
-    words = torchrun(1, "train.py", *flags(**make_options(tmp_path)))
+    options = make_options(tmp_path)
+    words = torchrun(1, "train.py", *flags(**options))
     stopped = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
-    assert re.search(r"^stopped after step 1: --max-time.*\nto continue: ", stopped.stderr, re.MULTILINE), (
-        stopped.stderr
-    )
+    how = "to continue: start the same command again, with --resume auto in place of none"
+    assert re.search(rf"^stopped after step 1: --max-time.*\n{how}$", stopped.stderr, re.MULTILINE), stopped.stderr
     assert stopped.returncode == 0 and "Traceback" not in stopped.stderr  # torchrun's
     assert json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
-    done = run_printed("to continue:", stopped.stderr)
+    words = torchrun(1, "train.py", *flags(**options | dict(resume="auto")))
+    done = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     check_done(done.stderr, tmp_path / "a run")
     tried = run_printed("try it:", done.stderr, stdin="hello\n")
@@ -123,11 +115,6 @@ def test_a_quiet_run_says_nothing_more(world, tmp_path, caplog):
     assert train_here(world, **options, output_dir=str(tmp_path / "run"), max_steps=1) == ""
 
 
-def test_a_flag_is_dropped_with_its_value():
-    words = ["train.py", "--resume", "none", "--resume-not", "1", "--max-steps=3", "--resume=none", "--lora"]
-    assert drop_flag("--resume", words) == ["train.py", "--resume-not", "1", "--max-steps=3", "--lora"]
-
-
 @pytest.mark.parametrize(
     ("argv", "is_module", "name", "generate"),
     [
@@ -140,7 +127,6 @@ def test_commands_are_named_as_they_were_typed(argv, is_module, name, generate, 
     monkeypatch.setenv(command.COMMAND, json.dumps([os.getppid(), argv, is_module]))
     assert command.name_command() == f"{name} train"
     assert command.name_program("generate") == f"{name} {generate}"
-    assert shlex.join(command.repeat_command()) == f"{name} train '--a b'"
 
 
 def test_scripts_are_named_by_their_paths(monkeypatch):
@@ -152,7 +138,6 @@ def test_scripts_are_named_by_their_paths(monkeypatch):
     assert command.name_command() == f"{python} train.py"
     assert command.name_program("generate") == f"{python} generate.py"
     assert command.name_program("plot-metrics") == f"{python} -m mini_trainer plot-metrics"
-    assert command.repeat_command() == [python, "train.py", "--max-steps", "1"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert command.name_command() == "torchrun train.py"
 

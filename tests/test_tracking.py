@@ -140,19 +140,6 @@ def test_mlflow_has_every_step_once(tracked):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_deleted_at_mlflow_is_replaced(tracked, monkeypatch, tmp_path, caplog):
-    from mlflow import MlflowClient
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked.root}/mlflow.db")
-    run, ids = TrackedRun("name", tmp_path, 0, options={"a": 1}, facts={}), {}
-    doors.TRACKERS["mlflow"](run, {}, ids.update)
-    deleted = dict(ids)
-    MlflowClient().delete_run(deleted["run_id"])
-    doors.TRACKERS["mlflow"](run, deleted, ids.update)
-    assert ids != deleted and f"the tracked run {deleted['run_id']} no longer exists" in caplog.text
-
-
-@pytest.mark.slow
 def test_wandb_has_every_step_in_one_run(tracked):
     """Offline, each start has a directory of its own: the first one's steps, and those since the checkpoint."""
     directories = sorted((tracked.run / "wandb").glob("offline-run-*"))

@@ -341,7 +341,9 @@ def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     for name in ("mlflow", "alembic"):  # they log the creation of their tables in detail
         logging.getLogger(name).setLevel(logging.WARNING)
     client, run_id, params = MlflowClient(), ids.get("run_id"), []
-    if run_id is None or not resume_run(client, run_id):
+    if run_id is not None:
+        client.update_run(run_id, status="RUNNING")
+    else:
         name = os.environ.get("MLFLOW_RUN_NAME") or run.name
         run_id = client.create_run(find_experiment(client), run_name=name).info.run_id
         keep({"run_id": run_id})
@@ -358,18 +360,6 @@ def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     first_lacking = {metric: max((one.step + 1 for one in points), default=0) for metric, points in logged.items()}
     where = f"run {run_id} in {get_tracking_uri()}"
     return StartedRun(where, log_entries, partial(client.set_terminated, run_id), first_lacking)
-
-
-def resume_run(client: Any, run_id: str) -> bool:
-    """Marks MLflow's run as running; False if it is gone."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.update_run(run_id, status="RUNNING")
-    except MlflowException:
-        log.warning(f"warning: --track mlflow: the tracked run {run_id} no longer exists: starting a new one")
-        return False
-    return True
 
 
 def find_experiment(client: Any) -> str:

@@ -80,7 +80,6 @@ class Target:
     peak_flops: float | None
     limit: int | None  # bytes that a rank may use
     is_here: bool  # these are the ranks that this start has
-    keeps_freed: bool  # a process keeps freed memory
 
     @property
     def base(self) -> int:
@@ -377,8 +376,6 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
     if memory.offloaded:
         lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
-    if target.keeps_freed:
-        lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
 
 
 def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:

@@ -81,7 +81,7 @@ from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.references import find_unscored
 from mini_trainer.run.run_directory import read_origin
-from mini_trainer.run.run_model import build_run_model, describe_schedule, keeps_to_budget, weigh_images
+from mini_trainer.run.run_model import build_run_model, describe_schedule, weigh_images
 from mini_trainer.run.start import choose_method, open_inputs
 from mini_trainer.run.start_checks import describe_start
 from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
@@ -169,9 +169,6 @@ def find_target(
     if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
         num_sharing = None
     offloads = sharding.cpu_offload and device.type == "cuda"
-    gives_back = (
-        keeps_to_budget(options.data.max_tokens_per_gpu, options.compute) or "MALLOC_MMAP_THRESHOLD_" in os.environ
-    )
     return Target(
         Ranks(world_size, num_shards, num_sharing, offloads, limit if device.type == "cuda" else None),
         device,
@@ -179,7 +176,6 @@ def find_target(
         peak,
         limit,
         is_here,
-        keeps_freed=device.type == "cpu" and not gives_back,
     )
 
 
