@@ -71,9 +71,7 @@ class StartedRun:
     where: str
     log: Callable[[list[Entry]], None]  # of the numbers of some steps, in order
     finish: Callable[[], None]
-    first_lacking: dict[
-        str, int
-    ]  # first steps that it lacks, by `STEP` and `VALIDATION`; empty: it replaces repeated ones
+    first_lacking: dict[str, int]  # first steps that it lacks, by `STEP` and `VALIDATION`; empty: it has none twice
 
 
 # Creates the run of a package in the tracker's thread, or resumes the earlier one; without one, the ids are empty.
