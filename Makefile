@@ -4,7 +4,7 @@
 # make test-rest    sets up and runs these, with every such package
 # make test-all     both
 # make docs         builds the documentation: build/docs/site/index.html
-# make lint         checks lint rules and formatting
+# make lint         checks lint rules, formatting and types
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,15 +39,16 @@ test-all: test test-rest
 docs: .venv/installed-zensical
 	$(BIN)/python docs/site/build_site.py
 
-lint: .venv/installed-ruff
+lint: .venv/installed-test .venv/installed-ruff .venv/installed-pyrefly
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
 
 # One environment, which every command extends by what it needs.
 .venv/pyvenv.cfg:
 	$(PYTHON) -m venv .venv
 
-.venv/installed-ruff .venv/installed-zensical: .venv/installed-%: .venv/pyvenv.cfg constraints.txt
+.venv/installed-ruff .venv/installed-pyrefly .venv/installed-zensical: .venv/installed-%: .venv/pyvenv.cfg constraints.txt
 	./examples/quickstart/install.sh $*
 	touch $@
 

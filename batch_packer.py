@@ -26,7 +26,7 @@ class SampleLoad(NamedTuple):
 
 
 def pack_batch(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | np.ndarray,
     max_tokens_per_gpu: int,
     num_ranks: int,
     attention_cost: float = 0.0,
@@ -120,7 +120,7 @@ def sum_step_costs(
     return float(sum(max(sum(costs[i] for i in indices) for indices in step) for step in micro_batches))
 
 
-def _check_lengths(lengths: Sequence[int], max_tokens_per_gpu: int, num_ranks: int) -> np.ndarray:
+def _check_lengths(lengths: Sequence[int] | np.ndarray, max_tokens_per_gpu: int, num_ranks: int) -> np.ndarray:
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
     if max_tokens_per_gpu < 1:

@@ -1,5 +1,6 @@
 """Made by `python -m mini_trainer.api.stub`: types of arguments.py for editors and type checkers."""
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from pathlib import Path

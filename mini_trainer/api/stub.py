@@ -24,6 +24,7 @@ GENERATED = {arguments.TrainingArgs: TrainOptions, arguments.DataProcessArgs: Pr
 WIDTH = 112  # of help texts
 HEADER = '''"""Made by `python -m mini_trainer.api.stub`: types of arguments.py for editors and type checkers."""
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from pathlib import Path

@@ -119,7 +119,8 @@ class AsCallback(Callback):
     on_all_ranks: ClassVar[bool] = True
 
     def __init__(self, callback: TrainerCallback):
-        self.callback, self.context, self.num_steps = callback, TrainingContext(), None
+        self.callback, self.context = callback, TrainingContext()
+        self.num_steps: int | None = None
         self.num_epochs: int | None = None  # completed so far; None until the first step after a start
 
     def on_start(self, run: StartedRun) -> None:

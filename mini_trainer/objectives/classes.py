@@ -213,11 +213,11 @@ PROBLEM_TYPES = {  # as transformers' configs call them
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SequenceTargets(Targets):
     """A target of each sequence, but for idle ones; `index` is of sequences."""
 
-    values: Tensor = None  # (n, K) fp32
+    values: Tensor  # (n, K) fp32
 
     def find_sequences(self, row: Row) -> Tensor:
         return self.index
@@ -230,11 +230,11 @@ class SequenceTargets(Targets):
         return torch.stack([self.index, torch.zeros_like(self.index)], dim=1)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TokenClasses(Targets):
     """Each token's own class."""
 
-    labels: Tensor = None  # (T,) int64; IGNORED where there is none
+    labels: Tensor  # (T,) int64; IGNORED where there is none
 
     def list_values(self) -> Tensor:  # (N, 1)
         return self.labels[self.index, None]

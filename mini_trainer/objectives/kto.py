@@ -6,7 +6,7 @@ of the *global* batch, at least 0; it has no gradient. S samples in a micro-batc
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from mini_trainer.objectives.preferences import (
     ZERO,
     AnswerLoss,
     AnswerTargets,
-    SampleNumbers,
     count_once,
     gather_numbers,
     gather_sample_numbers,
@@ -38,11 +37,11 @@ BETA = 0.1
 SUMS = ("weight", "rewards", "logps")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FeedbackTargets(AnswerTargets):
     """One answer of each sample; `reference` is of the answer and of the unrelated one."""
 
-    good: Tensor = None  # (S,) fp32: 1 or 0
+    good: Tensor  # (S,) fp32: 1 or 0
     ahead: MicroBatch | None = None  # the prompts with unrelated answers; without targets for samples that have none
 
 
@@ -70,9 +69,9 @@ class KTOLoss(AnswerLoss):
         reference = 0 if targets.reference is None else targets.reference[:, 1].double()
         return (logps - reference) * is_there, is_there
 
-    def measure(self, ratios: Tensor, point: Tensor | float, targets: FeedbackTargets) -> Tensor:  # (S,)
-        signs, weights = 2 * targets.good - 1, torch.where(targets.good > 0, self.weight_ratio, 1.0)
-        return targets.numbers.weights * weights * (1 - torch.sigmoid(self.beta * signs * (ratios - point)))
+    def measure(self, ratios: Tensor, *, point: Tensor | float, good: Tensor, weights: Tensor) -> Tensor:  # (S,)
+        signs, weights = 2 * good - 1, weights * torch.where(good > 0, self.weight_ratio, 1.0)
+        return weights * (1 - torch.sigmoid(self.beta * signs * (ratios - point)))
 
     def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         """`shared`: None in the start check, where the point of reference is 0."""
@@ -81,11 +80,11 @@ class KTOLoss(AnswerLoss):
         point = 0.0 if shared is None else (shared[0] / shared[1].clamp(min=1)).clamp(min=0).float()
         logps = self.sum_logps(predicted, micro_batch)
         ratios = logps - targets.reference[:, 0]
-        losses = self.measure(ratios, point, targets)
+        good, weights = targets.good, targets.numbers.weights
+        losses = self.measure(ratios, point=point, good=good, weights=weights)
         num_ranks = 1 if row_group is None else row_group.size
-        weights = targets.numbers.weights
         by_kind = torch.stack([weights, weights * self.beta * ratios.detach(), weights * logps.detach()])  # (3, S)
-        kinds = torch.stack([targets.good, 1 - targets.good])  # (2, S)
+        kinds = torch.stack([good, 1 - good])  # (2, S)
         reports = {
             "feedback_sums": (kinds @ by_kind.T) / num_ranks,
             "feedback_point": weights.sum() * point / num_ranks,
@@ -115,7 +114,8 @@ class KTOLoss(AnswerLoss):
 
     def sum_own(self, own: ReferenceForward, targets: FeedbackTargets) -> Tensor:
         log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
-        return self.measure(log_probs.sum()[None] - targets.reference[:, 0], 0.0, targets)[0]
+        ratios, weights = log_probs.sum()[None] - targets.reference[:, 0], targets.numbers.weights
+        return self.measure(ratios, point=0.0, good=targets.good, weights=weights)[0]
 
 
 def read_reference(sums: np.ndarray) -> np.ndarray:  # (samples, 3) -> (samples, 2) fp32
@@ -161,7 +161,7 @@ class Feedback(CausalLM):
             row_group=options.get("row_group"),
         )
         micro_batch = super().pack([take_sequence(sample, 0) for sample in samples], **options)
-        micro_batch.targets = replace(micro_batch.targets, ahead=ahead)
+        micro_batch.targets.ahead = ahead
         return micro_batch
 
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> FeedbackTargets:
@@ -193,8 +193,7 @@ class Feedback(CausalLM):
         """The point of reference is that of all the data that is summarized."""
         good, weights, ratios, logps, unrelated, is_there = torch.from_numpy(predictions).unbind(1)
         point = max(0.0, float(unrelated.sum() / is_there.sum().clamp(min=1)))
-        targets = FeedbackTargets(None, good=good, numbers=SampleNumbers(torch.zeros_like(good), weights))
-        loss = self.make_loss().measure(ratios, point, targets).sum() / weights.sum()
+        loss = self.make_loss().measure(ratios, point=point, good=good, weights=weights).sum() / weights.sum()
         by_kind = torch.stack([weights, weights * self.beta * ratios, weights * logps])
         kinds = torch.stack([good, 1 - good]) @ by_kind.T
         return {"loss": float(loss)} | describe_kinds(*kinds.numpy(), point)

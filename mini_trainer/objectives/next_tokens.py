@@ -224,11 +224,11 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
 
 
-@dataclass
+@dataclass(kw_only=True)
 class NextTokens(Targets):
     """Each token's successor, if it is trained."""
 
-    labels: Tensor = None  # (T,) int64; IGNORED where nothing is trained or the sequence ends
+    labels: Tensor  # (T,) int64; IGNORED where nothing is trained or the sequence ends
     weights: Tensor | None = None  # (T,) fp32, of each label's loss; None: all are 1
 
     def take_part(self, part: slice) -> "NextTokens":
@@ -237,8 +237,8 @@ class NextTokens(Targets):
             self.index[first:end] - part.start,
             None if self.sources is None else self.sources[first:end].contiguous(),
             self.num_sources,
-            pad_to(self.labels, part.stop, IGNORED)[part].contiguous(),
-            None if self.weights is None else pad_to(self.weights, part.stop, 0)[part].contiguous(),
+            labels=pad_to(self.labels, part.stop, IGNORED)[part].contiguous(),
+            weights=None if self.weights is None else pad_to(self.weights, part.stop, 0)[part].contiguous(),
         )
 
     def gather(self, row_group: RowGroup, *, num_tokens: int) -> "NextTokens":

@@ -162,13 +162,13 @@ def measure_chunk(
     return measure(logits, tokens.targets[chunk, None], scale, tokens.softcap, 0.0, needs_bias)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AnswerTargets(NextTokens):
     """The next tokens of answers; samples have one or several."""
 
-    places: Tensor = None  # (N,) int64: the answer that each token is of
-    lengths: Tensor = None  # (samples, answers of each) fp32: trained tokens
-    numbers: SampleNumbers = None
+    places: Tensor  # (N,) int64: the answer that each token is of
+    lengths: Tensor  # (samples, answers of each) fp32: trained tokens
+    numbers: SampleNumbers
     reference: Tensor | None = None  # (samples, 2) fp32: log-probabilities by the reference model; None: not known
 
     def with_sample_sources(self, sources: np.ndarray) -> "AnswerTargets":

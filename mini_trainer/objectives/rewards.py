@@ -31,12 +31,12 @@ LABELS = Labels((REWARD,), "regression")
 SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "pairs")  # columns of `Scores.sums`
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RewardTargets(Targets):
     """The answers of each pair; `index` is of sequences."""
 
-    places: Tensor = None  # (N,) int64: twice the sequence's pair, and 1 more for the rejected answer
-    numbers: SampleNumbers = None
+    places: Tensor  # (N,) int64: twice the sequence's pair, and 1 more for the rejected answer
+    numbers: SampleNumbers
 
     def find_sequences(self, row: Row) -> Tensor:
         return self.index

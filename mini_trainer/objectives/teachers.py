@@ -216,7 +216,7 @@ class TaughtLoss(TokenLoss):
         tokens = row_model.teacher.read(micro_batch if targets.seen is None else targets.seen, self.read)
         if len(tokens.targets) < len(targets.index):  # validation data, of which the teacher has no rows
             return micro_batch
-        return micro_batch.replace(targets=replace(targets, teacher=tokens))
+        return micro_batch.replace(targets=replace(targets, teacher=tokens))  # pyrefly: ignore[unexpected-keyword]
 
     def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets = micro_batch.targets
@@ -305,7 +305,7 @@ class Taught(CausalLM):
         if self.reads_beside:
             idle = self.make_idle_sample()
             seen = super().pack([sample.get(SEEN_COLUMN, idle) for sample in samples])
-            micro_batch.targets = replace(micro_batch.targets, seen=seen)
+            micro_batch.targets.seen = seen
         return micro_batch
 
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> TaughtTargets:

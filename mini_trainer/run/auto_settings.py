@@ -374,7 +374,7 @@ class MemoryCounter(TorchDispatchMode):
             _, kind = counter._storages.get(storage._cdata, (0, devices.current_kind))
             counter._set(storage._cdata, size, kind)
 
-        torch.UntypedStorage.resize_ = resize_
+        torch.UntypedStorage.resize_ = resize_  # pyrefly: ignore[bad-assignment]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

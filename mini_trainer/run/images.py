@@ -27,7 +27,7 @@ def count_images(inputs: RunInputs, vision: VisionOptions) -> int:
         tuple(size) for source in training.sources for size in np.unique(source.image_sizes.sizes, axis=0).tolist()
     ]
     largest = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
-    inputs.family = replace(inputs.family, largest_image=largest)
+    inputs.family = replace(inputs.family, largest_image=largest)  # pyrefly: ignore[unexpected-keyword]
     return num_dropped
 
 

@@ -52,7 +52,7 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
         else:
             log.info(f"data: tokenizing to {outputs.data}")
             run_process_data(flatten_options(options), outputs.data)
-    paths = {"data_path": (str(outputs.data),)}
+    paths: dict[str, tuple[str, ...]] = {"data_path": (str(outputs.data),)}
     if outputs.is_split:
         paths["validation_data_path"] = (str(outputs.validation.data),)
     return paths

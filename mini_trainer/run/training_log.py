@@ -126,7 +126,8 @@ class MetricsFile(Sink):
         if missing:  # the checkpoint has their updates
             log.warning(f"warning: {path}: the lines of {describe_numbers('step', missing)} are missing")
         self.file = path.open("a", encoding="utf-8")
-        self.validation_file, self.validation_path = None, output_dir / VALIDATION_FILE
+        self.validation_file: TextIO | None = None
+        self.validation_path = output_dir / VALIDATION_FILE
         num_kept = len(keep_rows(self.validation_path, last_step=first_step, most=num_validations))
         if num_kept < num_validations:
             log.warning(

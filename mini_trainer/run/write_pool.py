@@ -46,13 +46,13 @@ class HashedFile:
         assert self.is_complete, f"{self.path.name}: {self.num_hashed} of {self.size} bytes were written"
         return {"size": self.size, "sha256": self.sha256.hexdigest()}
 
-    def write(self, start: int, data: bytes | Tensor, writer: Executor) -> None:
+    def write(self, start: int, data: bytes | memoryview | Tensor, writer: Executor) -> None:
         """Writes `data` on the thread of `writer`, and hashes it on this one. OSError if that fails."""
         if self.num_hashed == 0 and self.descriptor is None:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self.write(0, self.header, writer)
         if isinstance(data, Tensor):
-            data = data.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+            data = data.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
         view = memoryview(data)
         if not view:
             return
@@ -146,7 +146,7 @@ class WritePool:
             self.num_bytes += size
         self.hashers[lane].submit(self.run, file, place.start, data, self.writers[lane], size)
 
-    def run(self, file: HashedFile, start: int, data: bytes | Tensor, writer: Executor, size: int) -> None:
+    def run(self, file: HashedFile, start: int, data: bytes | memoryview | Tensor, writer: Executor, size: int) -> None:
         try:
             if self.error is None:
                 file.write(start, data, writer)
@@ -245,7 +245,8 @@ class TensorFile:
 def lay_out(tensors: dict[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, range]]:
     """The header of a file of tensors of these dtypes and shapes, and each tensor's range of bytes in the file."""
     order = list(ITEM_SIZES)
-    header, ends = {"__metadata__": METADATA}, [0]
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    ends = [0]
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (order.index(item[1][0]), item[0])):
         ends.append(ends[-1] + math.prod(shape) * ITEM_SIZES[dtype])
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}

@@ -89,7 +89,7 @@ def run_behind_front(words: list[str], *, hosts: Collection[str] | None, allows_
     def build_with_front(*args: Any, **kwargs: Any) -> Front:
         return Front(build(*args, **kwargs), hosts=hosts, allows_origins=allows_origins)
 
-    server.build_server = build_with_front
+    server.build_server = build_with_front  # pyrefly: ignore[bad-assignment]
     from transformers.cli.transformers import app
 
     app(args=words, prog_name="transformers")

@@ -35,7 +35,7 @@ class PreferenceColumns(TextColumns):
     )
     optional: ClassVar = {MARGIN_COLUMN: np.float32(0), PAIR_WEIGHT_COLUMN: np.float32(1)}
 
-    def fill(self, name: str, length: int) -> np.ndarray:
+    def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
         return super().fill(name, 1 if name in (MARGIN_COLUMN, PAIR_WEIGHT_COLUMN) else length)
 
     def describe(self, task: DataTask) -> str:
@@ -81,7 +81,7 @@ class FeedbackColumns(TextColumns):
     )
     optional: ClassVar = {PAIR_WEIGHT_COLUMN: np.float32(1)}
 
-    def fill(self, name: str, length: int) -> np.ndarray:
+    def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
         return super().fill(name, 1)
 
     def describe(self, task: DataTask) -> str:

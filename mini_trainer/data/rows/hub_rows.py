@@ -50,7 +50,7 @@ def list_files(folder: Path) -> list[Path]:
     return [folder / name for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
-def find_revision(options: RowOptions) -> str:
+def find_revision(options: RowOptions) -> str | None:
     """The commit at which a data set of the hub is read, so that its name identifies its content."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError

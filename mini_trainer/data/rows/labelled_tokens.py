@@ -43,7 +43,7 @@ class TokenizedText:
         return 1 if self.is_sequence else sum(label != IGNORED for label in self.target)
 
     @property
-    def labels(self) -> list[int]:
+    def labels(self) -> list[float] | list[int]:
         """One label per token, IGNORED if it has none."""
         return [IGNORED] * len(self.input_ids) if self.is_sequence else self.target
 

@@ -321,6 +321,7 @@ def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options:
     check_beside(values, read, ignored, tally, why="Feedback does not read such columns")
     weight, answer = read_number(values, "weight"), None if name is None else look_up(values, name)
     if isinstance(answer, str) and (prompt := read_plain_prompt(values, prompt_name, prompt_field)) is not None:
+        assert name is not None
         return [Feedback(prompt, Completion(prompt, require_text({name: answer}, name)), is_good, weight)]
     if is_whole:
         whole = read_messages(look_up(values, prompt_name), prompt_name, tally, ignored)

@@ -386,5 +386,5 @@ class Merger:
     def list_inner(self, prefix: str, layer: nn.Module) -> tuple[nn.Module, list[str]]:
         """The original layer inside one with adapters, and the original names of its parameters."""
         while hasattr(layer, "base_layer"):
-            layer, prefix = layer.base_layer, f"{prefix}.base_layer"
+            layer, prefix = layer.get_submodule("base_layer"), f"{prefix}.base_layer"
         return layer, [self.renamed[f"{prefix}.{key}"] for key, _ in layer.named_parameters()]

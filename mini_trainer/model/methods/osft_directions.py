@@ -239,7 +239,8 @@ class Recorder:
         self.covariances: dict[str, Tensor] = {}  # (in, in) fp64: sum of x x^T
         self.left_out: dict[str, int] = {}  # bytes of covariances for a later pass
         self.inputs: dict[str, str] = {}  # as in `Statistics`
-        self.last_name, self.last_input = "", None
+        self.last_name = ""
+        self.last_input: Tensor | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:

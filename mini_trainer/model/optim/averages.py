@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.options import OptimizationOptions
@@ -25,7 +24,7 @@ class WeightAverage:
         enters it."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         with memory_kind("optimizer"):
-            self.values: dict[str, DTensor] = {name: param.detach().clone() for name, param in self.params.items()}
+            self.values: dict[str, Tensor] = {name: param.detach().clone() for name, param in self.params.items()}
         self.half_life, self.first_step = half_life, first_step
 
     def has_begun(self, num_steps: int) -> bool:

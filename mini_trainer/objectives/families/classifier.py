@@ -63,7 +63,7 @@ class Labels:
         config.id2label = dict(enumerate(self.names))
         config.label2id = {name: i for i, name in enumerate(self.names)}
         if self.problem_type is not None:
-            config.problem_type = self.problem_type
+            config.problem_type = self.problem_type  # pyrefly: ignore[bad-assignment]
         if self.problem_type == "regression":  # one number passes through a sigmoid otherwise
             config.sentence_transformers = {"activation_fn": IDENTITY}
 
