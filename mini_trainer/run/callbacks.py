@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -52,9 +53,10 @@ def find_class(path: str) -> Any:
         found = module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            hint = suggest(error.name, (module.name for module in pkgutil.iter_modules([os.getcwd()])))
             raise ValueError(
                 f"--callbacks {path}: there is no module {error.name} in the current directory, on PYTHONPATH or among"
-                " the installed packages"
+                f" the installed packages{hint}"
             ) from None
         raise ValueError(f"--callbacks {path}: {name} cannot be imported: {describe_raised(error)}") from None
     for part in parts.split("."):

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mini_trainer.data.stores.disk import remove_quietly
-from mini_trainer.distributed.process import count_local_ranks
-from mini_trainer.distributed.world import World, call_on_rank0
 
 MADE = ".disk_check.part"  # in the output directory; a later start ignores one left by a killed run
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -15,16 +13,6 @@ ADVICE = (
     "Write to a file system that supports this: a local disk with --upload-to for the exports, or a network file"
     " system; a bucket needs a mount with a cache of files on a disk"
 )
-
-
-def check_disks(world: World, output_dir: Path) -> None:
-    """The same RunError on every rank if a node cannot write to the directory as a run does. All ranks call this, rank
-    0 after it has made the directory."""
-    if count_local_ranks() < world.world_size:
-        from mini_trainer.run.preflight_nodes import check_nodes
-
-        return check_nodes(world, output_dir)
-    call_on_rank0(world, lambda: check_disk(output_dir))
 
 
 def check_disk(output_dir: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, Flag, log
 from mini_trainer.distributed.messages import shows_progress
+from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.objective import PackedModel
@@ -28,7 +29,7 @@ from mini_trainer.run.identity import (
     record_start,
 )
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.preflight import check_disks
+from mini_trainer.run.preflight import check_disk
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import Console, LiveLine, MetricsFile, Sink, TimeLeft, TrainingLog
 from mini_trainer.sampler import Batch, RunPosition
@@ -219,6 +220,16 @@ class RunDirectory:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
+
+
+def check_disks(world: World, output_dir: Path) -> None:
+    """The same RunError on every rank if a node cannot write to the directory as a run does. All ranks call this, rank
+    0 after it has made the directory."""
+    if count_local_ranks() < world.world_size:
+        from mini_trainer.run.preflight_nodes import check_nodes
+
+        return check_nodes(world, output_dir)
+    call_on_rank0(world, lambda: check_disk(output_dir))
 
 
 def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None) -> Sink:
